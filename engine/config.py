@@ -609,6 +609,13 @@ class EngineConfig:
         expert=True,
         gt=0,
     )
+    grammar_mask_average_s: float = setting(
+        0.01,
+        "Most processor time a token, on average, that it may take to follow an answer's grammar, in seconds. An "
+        "answer that is above it by ten times `grammar_mask_timeout_s` fails.",
+        expert=True,
+        gt=0,
+    )
     stall_timeout_s: float = setting(
         30.0,
         "An engine is unhealthy, and Serve restarts it, if a step has taken this many seconds and ten times as long as "
@@ -696,6 +703,7 @@ class ResolvedConfig:
     max_grammar_bytes: int
     grammar_timeout_s: float
     grammar_mask_timeout_s: float
+    grammar_mask_average_s: float
     dtype: str
     device: str
     """`cpu`, or the GPU's name."""
@@ -765,6 +773,7 @@ class ResolvedConfig:
             max_grammar_bytes=config.max_grammar_bytes,
             grammar_timeout_s=config.grammar_timeout_s,
             grammar_mask_timeout_s=config.grammar_mask_timeout_s,
+            grammar_mask_average_s=config.grammar_mask_average_s,
             stall_timeout_s=config.stall_timeout_s,
             **resolved,
         )

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import thread_time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,8 @@ from engine.step import GrammarError, GrammarRow, RowFailure
 if TYPE_CHECKING:  # imported where it is used: an engine without a tokenizer, as benchmarks have it, runs without
     import llguidance
 
-MASK_TIMEOUT_S = 0.1
-"""Longest time of one mask, unless a config says otherwise."""
+EXCESS_MASKS = 10
+"""An answer may be above its average by as much as so many masks of the longest time."""
 MAX_COMPILED = 128
 """Grammars that are kept, the latest used. Another one that a step needs is compiled in that step."""
 MAX_COMPILED_CHARS = 2**25
@@ -32,13 +33,22 @@ MAX_COMPILED_CHARS = 2**25
 30 MiB when it is compiled."""
 
 
-def _limits() -> llguidance.LLParserLimits:
+def _parser_limits() -> llguidance.LLParserLimits:
     """A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a
     compilation to about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors
     would show the whole state to a client."""
     import llguidance
 
     return llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+
+
+class MaskLimits(NamedTuple):
+    """Processor time. The defaults are those of the config's settings."""
+
+    timeout_s: float = 0.1
+    """Of one mask: grammar_mask_timeout_s."""
+    average_s: float = 0.01
+    """Of all that an answer's grammar costs, a token: grammar_mask_average_s."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +67,8 @@ class _Match:
     template: _Template
     matcher: llguidance.LLMatcher
     count: int = 0
+    excess_s: float = 0.0
+    """By how much the processor time of its recent tokens is above the average that they may take."""
 
 
 class _LateError(Exception):
@@ -86,14 +98,14 @@ class Grammars:
         tokenizer: llguidance.LLTokenizer,
         *,
         num_threads: int = 1,
-        mask_timeout_s: float = MASK_TIMEOUT_S,
+        limits: MaskLimits = MaskLimits(),  # noqa: B008 - immutable
         workers: MaskWorkers | None = None,
     ) -> None:
-        """`mask_timeout_s`: the config's grammar_mask_timeout_s. `workers`: a test's own, instead of `num_threads`."""
+        """`workers`: a test's own, instead of `num_threads`."""
         import llguidance
 
         self._tokenizer = tokenizer
-        self._mask_timeout_s = mask_timeout_s
+        self._limits = limits
         self._workers = workers or MaskWorkers(num_threads)
         self._alone = llguidance.LLExecutor(num_threads=1)  # one mask is computed by the thread that asks for it
         self._compiled: OrderedDict[str, _Template] = OrderedDict()
@@ -107,21 +119,28 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         num_threads: int,
-        mask_timeout_s: float = MASK_TIMEOUT_S,
+        limits: MaskLimits = MaskLimits(),  # noqa: B008 - immutable
     ) -> Grammars:
         """`vocab_size`: that of the logits, which may be larger than the tokenizer's."""
         import llguidance
 
         made = llguidance.LLTokenizer(str(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        return cls(made, num_threads=num_threads, mask_timeout_s=mask_timeout_s)
+        return cls(made, num_threads=num_threads, limits=limits)
 
     @classmethod
-    def of_bytes(cls, vocab_size: int, eos_token_id: int, workers: MaskWorkers | None = None) -> Grammars:
+    def of_bytes(
+        cls,
+        vocab_size: int,
+        eos_token_id: int,
+        workers: MaskWorkers | None = None,
+        limits: MaskLimits = MaskLimits(),  # noqa: B008 - immutable
+    ) -> Grammars:
         """A vocabulary whose token i is the byte i; those from 256 on are special."""
         import llguidance
 
         wrapper = llguidance.TokenizerWrapper(_ByteTokens(vocab_size, eos_token_id))
-        return cls(llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id), workers=workers)
+        made = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id)
+        return cls(made, limits=limits, workers=workers)
 
     def compile(self, grammar: str) -> None:
         """Have `grammar` ready before a step needs it.
@@ -141,7 +160,7 @@ class Grammars:
 
         check_regexes(grammar)
         with _panics_told():
-            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+            made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_parser_limits())
             if not made.is_error():
                 made.compute_bitmask()  # the first step's, kept by every copy
         if made.is_error():
@@ -190,7 +209,7 @@ class Grammars:
         """Fill the masks from `first` on: after the answer, and after each of the drafts."""
         from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-        matcher, limit_s = match.matcher, self._mask_timeout_s * (1 + len(drafts))
+        matcher, limit_s = match.matcher, self._limits.timeout_s * (1 + len(drafts))
 
         def work() -> None:
             if drafts:
@@ -205,7 +224,9 @@ class Grammars:
             self._matches[row.request_id].template.is_late = True
             return self._late()
         if outcome.error is None:
-            return None
+            match = self._matches[row.request_id]
+            self._charge(match, outcome.took_s, num_masks=1 + len(row.drafts))
+            return self._slow() if match.excess_s > EXCESS_MASKS * self._limits.timeout_s else None
         try:
             with _panics_told():
                 raise outcome.error
@@ -213,8 +234,16 @@ class Grammars:
             return _beyond_limits(str(error))
 
     def _late(self) -> RowFailure:
-        limit = f"{self._mask_timeout_s:g} s of a processor (grammar_mask_timeout_s)"
+        limit = f"{self._limits.timeout_s:g} s of a processor (grammar_mask_timeout_s)"
         return _beyond_limits(f"it takes more than {limit} to find out what may come next")
+
+    def _slow(self) -> RowFailure:
+        limit = f"{self._limits.average_s:g} s of a processor a token on average (grammar_mask_average_s)"
+        return _beyond_limits(f"it takes more than {limit} to find out what may come next")
+
+    def _charge(self, match: _Match, took_s: float, num_masks: int = 0) -> None:
+        """Masks that are each below their limit would hold up step after step, as long as an answer is."""
+        match.excess_s = max(0.0, match.excess_s + took_s - num_masks * self._limits.average_s)
 
     def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, RowFailure]:
         """Rows whose mask was more work than the limits allow, by number."""
@@ -254,12 +283,15 @@ class Grammars:
         match = self._matches[request_id]
         if match.template.is_late or any(token in self._tokenizer.eos_tokens for token in tokens):
             return ()
+        began_s = thread_time()
         try:
             self._consume(match, tokens)
             with _panics_told():
                 return tuple(match.matcher.compute_ff_tokens())
         except (GrammarError, _LeftGrammarError):  # the next step's mask says so
             return ()
+        finally:
+            self._charge(match, thread_time() - began_s)
 
     def forget(self, request_id: str) -> None:
         self._matches.pop(request_id, None)
@@ -295,5 +327,5 @@ def read_grammars(model_dir: Path, resolved: ResolvedConfig) -> Grammars | None:
         resolved.vocab_size,
         resolved.eos_token_ids,
         resolved.num_threads,
-        resolved.grammar_mask_timeout_s,
+        MaskLimits(resolved.grammar_mask_timeout_s, resolved.grammar_mask_average_s),
     )

@@ -35,11 +35,12 @@ class Job(Generic[Value]):
 
 @dataclass(slots=True)
 class Outcome(Generic[Value]):
-    """`is_late`: it was given up. Otherwise there is a value, or what was raised instead."""
+    """`is_late`: it was given up. Otherwise there is a value, or what was raised instead. `took_s`: processor time."""
 
     value: Value | None = None
     error: BaseException | None = None
     is_late: bool = False
+    took_s: float = 0.0
 
 
 class MaskWorkers:
@@ -139,9 +140,10 @@ class _Batch(Generic[Value]):
 
     def _end(self, worker: _Worker, done: Outcome[Value]) -> bool:
         with self.changed:
-            number, _ = self._running.pop(worker, (None, 0.0))
+            number, began = self._running.pop(worker, (None, 0.0))
             if number is None:
                 return False
+            done.took_s = self.clock(worker) - began
             self._close(number, done)
             return True
 

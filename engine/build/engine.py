@@ -7,7 +7,7 @@ import logging
 import os
 
 from engine.async_engine import AsyncEngine
-from engine.batch.grammar import Grammars
+from engine.batch.grammar import Grammars, MaskLimits
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.core.core import EngineCore, check_capabilities
@@ -103,7 +103,11 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         eos_token_id=FAKE_EOS_TOKEN_ID,
         config=config.fake,
         num_drafts=0 if resolved.speculates else config.num_speculative_tokens or 0,
-        grammars=Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID),
+        grammars=Grammars.of_bytes(
+            FAKE_VOCAB_SIZE,
+            FAKE_EOS_TOKEN_ID,
+            limits=MaskLimits(config.grammar_mask_timeout_s, config.grammar_mask_average_s),
+        ),
         adapters=FakeAdapters() if config.max_loras else None,
         draft_model=FakeDraftModel(resolved.num_kv_blocks, resolved.block_size) if resolved.has_draft_model else None,
     )

@@ -48,6 +48,7 @@ def resolved_config(**overrides: Any) -> ResolvedConfig:
         max_grammar_bytes=2**18,
         grammar_timeout_s=60.0,
         grammar_mask_timeout_s=60.0,
+        grammar_mask_average_s=60.0,
     )
     return ResolvedConfig(**{**settings, **overrides})
 

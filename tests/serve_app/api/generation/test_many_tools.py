@@ -3,15 +3,24 @@ Never tests how a tool is shown to the model."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import pytest
 
+from engine.build.engine import build_engine
+from engine.config import EngineConfig
+from serve_app.api.ingress import create_app
 from serve_app.api.requests.messages import MAX_TOOLS
+from serve_app.api.text.chat_template import ChatTemplate
+from serve_app.api.text.tokenizer import Tokenizer
+from tests.serve_app.api.generation.test_structured import choice_of
 from tests.serve_app.api.generation.test_tools import CALLER, app_of, prompt_of, saying
 from tests.serve_app.api.openai.responses.test_responses import ask
-from tests.serve_app.harness import CHAT, post
+from tests.serve_app.harness import CHAT, LocalClient, post
+from tests.serve_app.parsing.test_many_tools import many_tools
 
 pytestmark = pytest.mark.anyio
 
@@ -64,3 +73,22 @@ async def test_tools_of_namespaces_count_as_others() -> None:
         assert answer.status == status, answer.json
     assert answer.error["param"] == "tools"
     assert f"at most {MAX_TOOLS} with those of namespaces, but there are {MAX_TOOLS + 1}" in answer.error["message"]
+
+
+async def test_one_of_a_thousand_tools_is_called_when_it_must_be_whole_and_streamed() -> None:
+    """A real engine follows the grammar of them all, over HTTP. The prompt has their names alone, because here a token
+    is a byte."""
+    schemas = dict(many_tools())
+    tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
+    tokenizer = Tokenizer.byte_level()
+    tokenizer._chat_template = ChatTemplate("{% for tool in tools %}{{ tool.function.name }}{% endfor %}", {})
+    length = 2**16
+    engine = build_engine("", EngineConfig(executor="fake", max_model_len=length, num_kv_blocks=2**13))
+    try:
+        app = create_app(LocalClient(engine), tokenizer, replace(CALLER, max_model_len=length))
+        choice = await choice_of(app, tools=tools, tool_choice="required")
+    finally:
+        engine.shutdown()
+    assert choice["finish_reason"] == "tool_calls"
+    for call in choice["message"]["tool_calls"]:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schemas[call["function"]["name"]])
