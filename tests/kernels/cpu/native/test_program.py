@@ -1,4 +1,4 @@
-"""Owns comparisons of every native kernel with the reference in edge cases, of a row with itself in batches. Long.
+"""Owns the comparison of native kernels with the reference in edge cases, and of batch sizes. Long: all kernels.
 Never compares with stored numbers: every input is random, and every output is poisoned first."""
 
 from __future__ import annotations
