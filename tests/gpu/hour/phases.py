@@ -96,7 +96,7 @@ def environment_of_tests(device: str) -> dict[str, str]:
 
 
 def _right(device: str) -> list[Part]:
-    """Return the first phase's parts. A rehearsal interprets a few Triton kernels, and runs an engine without Triton."""
+    """Return the first phase's parts. A rehearsal interprets a few Triton kernels and runs an engine without Triton."""
     first, memcheck = [_own(device, "machine", 60), _own(device, "precompile", 120)], _own(device, "memcheck", 120)
     if device == STAND_IN:
         interpreted = {"TRITON_INTERPRET": "1", "STAND_IN_TRITON": "1"}
