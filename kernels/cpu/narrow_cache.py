@@ -1,4 +1,4 @@
-"""Owns K and V in 8 bits: each token's vector of one KV head with a scale of its own, stored behind it.
+"""Owns K and V in 8 bits: each token's vector of one KV head, followed by a scale of its own.
 Never changes what was stored: reading it again gives the same bits, whatever was written beside it."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 4
-"""The size of the float32 scale behind each (slot, KV head)."""
+"""The size of the float32 scale after each vector of a (slot, KV head)."""
 
 LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The types that a cache may be narrowed to, each with what the largest magnitude becomes."""

@@ -55,8 +55,8 @@ class Ops:
     """(logits [rows, vocab], token ids [rows], count) -> log-probabilities of these tokens, and the ids and
     log-probabilities of the `count` most likely."""
     capturable: bool = False
-    """Of a step, `prepare_attention` and `attention` read only the tensors of kernels.rows.device.DeviceRows and its
-    upper bounds: a captured step can be replayed with other rows in the same tensors."""
+    """`prepare_attention` and `attention` read only the tensors and upper bounds of kernels.rows.device.DeviceRows, so
+    that a captured step can be replayed with other rows in the same tensors."""
     states_capturable: bool = False
     """The same for `causal_conv` and `delta_rule`, with kernels.rows.device.DeviceStateRows."""
     experts_capturable: bool = False

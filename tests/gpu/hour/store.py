@@ -23,7 +23,7 @@ class Store:
         self._folder, self._device = folder, device
         self._more: dict[str, dict[str, object]] = {}
         self.outcomes: dict[str, dict[str, Outcome]] = {}
-        """By phase and part."""
+        """Outcomes by phase and part."""
         for phase in phases:
             if found := self._read(phase):
                 self.outcomes[phase] = found

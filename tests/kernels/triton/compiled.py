@@ -35,7 +35,7 @@ from kernels.triton.shared import launch
 
 
 class NoGpu:
-    """What Triton asks of a driver before it compiles."""
+    """Answers what Triton asks of a driver before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
