@@ -1,2 +1,2 @@
-"""Owns the numerical operations: a table of callables chosen once (`ops`), and what defines them (`reference`).
-Holds this docstring and nothing else: transformers probes for another package of this name and reads its attributes."""
+"""Owns the numerical operations: tables of callables (`eager.ops`), one of them chosen, and a definition (`reference`).
+Holds only this docstring: transformers probes for another package of this name and reads its attributes."""

@@ -1,5 +1,5 @@
-"""Owns the choice of the kernels that a model runs on, made once for each engine, with the reason.
-Never fails where kernels were not asked for by name: there is always something that runs."""
+"""Owns the choice of the kernels that a model runs on, made once per engine, and its reason.
+Never fails unless kernels were asked for by name: there is always something that runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MATRIX_UNITS = (
     ", bfloat16 by its matrix unit (AMX)",
     ", though not for its matrix unit (AMX), which Linux does not grant",
 )
-"""What the library says of it: none that it was compiled for, used, refused."""
+"""Indexed by what the library reports: compiled for none, in use, refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,14 @@ class Choice:
 def choose_kernels(
     asked: str = "auto", *, head_dim: int, block_size: int, inputs: Iterable[int] = (), unfit: str | None = None
 ) -> Choice:
-    """`auto` takes the fastest that this machine and this model have. Compiles the native library if it has to.
-    `inputs`: of the model's matrices. `unfit`: why the model cannot run on the native kernels, whatever its shape.
+    """Choose kernels for a CPU. `auto` takes the fastest that can run this model on this machine. Compiles the native
+    library if needed.
+
+    inputs: the input sizes of the model's matrices. unfit: why the native kernels cannot run the model, whatever its
+    shape.
 
     Raises:
-        ValueError: the kernels that were asked for by name do not exist, or cannot run here; it says why.
+        ValueError: the kernels asked for by name do not exist, or cannot run here. The message says why.
     """
     if asked not in ("auto", *KERNELS):
         raise ValueError(f"Unknown kernels {asked!r}; there are: auto, {', '.join(KERNELS)}.")
@@ -79,13 +82,14 @@ def choose_attention(
     capability: Capability | None,
     load: Import = importlib.import_module,
 ) -> tuple[Choice, Ops]:
-    """Attention for a GPU of `capability`, and the table that it is part of; None: for another device, such as the CPU.
+    """Choose attention for a GPU of `capability` (None: another device, such as the CPU), and the table that it is
+    part of.
 
     `auto` takes the first of ATTENTION that can run. Norms, rotation and activation are Triton's where it can be
     imported, else torch's.
 
     Raises:
-        ValueError: what was asked for by name does not exist, or cannot run here; it says why.
+        ValueError: the attention asked for by name does not exist, or cannot run here. The message says why.
     """
     if asked not in ("auto", *ATTENTION):
         raise ValueError(f"Unknown attention {asked!r}; there are: auto, {', '.join(ATTENTION)}.")
@@ -148,7 +152,7 @@ def _triton_table(capability: Capability | None, load: Import) -> Ops | str:
 
 
 def forward_pass(table: Ops) -> Callable[..., ForwardPass]:
-    """What runs a model's operations by `table`: takes token_ids, positions, slots and plan, as EagerPass does."""
+    """Return what runs a model's operations on `table`. It takes token_ids, positions, slots and plan, as EagerPass."""
     if not table.fused_rotation:
         return partial(EagerPass, table)
     fused: Callable[..., ForwardPass] = importlib.import_module("kernels.triton.forward").TritonPass

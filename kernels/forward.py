@@ -1,4 +1,4 @@
-"""Owns what a model's definition is written in: the operations of a forward pass, on whatever a backend computes with.
+"""Owns the operations that a model's forward pass is written in, on whatever arrays a backend uses.
 Never computes: `kernels.eager` runs operations as they come, `kernels.cpu.native` records them and runs the record."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 Array = Any
-"""What a backend's operations take and give: a Tensor, or a recorder's name for one."""
+"""What a backend's operations take and return: a Tensor, or a recorder's handle for one."""
 
 SILU, GELU = "silu", "gelu_tanh"
-"""Activations of a gate; GELU is its approximation by tanh."""
+"""Activations of a gate. GELU is the tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Linear:
     """y = x W^T + b."""
 
     weight: Any
-    """[outputs, inputs], or what a backend has made of it."""
+    """[outputs, inputs], or a backend's packed form of it."""
     bias: Any = None
     """[outputs]"""
     scales: Any = None
-    """[outputs] float32: of a weight of int8, what each output is multiplied by; the native kernels read these."""
+    """[outputs] float32: for an int8 weight, the factor of each output; read by the native kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,13 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearHeads:
-    """Of linear attention: value head h has the queries and keys of head h // (num_value_heads / num_key_heads)."""
+    """The heads of linear attention: value head h uses the queries and keys of head
+    h // (num_value_heads / num_key_heads)."""
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
-    """Of one head's queries and keys."""
+    """The size of one head's queries and keys."""
     value_dim: int
 
     @property
@@ -57,7 +58,7 @@ class LinearHeads:
 
     @property
     def channels(self) -> int:
-        """Of [queries | keys | values]."""
+        """The width of [queries | keys | values]."""
         return 2 * self.key_size + self.value_size
 
 
@@ -67,29 +68,29 @@ class Routing:
 
     per_token: int
     renormalize: bool
-    """The shares of a token's experts sum to one, instead of to what the softmax gave these."""
+    """Whether the shares of a token's experts are rescaled to sum to one."""
 
 
 class ForwardPass(Protocol):
-    """One pass over a step's tokens. Shapes are those of `kernels.reference`; arrays have [num_tokens, ...]."""
+    """One pass over a step's tokens. Shapes are those of `kernels.reference`; arrays are [num_tokens, ...]."""
 
     def embed(self, table: Tensor, scale: float = 1.0) -> Array:
         """Rows of `table` [vocab, hidden] for the step's token ids, times `scale`. # [num_tokens, hidden]"""
 
     def rotations(self, inverse_frequencies: Tensor, factors: Tensor | float) -> Array:
-        """cos and sin of the angles at the step's positions, times `factors`: one for all, or [head_dim / 2]."""
+        """cos and sin of the angles at the step's positions, times `factors`: a scalar, or [head_dim / 2]."""
 
     def add_rms_norm(self, x: Array, residual: Array | None, weight: Tensor, eps: float) -> tuple[Array, Array]:
-        """(rms_norm(x + residual), x + residual in float32); None: there is no residual yet."""
+        """(rms_norm(x + residual), x + residual in float32). residual None: there is none yet."""
 
     def linear(self, x: Array, linear: Linear) -> Array:
-        """# [num_tokens, outputs]"""
+        """x W^T + b. # [num_tokens, outputs]"""
 
     def gated_linear(self, x: Array, linear: Linear, activation: str = SILU) -> Array:
         """activation(gate) * up of [gate | up] = linear(x). # [num_tokens, outputs / 2]"""
 
     def experts(self, x: Array, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Array:
-        """The sum of what a token's experts give, each times its share. # [num_tokens, hidden]
+        """Sum the outputs of each token's experts, weighted by their shares. # [num_tokens, hidden]
 
         router: [experts, hidden] float32; the weights of gate_up and down: [experts, outputs, inputs], no biases.
         """
@@ -103,23 +104,26 @@ class ForwardPass(Protocol):
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> Array:
-        """Normalise queries and keys by head if there are `norms`, rotate them, and write keys and values to the cache.
-        Returns the queries. # [num_tokens, num_heads * head_dim]"""
+        """Normalise queries and keys per head if `norms` is given, rotate them, and write keys and values to the cache.
+        Return the queries. # [num_tokens, num_heads * head_dim]"""
 
     def attention(
         self, q: Array, heads: HeadShape, cache: tuple[Tensor, Tensor], scale: float, window: int | None = None
     ) -> Array:
-        """`window`: how many tokens a query sees, its own included; None: all. # [num_tokens, num_heads * head_dim]"""
+        """Attend to each row's cached tokens, causally. # [num_tokens, num_heads * head_dim]
+
+        window: how many tokens a query sees, its own included; None: all.
+        """
 
 
 class LinearAttentionPass(Protocol):
-    """What a pass needs besides for layers of linear attention, and for the gates of the models that have them.
+    """What a pass needs in addition for linear attention layers, and for the gates of models that have such layers.
 
-    A state belongs to a request, and lies where the step's rows say; it is advanced in place.
+    A state belongs to a request, and lies where the step's rows say. It is updated in place.
     """
 
     def split(self, x: Array, sizes: Sequence[int]) -> Sequence[Array]:
-        """Parts of [num_tokens, sum(sizes)], side by side. # each [num_tokens, size]"""
+        """Split [num_tokens, sum(sizes)] by columns. # each [num_tokens, size]"""
 
     def sigmoid_gate(self, x: Array, gate: Array, other: Array | None = None) -> Array:
         """x * sigmoid(gate), plus `other`. gate: as x, or [num_tokens, 1]. # as x"""
@@ -127,7 +131,7 @@ class LinearAttentionPass(Protocol):
     def causal_conv(self, x: Array, weight: Tensor, state: Tensor) -> Array:
         """silu(convolution over each channel's last tokens); see kernels.reference.causal_conv. # as x
 
-        weight: [channels, kernel]; state: [slots, kernel - 1, channels] in the type of x.
+        weight: [channels, kernel]; state: [slots, kernel - 1, channels] in x's type.
         """
 
     def delta_rule(
@@ -139,4 +143,4 @@ class LinearAttentionPass(Protocol):
         """
 
     def gated_rms_norm(self, x: Array, gate: Array, weight: Tensor, eps: float) -> Array:
-        """rms_norm(x) * silu(gate) by heads of the weight's size. # as x"""
+        """rms_norm(x) * silu(gate), the norm over heads of the weight's size. # as x"""

@@ -1,5 +1,5 @@
-"""Owns the definition of correct: every operation in plain torch, float32 inside, one row at a time.
-Never tries to be fast, and never calls a backend: every one is compared with this."""
+"""Owns the definition of correct: every operation in plain torch, computed in float32, one row at a time.
+Never tries to be fast, and never calls a backend: every backend is compared with this."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kernels.rows.step import PagedRows, StateRows
 
 
 def round_weight(weight: Tensor) -> Tensor:
-    """Each output's weights to the nearest multiple of its largest magnitude / 127. [outputs, inputs], in float64."""
+    """Round each output's weights to multiples of its largest magnitude / 127. # [outputs, inputs] float64"""
     unit = weight.double().abs().amax(dim=1, keepdim=True) / 127
     return (weight.double() / unit.clamp(min=torch.finfo(torch.float64).tiny)).round() * unit
 
 
 def round_token(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """K or V as a cache of `dtype` keeps it: each token's numbers of one head to the nearest that int8 (in units of the
-    largest magnitude / 127) or float8_e4m3fn (/ 448) has. [..., head_dim], in float64."""
+    """Round K or V as a cache of `dtype` does: each token's vector of one head to the nearest values of int8 (in units
+    of its largest magnitude / 127) or float8_e4m3fn (/ 448). # [..., head_dim] float64"""
     largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
     unit = x.double().abs().amax(dim=-1, keepdim=True) / largest
     units = x.double() / unit.clamp(min=torch.finfo(torch.float64).tiny)
@@ -36,9 +36,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(sum) in x's type, sum in float32) of sum = x + residual; the residual is float32.
+    """With sum = x + residual, return (rms_norm(sum) in x's type, sum in float32). The residual is float32.
 
-    A residual in bfloat16 rounds after every layer: its error grows with depth and moves close argmaxes.
+    A bfloat16 residual would be rounded after every layer: the error grows with depth and flips close argmaxes.
     """
     total = x.float() + residual
     return rms_norm(total, weight, eps).to(x.dtype), total
@@ -58,24 +58,24 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
-    """gelu(gate) * up of x = [gate | up], with GELU's approximation by tanh (arXiv 1606.08415)."""
+    """gelu(gate) * up of x = [gate | up], with the tanh approximation of GELU (arXiv 1606.08415)."""
     gate, up = x.float().chunk(2, dim=-1)
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     return (0.5 * gate * (1 + inner.tanh()) * up).to(x.dtype)
 
 
 def route(x: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """(shares in float32, numbers of the experts), each [num_tokens, per_token], the largest share first.
+    """Return (shares in float32, indices of the experts), each [num_tokens, per_token], the largest share first.
 
-    x: [num_tokens, hidden], router: [experts, hidden] float32. A share is the softmax over all experts (arXiv
-    2101.03961), in float32: rounded logits would choose others.
+    x: [num_tokens, hidden], router: [experts, hidden] float32. Shares are a softmax over all experts (arXiv
+    2101.03961), in float32: rounded logits could choose other experts.
     """
     shares, chosen = (x.float() @ router.T).softmax(dim=-1).topk(routing.per_token, dim=-1)
     return (shares / shares.sum(dim=-1, keepdim=True) if routing.renormalize else shares), chosen
 
 
 def experts(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-    """Each token's experts by themselves, summed by their shares. # [num_tokens, hidden]
+    """Run each token's experts one by one, and sum their outputs weighted by their shares. # [num_tokens, hidden]
 
     gate_up: [experts, 2 * size, hidden], down: [experts, hidden, size]; router: see `route`.
     """
@@ -100,7 +100,7 @@ def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: T
 
 
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> PagedRows:
-    """What `attention` needs besides tensors; the reference builds nothing ahead."""
+    """Return what `attention` needs besides tensors. The reference precomputes nothing."""
     return rows
 
 
@@ -109,9 +109,9 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T * scale) v over each row's cached tokens, causal. # [num_tokens, heads, head_dim]
 
-    q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], this step's K and V written.
-    Query head h reads KV head h // (heads / kv_heads). window: how many tokens a query sees, its own included; None:
-    all.
+    q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], which already hold this
+    step's K and V. Query head h reads KV head h // (heads / kv_heads). window: how many tokens a query sees, its own
+    included; None: all.
     """
     out = torch.empty_like(q)
     first = 0
@@ -136,8 +136,8 @@ def attention(
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
     """silu(sum over j of weight[:, j] * the input kernel - 1 - j tokens ago). # [num_tokens, channels]
 
-    x: [num_tokens, channels], weight: [channels, kernel]; state: [slots, kernel - 1, channels], a request's last
-    inputs, the oldest first, advanced in place.
+    x: [num_tokens, channels], weight: [channels, kernel]; state: [slots, kernel - 1, channels], each request's last
+    inputs, oldest first, updated in place.
     """
     out, first, past = torch.empty_like(x), 0, weight.shape[1] - 1
     for context, count, slot in zip(rows.contexts, rows.counts, rows.slots, strict=True):
@@ -152,7 +152,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
 
 
 def log_decay(step: Tensor, rates: tuple[Tensor, Tensor]) -> Tensor:
-    """What a state's logarithm loses at a token: rate * softplus(step + bias), below 0. # [num_tokens, value heads]
+    """The log of a state's decay factor at each token: rate * softplus(step + bias) < 0. # [num_tokens, value heads]
 
     rates: (-exp(A), the bias of the steps), each [value heads] float32.
     """
@@ -165,10 +165,8 @@ def l2_norm(x: Tensor) -> Tensor:
 
 
 def delta_inputs(qkv: Tensor, heads: LinearHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of length 1, the queries times key_dim^-1/2, one for each value head; and the values; float32.
-    # [num_tokens, value heads, key_dim] twice, [num_tokens, value heads, value_dim]
-
-    qkv: [num_tokens, channels]
+    """Split qkv [num_tokens, channels] into float32 (q, k, v) for each value head. q and k are L2-normalised; q is then
+    multiplied by key_dim^-1/2. # [num_tokens, value heads, key_dim] twice, [num_tokens, value heads, value_dim]
     """
     wide = qkv.float()
     q_and_k = wide[:, : 2 * heads.key_size].reshape(len(qkv), 2, heads.num_key_heads, heads.key_dim)
@@ -179,7 +177,7 @@ def delta_inputs(qkv: Tensor, heads: LinearHeads) -> tuple[Tensor, Tensor, Tenso
 
 
 def recur(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One request's tokens one by one: (what is read after each, the state after all).
+    """Process one request's tokens one by one; return (what is read after each, the final state).
 
         S <- exp(log_decay) S;    S <- S + k (strength (v - S^T k))^T;    read S^T q        (arXiv 2412.06464)
 
@@ -204,10 +202,10 @@ def delta_rule(
     state: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """The gated delta rule over each row's tokens; see `recur`. # [num_tokens, value_size]
+    """Apply the gated delta rule to each row's tokens; see `recur`. # [num_tokens, value_size]
 
-    qkv: [num_tokens, channels]; strength and step, before their sigmoid and softplus: [num_tokens, value heads];
-    state: [slots, value heads, key_dim, value_dim] float32, advanced in place.
+    qkv: [num_tokens, channels]; strength and step, before sigmoid and softplus: [num_tokens, value heads];
+    state: [slots, value heads, key_dim, value_dim] float32, updated in place.
     """
     q, k, v = delta_inputs(qkv, heads)
     decay, strength = log_decay(step, rates), strength.float().sigmoid()
@@ -244,9 +242,9 @@ def control_logits(
     prompt: Sequence[int] = (),
     answer: Sequence[int] = (),
 ) -> Tensor:
-    """One row of logits [vocab_size], float32, as changed before a token is chosen from it.
+    """Apply a request's controls to one row of logits [vocab_size], float32, before a token is chosen from it.
 
-    Repetition: Keskar et al., 2019 (CTRL), section 4.1, with the sign of the logit taken into account. Frequency and
+    Repetition: Keskar et al., 2019 (CTRL), section 4.1, with the logit's sign taken into account. Frequency and
     presence: OpenAI's API reference.
     """
     logits = logits.clone()
@@ -268,9 +266,9 @@ def control_logits(
 
 
 def keep_within(logits: Tensor, own: Tensor, allowed: Sequence[int]) -> Tensor:
-    """One row of logits [vocab_size], controlled and with banned tokens at -inf, as limited to what a grammar allows.
+    """Limit one row of logits [vocab_size], controlled and with banned tokens at -inf, to what a grammar allows.
 
-    The grammar has the last word: where nothing allowed is left, the allowed tokens have the model's `own` logits.
+    The grammar has the last word: if no allowed token is left, all of them get the model's `own` logits back.
     """
     kept = torch.full_like(logits, -torch.inf)
     source = own if all(logits[token] == -torch.inf for token in allowed) else logits
@@ -289,7 +287,7 @@ def sample(
     min_p: float = 0.0,
     banned: Sequence[int] = (),
 ) -> int:
-    """The token of one row of logits [vocab_size]: ban, temperature, top-k, top-p, min-p, then inverse CDF.
+    """Sample a token from one row of logits [vocab_size]: ban, temperature, top-k, top-p, min-p, then inverse CDF.
 
     top-p counts probabilities renormalised after top-k; min-p is relative to the most likely token. Ties go to the
     lower token id. The CDF runs in vocabulary order: the token is the first whose cumulative mass exceeds `uniform`.

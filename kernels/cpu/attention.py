@@ -12,10 +12,10 @@ from torch import Tensor
 from kernels.cpu.narrow_cache import LARGEST, SCALE_BYTES, widen
 from kernels.rows.step import PagedRows
 
-# Decode rows are padded to the longest of their bucket: powers of two, so padding at most doubles a row's work and one
-# long row does not make every row pay. Below this length a call costs more than the padding it saves.
+# Decode rows are padded to the longest of their bucket. Buckets are powers of two, so padding at most doubles a row's
+# work, and one long row does not slow down all. Below this length a call costs more than the padding it saves.
 SMALLEST_BUCKET = 256
-# Scores held at a time, in elements; a longer chunk is done in slices of its queries. 64 MiB in bfloat16.
+# Scores held at a time, in elements: 64 MiB in bfloat16. A chunk with more is processed in slices of its queries.
 MOST_SCORES = 1 << 25
 
 
@@ -24,7 +24,7 @@ class DecodeBucket:
     """Decode rows of similar length, as one batch."""
 
     rows: Tensor | None
-    """[bucket_rows] row numbers, None if the bucket is all of the step's tokens in order."""
+    """[bucket_rows] row numbers; None if the bucket is all of the step's tokens in order."""
     cells: Tensor
     """[bucket_rows * kv_heads * longest]; padding repeats the row's own first slot, which is always written."""
     mask: Tensor | None
@@ -38,9 +38,9 @@ class ChunkRow:
     first: int
     count: int
     cells: Tensor
-    """[kv_heads * seen]: of the context, what the chunk's first query sees, and the chunk itself."""
+    """[kv_heads * seen]: the part of the context that the chunk's first query sees, and the chunk itself."""
     mask: Tensor
-    """[count, seen], -inf on the future and on what is before a query's window."""
+    """[count, seen], -inf on the future and before a query's window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Gathered:
     """Gather indices and masks, built once per step and used by every layer of the same window.
 
     A cell is one KV head of one slot: cell = slot * kv_heads + head. Gathering cells head by head gives matrices that
-    are contiguous per head, at the price of gathering slots; strided ones are three times slower to multiply.
+    are contiguous per head, at the price of gathering; strided ones are three times slower to multiply.
     """
 
     decodes: tuple[DecodeBucket, ...]
@@ -57,7 +57,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """One step's rows."""
+    """One step's rows, with gather indices for each window."""
 
     rows: PagedRows
     kv_heads: int
@@ -65,7 +65,7 @@ class AttentionPlan:
     _by_window: dict[int | None, Gathered] = field(default_factory=dict)
 
     def within(self, window: int | None) -> Gathered:
-        """What layers of that window need; made when the first of them asks."""
+        """Return what layers with this window need. It is built when the first of them asks."""
         found = self._by_window.get(window)
         if found is None:
             found = self._by_window[window] = _gathered(self.rows, self.kv_heads, self.dtype, window)
@@ -73,7 +73,7 @@ class AttentionPlan:
 
 
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
-    """`dtype` is that of the queries: a mask of another type would be converted again in every layer."""
+    """Return the step's plan. dtype: that of the queries; a mask of another type would be converted in every layer."""
     return AttentionPlan(rows, kv_heads, dtype)
 
 
@@ -105,7 +105,7 @@ def _decode_buckets(rows: PagedRows, kv_heads: int, dtype: torch.dtype, window: 
 
 
 def _seen(rows: PagedRows, row: int, window: int | None) -> int:
-    """Tokens that a decode row's query sees."""
+    """Return how many tokens a decode row's query sees."""
     length = rows.contexts[row] + 1
     return length if window is None else min(length, window)
 
@@ -131,8 +131,8 @@ def _decode_bucket(
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float, *, window: int | None = None
 ) -> Tensor:
-    """q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], or as narrow_cache has
-    them, this step's written."""
+    """See kernels.reference.attention. q: [num_tokens, heads, head_dim]; caches: [num_blocks, block_size, kv_heads,
+    head_dim], or narrow_cache's layout; they already hold this step's K and V."""
     gathered = plan.within(window)
     if not gathered.chunks and len(gathered.decodes) == 1:
         return _decode(q, k_cache, v_cache, gathered.decodes[0], scale)
@@ -149,7 +149,7 @@ def attention(
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
     rows, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
-    # The query heads that share a KV head stand in for query positions: no copy of K and V for each of them.
+    # The query heads that share a KV head are treated as query positions: K and V are not copied for each of them.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     k = _gather(k_cache, bucket.cells, rows * kv_heads, q.dtype)  # [rows * kv_heads, longest, head_dim]
     v = _gather(v_cache, bucket.cells, rows * kv_heads, q.dtype)
@@ -177,7 +177,7 @@ def _chunk(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: ChunkRow, scale: 
 
 
 def _gather(cache: Tensor, cells: Tensor, matrices: int, dtype: torch.dtype) -> Tensor:
-    """In `dtype`, which is the cache's own where that is not narrow. # [matrices, length, head_dim]"""
+    """Gather cells in `dtype`, which is the cache's own unless that is narrow. # [matrices, length, head_dim]"""
     size = cache.shape[-1]
     if cache.dtype in LARGEST:
         stored = cache.view(torch.int8).view(-1, size).index_select(0, cells)
@@ -186,16 +186,17 @@ def _gather(cache: Tensor, cells: Tensor, matrices: int, dtype: torch.dtype) -> 
 
 
 def _matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(q k^T * scale + mask) v by whole matrices, for bfloat16, which torch's fused CPU kernel widens first.
+    """softmax(q k^T * scale + mask) v with whole matrices, for bfloat16, which torch's fused CPU kernel widens first.
 
-    2 to 3 times as fast; scores are rounded to bfloat16 before the softmax, as transformers' eager attention does.
+    This is 2 to 3 times as fast. Scores are rounded to bfloat16 before the softmax, as in transformers' eager
+    attention.
     q: [a, b, queries, head_dim], k and v: [a or a * b, length, head_dim], mask: broadcasts to [a, b, queries, length].
     """
     matrices, length, head_dim = k.shape
     if mask is None:
         scores = q.new_empty(matrices, q.numel() // (matrices * head_dim), length)
     else:
-        # A clone even where `reshape` would do with a view: the product is added to it in place.
+        # Cloned even where `reshape` would return a view: the product is added in place.
         scores = mask.expand(*q.shape[:3], length).clone(memory_format=torch.contiguous_format)
         scores = scores.view(matrices, -1, length)
     queries = q.reshape(matrices, -1, head_dim)

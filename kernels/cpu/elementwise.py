@@ -1,4 +1,4 @@
-"""Owns norms, rotation, activation and cache writes in few torch operators, on whatever device the tensors are.
+"""Owns norms, rotation, activation and cache writes in a few torch operators, on the tensors' device.
 Never loops over tokens, and never decides which rows exist."""
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from kernels.cpu.narrow_cache import LARGEST, narrow
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., size], weight: [size]."""
-    if weight.dtype != x.dtype:  # a line may keep its norms in float32
+    """See kernels.reference.rms_norm. x: [..., size], weight: [size]."""
+    if weight.dtype != x.dtype:  # a model family may keep its norms in float32
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, residual: [num_tokens, size], residual in float32. Returns (normed sum in x's type, sum in float32)."""
+    """Return (normed sum in x's type, sum in float32). x, residual: [num_tokens, size], residual in float32."""
     total = residual + x
     return F.rms_norm(total, weight.shape, weight.float(), eps).to(x.dtype), total
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [num_tokens, heads, head_dim], cos and sin: [num_tokens, head_dim / 2] in float32, which promotes x."""
+    """Rotate. x: [num_tokens, heads, head_dim]; cos, sin: [num_tokens, head_dim / 2] float32, which promote x."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotated = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
@@ -35,20 +35,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """[num_tokens, 2 * size] -> [num_tokens, size]."""
+    """silu(gate) * up of x = [gate | up]: [num_tokens, 2 * size] -> [num_tokens, size]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
-    """[num_tokens, 2 * size] -> [num_tokens, size]."""
+    """gelu(gate) * up of x = [gate | up]: [num_tokens, 2 * size] -> [num_tokens, size]."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """k, v: [num_tokens, kv_heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim], or as narrow_cache
-    has them."""
+    """Store token t's K and V in slot slots[t]. k, v: [num_tokens, kv_heads, head_dim]; caches: [num_blocks,
+    block_size, kv_heads, head_dim], or narrow_cache's layout."""
     for x, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype in LARGEST:
             cache.view(torch.int8).flatten(0, 1).index_copy_(0, slots, narrow(x, cache.dtype))

@@ -1,4 +1,4 @@
-"""Owns mixtures of experts in torch's operators: tokens sorted by expert, and one product for each that has any.
+"""Owns mixtures of experts in torch's operators: tokens sorted by expert, and products only for experts that have any.
 Never computes a token with an expert that was not chosen for it."""
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from kernels.reference import route
 
 
 def experts(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-    """x: [num_tokens, hidden], gate_up: [experts, 2 * size, hidden], down: [experts, hidden, size].
+    """See kernels.reference.experts. x: [num_tokens, hidden], gate_up: [experts, 2 * size, hidden], down: [experts,
+    hidden, size].
 
     A token's experts are summed in the order of their shares, so that its sum does not depend on its neighbours. Waits
-    for the device: how many tokens an expert has is known on the host.
+    for the device: the host needs each expert's token count.
     """
     shares, chosen = route(x, router, routing)  # [num_tokens, per_token]
-    order = chosen.flatten().argsort(stable=True)  # numbers of (token, place among its experts), by expert
+    order = chosen.flatten().argsort(stable=True)  # indices of (token, rank of the expert), sorted by expert
     counts = chosen.flatten().bincount(minlength=len(router)).tolist()
     sorted_x = torch.split(x[order // routing.per_token], counts)
     parts = [

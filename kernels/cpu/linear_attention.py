@@ -14,13 +14,14 @@ from kernels.reference import delta_inputs, log_decay
 from kernels.rows.step import StateRows
 
 PIECE = 64
-"""Tokens that become one triangular system; its work grows with their square, and the state's with their number."""
+"""Tokens per triangular system. The system's work grows with their square, the state's linearly."""
 
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-    """x: [num_tokens, channels], weight: [channels, kernel], state: [slots, kernel - 1, channels].
+    """See kernels.reference.causal_conv. x: [num_tokens, channels], weight: [channels, kernel], state: [slots,
+    kernel - 1, channels].
 
-    Decode rows and chunks add in the same order, so that how a text is cut does not change a sum.
+    Decode rows and chunks add in the same order, so that chunk boundaries do not change a sum.
     """
     weights = weight.float().unbind(1)
     parts = []
@@ -41,7 +42,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
 
 
 def _weighted(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """inputs: each [tokens, channels] float32, the oldest first."""
+    """Sum inputs * weights. inputs: each [tokens, channels] float32, oldest first."""
     total = inputs[0] * weights[0]
     for shifted, weight in zip(inputs[1:], weights[1:], strict=True):
         total.addcmul_(shifted, weight)
@@ -77,7 +78,7 @@ def delta_rule(
 def one_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A token of each of several requests: (what is read after it, the states after it). Writes to `state`.
+    """Process one token of each of several requests; return (what is read after it, the new states). Writes to `state`.
 
     q, k: [rows, heads, key_dim], v: [rows, heads, value_dim], log_decay and strength: [rows, heads], state: [rows,
     heads, key_dim, value_dim].
@@ -87,18 +88,18 @@ def one_step(
     written = strength.unsqueeze(-1) * (v - decay * of_keys)
     flat = state.mul_(decay.unsqueeze(-1)).view(-1, *state.shape[2:])
     flat.baddbmm_(k.flatten(0, 1).unsqueeze(2), written.flatten(0, 1).unsqueeze(1))
-    # The state after it at q, without reading it again: decay * of_queries, and what was written as far as q is like k.
+    # Reads the new state at q without another pass: the decayed old read, plus what was written times q . k.
     return decay * of_queries + (q * k).sum(dim=-1, keepdim=True) * written, state
 
 
 def by_pieces(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, state: Tensor, piece: int = PIECE
 ) -> tuple[Tensor, Tensor]:
-    """One request's tokens, `piece` at a time; shapes and meaning are those of kernels.reference.recur.
+    """Process one request's tokens, `piece` at a time; shapes and meaning are those of kernels.reference.recur.
 
-    What token t writes is u_t = strength_t (v_t - what the state before it reads at k_t). With L the sums of
-    log_decay, that state is exp(L_t) S + sum over i < t of exp(L_t - L_i) k_i u_i^T, so that all u of a piece are the
-    solution of one lower triangular system.
+    Token t writes u_t = strength_t (v_t - what the state before it reads at k_t). With L the cumulative sums of
+    log_decay, that state is exp(L_t) S + sum over i < t of exp(L_t - L_i) k_i u_i^T, so that all u of a piece solve one
+    lower triangular system.
     """
     by_head = [part.transpose(0, 1) for part in (q, k, v, log_decay, strength)]
     read = []
@@ -111,14 +112,14 @@ def by_pieces(
 def _piece(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `by_pieces`, by head: q, k: [heads, count, key_dim], log_decay: [heads, count]."""
+    """`by_pieces` for one piece, with heads first: q, k: [heads, count, key_dim], log_decay: [heads, count]."""
     sums = log_decay.cumsum(dim=1)
     future = torch.ones(sums.shape[1], sums.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    # Masked before the exponential: what lies in the future has decayed by less than nothing, and may overflow.
+    # Masked before the exponential: exponents of future tokens are positive, and may overflow.
     decay = (sums.unsqueeze(2) - sums.unsqueeze(1)).masked_fill(future, -torch.inf).exp()  # [heads, count, count]
     from_state = sums.exp().unsqueeze(2)  # [heads, count, 1]
     strength = strength.unsqueeze(2)
-    system = strength * (k @ k.transpose(1, 2)) * decay  # its diagonal is taken for ones
+    system = strength * (k @ k.transpose(1, 2)) * decay  # the solver takes its diagonal to be ones
     wanted = strength * (v - from_state * (k @ state))
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     read = from_state * (q @ state) + ((q @ k.transpose(1, 2)) * decay) @ written
@@ -128,20 +129,20 @@ def _piece(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x, gate: [num_tokens, heads * size], weight: [size]."""
+    """rms_norm(x) * silu(gate), the norm over each head. x, gate: [num_tokens, heads * size], weight: [size]."""
     by_head = x.float().reshape(len(x), -1, len(weight))
     normed = F.rms_norm(by_head, weight.shape, weight.float(), eps).flatten(1)
     return normed.mul_(F.silu(gate.float())).to(x.dtype)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor, other: Tensor | None = None) -> Tensor:
-    """x, other: [num_tokens, size], gate: as x, or [num_tokens, 1]."""
+    """x * sigmoid(gate), plus `other`. x, other: [num_tokens, size], gate: as x, or [num_tokens, 1]."""
     gated = x.float() * gate.float().sigmoid()
     return (gated if other is None else gated.add_(other)).to(x.dtype)
 
 
 def _chunks(rows: StateRows) -> Iterator[tuple[int, slice]]:
-    """(row, its tokens) of those behind the decode rows."""
+    """Yield (row, its tokens) for the rows after the decode rows."""
     first = rows.num_decode
     for row in range(rows.num_decode, len(rows.counts)):
         yield row, slice(first, first + rows.counts[row])
@@ -149,8 +150,8 @@ def _chunks(rows: StateRows) -> Iterator[tuple[int, slice]]:
 
 
 def _in_slot_order(rows: StateRows, decodes: int) -> tuple[Tensor, slice | Tensor]:
-    """(The decode rows in the order of their slots, these slots). A slice, and so their own memory, where they lie side
-    by side, as those of all running requests do: else they are copied, which costs more than the step."""
+    """Return (the decode rows in the order of their slots, these slots). Adjacent slots, as those of all running
+    requests are, come as a slice, so that states are updated in place: copying them costs more than the step."""
     assert all(rows.contexts[:decodes]), "a decode row follows a prompt"
     slots = rows.slots[:decodes]
     order = sorted(range(decodes), key=slots.__getitem__)

@@ -1,4 +1,4 @@
-"""Owns what an adapter of low rank adds to a matrix product, for some of its tokens.
+"""Owns what a low-rank adapter adds to a matrix product, for some of its tokens.
 Never forms the product of the two factors, which would be as large as the matrix."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Tokens = Tensor | slice
-"""Numbers of tokens, each once: [n] int64, or those from start to stop."""
+"""Token indices without duplicates: [n] int64, or a slice."""
 
 
 def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, tokens: Tokens) -> None:

@@ -1,5 +1,5 @@
-"""Owns K and V in 8 bits: each token's numbers of one KV head, in units of their own, and that unit behind them.
-Never changes what is stored once: a number read again has the same bits, whoever wrote beside it."""
+"""Owns K and V in 8 bits: each token's vector of one KV head, followed by a scale of its own.
+Never changes what was stored: reading it again gives the same bits, whatever was written beside it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 4
-"""A float32 behind the numbers of each (slot, KV head)."""
+"""The size of the float32 scale after each vector of a (slot, KV head)."""
 
 LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Of the types that a cache may be narrowed to: what the largest magnitude becomes."""
+"""The types that a cache may be narrowed to, each with what the largest magnitude becomes."""
 
 
 def stored_size(head_dim: int, dtype: torch.dtype) -> int:
-    """How many elements of `dtype` one head's numbers take."""
+    """Return how many elements of `dtype` one head's vector takes."""
     return head_dim + SCALE_BYTES if dtype in LARGEST else head_dim
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., head_dim] -> [..., head_dim + 4] bytes, as int8."""
+    """Quantise [..., head_dim] to [..., head_dim + 4] bytes, as int8."""
     wide = x.float()
     scale = wide.abs().amax(dim=-1, keepdim=True) / LARGEST[dtype]
     units = wide / scale.clamp(min=torch.finfo(torch.float32).tiny)
@@ -28,6 +28,6 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(stored: Tensor, dtype: torch.dtype, to: torch.dtype) -> Tensor:
-    """[..., head_dim + 4] bytes that `narrow` made of `dtype` -> [..., head_dim] in `to`."""
+    """Convert [..., head_dim + 4] bytes that `narrow` made for `dtype` to [..., head_dim] in `to`."""
     numbers = stored[..., :-SCALE_BYTES].contiguous().view(dtype).float()
     return (numbers * stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)).to(to)

@@ -1,5 +1,5 @@
-"""Owns what this machine's processor says that it can do.
-Never judges which of it matters."""
+"""Owns the list of features that this machine's processor reports.
+Never judges which of them matter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction set extensions as Linux names them; empty elsewhere."""
+    """Return the instruction set extensions as Linux names them; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""The forward pass that runs each operation as it comes, on torch's tensors.
+"""Runs each operation of the forward pass as it comes, on torch's tensors.
 
-`forward` is the pass, and `ops` has the tables of operators that it runs on: the reference, torch on a CPU, torch on
-any device. FlashAttention and Triton make tables of their own from these. `rewind` takes recurrent states back past
-rejected drafts.
+`forward` is the pass, and `ops` holds the operator tables that it runs on: the reference, torch on a CPU, torch on any
+device. FlashAttention and Triton derive their tables from these. `rewind` takes recurrent states back past rejected
+drafts.
 """

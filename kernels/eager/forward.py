@@ -1,4 +1,4 @@
-"""Owns the forward pass that runs each operation as it comes, on tensors, by a table of operators.
+"""Owns the forward pass that runs each operation as it comes, on tensors, from a table of operators.
 Never keeps anything from one step to the next."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class EagerPass:
         states: StateRows | None = None,
         rewind: Rewind | None = None,
     ) -> None:
-        """`plan`: what `ops.prepare_attention` made of the step's rows; `states`: None: the model has none; `rewind`:
-        is shown each state before a step with drafts moves it on."""
+        """plan: what `ops.prepare_attention` returned for the step's rows. states: None if the model has no recurrent
+        state. rewind: records each state before a step with drafts advances it."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots
         self._plan = plan

@@ -1,4 +1,4 @@
-"""Owns the tables of operators that an eager forward pass runs on, by name.
+"""Owns the named tables of operators that an eager forward pass runs on.
 Never computes anything itself, and never chooses: `kernels.choice` does."""
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ class Ops:
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Routing], Tensor]
     write_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     prepare_attention: Callable[[PagedRows, int, torch.dtype], Any]
-    """(rows, kv_heads, dtype of the queries), once per step; what it returns goes to `attention`."""
+    """(rows, kv_heads, dtype of the queries) -> the plan for `attention`. Called once per step."""
     attention: Attention
     causal_conv: Callable[[Tensor, Tensor, Tensor, StateRows], Tensor]
     delta_rule: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], LinearHeads, Tensor, StateRows], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     sigmoid_gate: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     sample: Callable[[Tensor, Sequence[SampledRow], Tensor | None], Tensor] | None = None
-    """(logits [rows, vocab] of any float type, how each row is sampled, what grammars leave: None, or
-    [rows, ceil(vocab / 32)] int32, bit t % 32 of word t // 32 is token t's) -> [rows] int64, -1 for a row without a
-    finite largest logit. Waits for nothing. None: the engine samples by torch's operators."""
+    """(logits [rows, vocab] of any float type, how each row is sampled, what grammars allow: None, or
+    [rows, ceil(vocab / 32)] int32, token t at bit t % 32 of word t // 32) -> [rows] int64, -1 for a row whose largest
+    logit is not finite. Never waits for the device. None: the engine samples with torch's operators."""
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
-    """(logits [rows, vocab], token ids [rows], count) -> log-probabilities of those, and ids and log-probabilities of
-    the `count` most likely."""
+    """(logits [rows, vocab], token ids [rows], count) -> log-probabilities of these tokens, and the ids and
+    log-probabilities of the `count` most likely."""
     capturable: bool = False
-    """`prepare_attention` and `attention` read the tensors of kernels.rows.device.DeviceRows and its largest sizes, and
-    nothing else of a step: a captured step may be replayed with other rows in the same tensors."""
+    """`prepare_attention` and `attention` read only the tensors and upper bounds of kernels.rows.device.DeviceRows, so
+    that a captured step can be replayed with other rows in the same tensors."""
     states_capturable: bool = False
-    """The same of `causal_conv` and `delta_rule`, with kernels.rows.device.DeviceStateRows."""
+    """The same for `causal_conv` and `delta_rule`, with kernels.rows.device.DeviceStateRows."""
     experts_capturable: bool = False
-    """`experts` waits for nothing: which tokens an expert has is never known on the host."""
+    """`experts` never waits for the device: the host never learns which tokens an expert has."""
     fused_rotation: bool = False
-    """Norms by head, rotation and the cache's write are one launch of Triton's, whatever `attention` is:
+    """Per-head norms, rotation and the cache write are one Triton launch, whatever `attention` is:
     kernels.choice.forward_pass takes kernels.triton.forward.TritonPass."""
 
 
@@ -101,6 +101,6 @@ TORCH_CPU = Ops(
 )
 
 TORCH = replace(TORCH_CPU, name="torch", prepare_attention=reference.prepare_attention, attention=reference.attention)
-"""For any device that torch has: no kernel of ours."""
+"""Runs on any device that torch supports, without kernels of ours."""
 
 TABLES = {table.name: table for table in (REFERENCE, TORCH_CPU)}

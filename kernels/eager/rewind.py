@@ -1,5 +1,5 @@
-"""Owns the way back past rejected drafts: recurrent states from before a step, and what its drafted rows were fed.
-Never knows how a state is advanced: the operators that did it in the step do it again, for the tokens that count."""
+"""Owns the way back past rejected drafts: recurrent states from before a step, and the inputs of its drafted rows.
+Never knows how a state is advanced: the step's own operators run again, on the accepted tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.rows.step import StateRows
 
 Advance = Callable[[Sequence[Tensor], StateRows], Tensor]
-"""An operator on a layer's state in place: (its inputs, each [num_tokens, ...], the rows that they belong to)."""
+"""Advances a layer's state in place, given (its inputs, each [num_tokens, ...], the rows that they belong to)."""
 
 
 class _Kept(NamedTuple):
@@ -24,9 +24,10 @@ class _Kept(NamedTuple):
 
 
 class Rewind:
-    """Of one step. Rows with drafts stand behind the `rows.num_decode` of one token, and follow some context.
+    """The rewind of one step. Rows with drafts come after the `rows.num_decode` rows of one token, and have a context.
 
-    It keeps a copy of their states and a few numbers a token; a state after each token would take 74 MiB of Qwen3-Next.
+    It keeps a copy of their states and a few numbers per token; a state after each token would take 74 MiB for
+    Qwen3-Next.
     """
 
     def __init__(self, rows: StateRows, num_drafted: int) -> None:
@@ -38,17 +39,17 @@ class Rewind:
         self._kept: list[_Kept] = []
 
     def keep(self, state: Tensor, inputs: Sequence[Tensor], advance: Advance) -> None:
-        """To be called before the step's own `advance(inputs, rows)`. inputs: each [num_tokens, ...], of all rows."""
+        """Call this before the step's own `advance(inputs, rows)`. inputs: each [num_tokens, ...], of all rows."""
         fed = tuple(values[self._tokens].clone() for values in inputs)  # a slice would keep all of a layer's outputs
         self._kept.append(_Kept(state, state[self._index], fed, advance))
 
     def to(self, counts: Sequence[int]) -> None:
-        """Leave states as after the first tokens that count, of each row of the step. 0: nobody reads it again."""
+        """Set states to those after each row's first counts[row] tokens. 0: nobody reads the row's state again."""
         counted = counts[self._first : self._first + len(self._counts)]
         short = [row for row, count in enumerate(counted) if 0 < count < self._counts[row]]
         if not short:
             return
-        short.sort(key=lambda row: counted[row] > 1)  # as the operators want them: those of one token first
+        short.sort(key=lambda row: counted[row] > 1)  # the operators expect rows of one token first
         begins = list(accumulate(self._counts, initial=0))
         tokens = torch.tensor([begins[row] + offset for row in short for offset in range(counted[row])])
         places = torch.tensor(short)

@@ -1,4 +1,4 @@
-"""Owns attention by a package of FlashAttention: how rows are handed over, and by which of its calls.
+"""Owns attention on a FlashAttention package: how rows are handed over, and to which of its calls.
 Never imports one, and never chooses: `kernels.flash.packages` says which can run."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.rows.step import PagedRows
 
 
 def flash_ops(package: Package, module: Any, others: Ops) -> Ops:
-    """Attention by `module`, and everything else by `others`."""
+    """Return a table with attention from `module`, and everything else from `others`."""
     prepare, run = (_there, _whole) if package.whole else (_kinds, _by_kind)
     return replace(
         others,
@@ -35,16 +35,16 @@ def _there(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class _Kinds:
-    """Rows that may be decodes stand in both calls. In that of the other kind a row sees one key, its first: how many
-    there are of each, nobody knows where a captured step is made."""
+    """Rows split by kind. A row that may be a decode is passed to both calls, and in the wrong one sees a single key,
+    its first: when a step is captured, the number of rows of each kind is unknown."""
 
     rows: DeviceRows
     is_decode: Tensor
-    """[num_decode] bool, of the rows that may be"""
+    """[num_decode] bool: which of the rows that may be decodes are"""
     lengths: Tensor
-    """[num_decode] int32, of decodes"""
+    """[num_decode] int32: keys in the decode call"""
     first_keys: Tensor
-    """[num_rows + 1] int32, of the others"""
+    """[num_rows + 1] int32: cumulative keys in the varlen call"""
 
 
 def _kinds(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> _Kinds:
@@ -56,7 +56,7 @@ def _kinds(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> _Kinds:
 
 
 def _limits(window: int | None) -> dict[str, tuple[int, int]]:
-    """A query's own token is not counted, and there is nothing after it."""
+    """FlashAttention counts the keys to the left of a query's own; to the right there are none."""
     return {} if window is None else {"window_size": (window - 1, 0)}
 
 
@@ -70,7 +70,7 @@ def _by_kind(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """FlashAttention-2: decode rows by the call that splits long contexts, the others by the varlen call."""
+    """FlashAttention-2: decode rows go to the call that splits long contexts, the others to the varlen call."""
     rows, options = kinds.rows, {"softmax_scale": scale, "causal": True, **_limits(window)}
     decoded: Tensor | None = None
     if num_decode := rows.num_decode:
@@ -90,7 +90,7 @@ def _by_kind(
         v_cache,
         cu_seqlens_q=rows.first_tokens,
         cu_seqlens_k=kinds.first_keys,
-        # With 1 it takes it that every row has a query, and padding has none.
+        # With 1, FlashAttention assumes that every row has a query, and padding has none.
         max_seqlen_q=rows.max_count if len(q) == len(rows.lengths) else max(rows.max_count, 2),
         max_seqlen_k=rows.max_length,
         block_table=rows.tables,

@@ -1,5 +1,5 @@
-"""Owns which package of FlashAttention is there, and what it takes.
-Never imports one at import, and never falls back: what cannot run is refused with the reason."""
+"""Owns which FlashAttention packages can be used, and what each accepts.
+Never imports one when imported itself, and never falls back: what cannot run is refused with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 Capability = tuple[int, int]
-"""Of a GPU: (9, 0) is Hopper."""
+"""A GPU's compute capability: (9, 0) is Hopper."""
 
 Import = Callable[[str], Any]
 
@@ -22,19 +22,19 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What one package takes. vllm-flash-attn 2.6.2, flash-attn 2.6 to 2.8, FlashAttention-3's own interface."""
+    """What one package accepts: vllm-flash-attn 2.6.2, flash-attn 2.6 to 2.8, FlashAttention-3's own interface."""
 
     module: str
     block_multiple: int
-    """Of block_size."""
+    """What block_size must be a multiple of."""
     capabilities: tuple[int, ...]
-    """Major numbers; the packages have code for no others."""
+    """Major compute capabilities; the package has code for no others."""
     whole: bool = False
     """One call takes mixed rows of a paged cache (FlashAttention-3)."""
 
     @property
     def calls(self) -> Mapping[str, tuple[str, ...]]:
-        """The functions that are called, and what each is given by name."""
+        """The functions that are called, each with its keyword arguments."""
         return WHOLE_CALLS if self.whole else BY_KIND_CALLS
 
 
@@ -67,7 +67,7 @@ def find_flash(
     capability: Capability,
     load: Import = importlib.import_module,
 ) -> tuple[Package, Any] | str:
-    """The first package that imports and takes this model, with its module; or why there is none."""
+    """Return the first package that imports and accepts this model, with its module; or why there is none."""
     if dtype not in DTYPES:
         return f"dtype is {str(dtype).removeprefix('torch.')}, and FlashAttention takes float16 and bfloat16"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
@@ -92,7 +92,7 @@ def find_flash(
 
 
 def _why_unlike(package: Package, module: Any) -> str | None:
-    """What the installed release lacks of the calls that are made; not all packages have a version to ask for."""
+    """Return what the installed release lacks of the calls that are made. Not all packages report a version."""
     version = getattr(module, "__version__", None)
     name = package.module if version is None else f"{package.module} {version}"
     for call, given in package.calls.items():

@@ -1,5 +1,5 @@
-"""The rows of a step, as kernels are told of them. Nothing here computes.
+"""Describes the rows of a step to the kernels. Nothing here computes.
 
-`step` says where each row's tokens and states lie, and `device` has the same in tensors on a GPU. `sampled_row` says
+`step` says where each row's tokens and states lie, and `device` holds the same in tensors on a GPU. `sampled_row` says
 how a row's next token is chosen. `integers` joins the many short lists that rows consist of.
 """

@@ -1,4 +1,4 @@
-"""Owns the rows of a step as kernels read them on a device: what PagedRows and StateRows say in Python, in tensors.
+"""Owns the rows of a step as kernels read them on a device: PagedRows and StateRows with their numbers in tensors.
 Never computes attention, and never waits for the device."""
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from kernels.rows.step import PagedRows, StateRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows(PagedRows):
-    """Rows whose numbers are on the device, too.
+    """Rows whose numbers are also on the device.
 
-    In a captured step the tensors are the same in each replay, and hold other rows; `contexts` and `counts` are empty
-    there. `num_decode`, `num_chunks` and what is largest are the most that the capture was made for: how many rows are
-    decodes, only `decodes` says.
+    A captured step reads the same tensors in each replay, with other rows in them; `contexts` and `counts` are empty
+    there. `num_decode`, `num_chunks`, `max_count` and `max_length` are then upper bounds that the capture was made for;
+    only `decodes` says how many rows are decodes.
     """
 
     num_chunks: int
     decodes: Tensor
-    """[1] int32: so many rows, the first, are decodes"""
+    """[1] int32: how many of the rows, from the first on, are decodes"""
     first_tokens: Tensor
-    """[num_rows + 1] int32: where each row's tokens begin, and where the last ends"""
+    """[num_rows + 1] int32: where each row's tokens begin, and where the last row's end"""
     lengths: Tensor
     """[num_rows] int32: contexts + counts"""
     first_keys: Tensor
-    """[num_rows + 1] int32: `lengths` summed up, from 0"""
+    """[num_rows + 1] int32: cumulative sums of `lengths`, from 0"""
     tables: Tensor
     """`block_tables` in int32"""
     max_count: int
@@ -38,9 +38,9 @@ class DeviceRows(PagedRows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStateRows(StateRows):
-    """Rows with recurrent state, whose numbers are on the device, too; as DeviceRows in a captured step.
+    """Rows with recurrent state whose numbers are also on the device. In a captured step they are like DeviceRows.
 
-    A row of padding has the slot -1.
+    A padding row has slot -1.
     """
 
     first_tokens: Tensor
@@ -51,7 +51,7 @@ class DeviceStateRows(StateRows):
 
 
 def states_on_device(rows: StateRows) -> DeviceStateRows:
-    """The same rows, copied to where their slots are one tensor after another."""
+    """Return the same rows, copied one tensor after another to the device of `rows.index`."""
     lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
     numbers = (list(accumulate(rows.counts, initial=0)), lengths)
     first_tokens, of_rows = (torch.tensor(values, dtype=torch.int32, device=rows.index.device) for values in numbers)
@@ -68,7 +68,7 @@ def states_on_device(rows: StateRows) -> DeviceStateRows:
 
 
 def on_device(rows: PagedRows, device: torch.device) -> DeviceRows:
-    """The same rows, copied to `device` one tensor after another."""
+    """Return the same rows, copied to `device` one tensor after another."""
     lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
 
     def tensor(numbers: list[int]) -> Tensor:

@@ -1,5 +1,5 @@
-"""Owns how many short runs of integers become one piece of memory.
-Never looks at them."""
+"""Owns the joining of many short runs of integers into one buffer.
+Never looks at their values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def joined(parts: Iterable[Sequence[int]]) -> array[int]:
-    """All parts one after another, 64 bits each."""
+    """Concatenate all parts, as 64-bit integers."""
     numbers = array("q")
     for part in parts:
         numbers += array("q", part)

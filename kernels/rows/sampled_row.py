@@ -1,4 +1,4 @@
-"""Owns all that choosing a row's token takes besides its logits, in numbers that any backend can pack.
+"""Owns everything that choosing a row's token takes besides its logits, as numbers that any backend can pack.
 Never sees a logit."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class SampledRow:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """With `position`, all that the random number depends on: 64 bits of each."""
+    """The random number depends on this and `position` alone, on 64 bits of each."""
     position: int = 0
     banned: Sequence[int] = ()
     allowed: Sequence[int] | None = None

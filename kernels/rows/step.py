@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """The rows of one step as attention sees them. Their tokens lie one after another in the step's tensors.
+    """The rows of one step as attention sees them. Their tokens are contiguous in the step's tensors.
 
         rows     | decode 0 | decode 1 | ... | chunk 0      | chunk 1 |
         tokens   | 1        | 1        | ... | counts[r]    | ...     |
 
-    Row r's tokens sit at positions [contexts[r], contexts[r] + counts[r]) of its request. What a row is, is said by
-    `num_decode`: a chunk of one token is not a decode.
+    Row r's tokens sit at positions [contexts[r], contexts[r] + counts[r]) of its request. `num_decode` alone says which
+    rows are decodes: a chunk of one token is not.
     """
 
     num_decode: int
@@ -33,16 +33,16 @@ class PagedRows:
         return sum(self.counts)
 
     def slots(self, row: int) -> Tensor:
-        """Cache slots of all of a row's tokens, this step's included: # [contexts[row] + counts[row]]"""
+        """Return the cache slots of a row's tokens, this step's included. # [contexts[row] + counts[row]]"""
         positions = torch.arange(self.contexts[row] + self.counts[row], device=self.block_tables.device)
         return self.block_tables[row, positions // self.block_size] * self.block_size + positions % self.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The rows of one step as layers with a recurrent state see them: as PagedRows, each with its request's slot.
+    """The rows of one step as layers with recurrent state see them: like PagedRows, but each with its request's slot.
 
-    A row whose context is 0 starts from a state of zeros, whatever its slot holds.
+    A row whose context is 0 starts from a zero state, whatever its slot holds.
     """
 
     num_decode: int
@@ -50,4 +50,4 @@ class StateRows:
     counts: tuple[int, ...]
     slots: tuple[int, ...]
     index: Tensor
-    """[num_rows] int64: `slots`, where the states are."""
+    """[num_rows] int64: `slots`, on the device of the states."""

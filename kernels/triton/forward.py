@@ -1,4 +1,4 @@
-"""Owns the forward pass on the Triton kernels: norms, rotation and the cache's write are one launch.
+"""Owns the forward pass on the Triton kernels: norms, rotation and the cache write are one launch.
 Never waits for the device, so that a step can be captured as a graph."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.triton.ops import TRITON
 class TritonPass(EagerPass):
     """A kernels.forward.ForwardPass over one step, on the device of its tensors.
 
-    token_ids, positions, slots: [num_tokens] int64; slot -1: a token of padding, which has length 0 in the plan, too.
+    token_ids, positions, slots: [num_tokens] int64; slot -1: a padding token, whose row has length 0 in the plan.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TritonPass(EagerPass):
         plan: object,
         states: StateRows | None = None,
     ) -> None:
-        """`ops`: the Triton table, with any attention; `plan`: what its `prepare_attention` made of the step's rows."""
+        """ops: the Triton table, with any attention. plan: what its `prepare_attention` returned for the step."""
         super().__init__(ops, token_ids=token_ids, positions=positions, slots=slots, plan=plan, states=states)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Owns the table of the Triton kernels, for `kernels.eager` and what else takes a table.
+"""Owns the table of the Triton kernels, for `kernels.eager` and whatever else takes a table.
 Never imported where kernels are merely listed: it needs the package `triton`."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TRITON = Ops(
     sigmoid_gate=sigmoid_gate,
     sample=_sample,
     logprobs=token_logprobs,
-    capturable=True,  # it reads DeviceRows as they are, and sizes its launches by their largest
+    capturable=True,  # attention reads DeviceRows as they are, and sizes its launches by their upper bounds
     states_capturable=True,
     experts_capturable=True,
     fused_rotation=True,

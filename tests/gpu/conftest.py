@@ -1,5 +1,5 @@
-"""Owns the one reason for which tests of the GPU are left out: there is none.
-Never hides that one fails, nor on what it ran: what a GPU does wrong is a failure, and the first lines name it."""
+"""Owns the only reason to skip GPU tests: there is no GPU.
+Never hides a failure, nor what a test ran on: whatever a GPU does wrong fails, and the first lines name the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.gpu_runs import REQUIRED, SHARD, is_of_the_gpu, shard_of
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of these alone, as others must not import torch for a header."""
+    """Report the device in runs of GPU tests alone; other runs must not import torch for a header."""
     if not is_of_the_gpu(config.args, config.invocation_params.dir):
         return
     how, path = mode(), os.environ.get(PATH)

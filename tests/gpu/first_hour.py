@@ -1,5 +1,5 @@
 """Runs the first hour on a GPU: is it right, where is the time, are the aims met. See docs/how-to/first-hour.md.
-Never falls back to a CPU: without a GPU it ends at once, and a rehearsal has to be asked for."""
+Never falls back to a CPU: without a GPU it ends at once, unless a rehearsal was asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the comparison of each backend's attention on a GPU with float64, at the edges, as the engine calls it.
+"""Owns the comparison of each backend's attention on a GPU with float64, in edge cases, called as the engine does.
 Never compares with stored numbers: inputs are random, and slots that no row owns hold NaN."""
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     "whole prompts": ([], [(0, 1), (0, 128), (0, 129), (0, 513)]),
 }
 SHAPES = {"llama-3.1-8b": (8, 4, 128), "qwen3-0.6b": (8, 2, 128), "qwen3-32b": (8, 8, 128), "smollm2": (3, 3, 64)}
-"""(KV heads, query heads of each, head_dim)"""
+"""(KV heads, query heads per KV head, head_dim)"""
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Error relative to the whole, by norm: bfloat16 keeps 8 bits,
-and an error of the arithmetic's order is several times less."""
+"""Norm of the error relative to that of the result. bfloat16 keeps 8 bits, and errors from the order of summation are
+several times smaller."""
 BLOCK_SIZE = 16
 BACKENDS = (TRITON, TORCH_ATTENTION, *(package.module for package in PACKAGES))
 
 
 def choose(device: Device, backend: str, dtype: torch.dtype, head_dim: int) -> tuple[Ops, int]:
-    """Return a backend's table, and a block size that it takes; of FlashAttention only this package.
-    Skip what cannot run."""
+    """Return a backend's table, and a block size that it takes. Of the FlashAttention packages, consider only this one.
+    Skip the test if it cannot run."""
     package = next((each for each in PACKAGES if each.module == backend), None)
 
     def load(module: str) -> Any:
@@ -112,6 +112,6 @@ def test_a_backend_agrees_with_float64_at_the_edges(
 def test_every_head_size_and_window_agrees_with_float64(
     device: Device, backend: str, dtype: torch.dtype, head_dim: int, window: int | None, step: str
 ) -> None:
-    """A long row's first keys are outside of its window; in a chunk, each token has a window of its own."""
+    """A long row's first keys are outside its window; in a chunk, each token has a window of its own."""
     ops, block_size = choose(device, backend, dtype, head_dim)
     check(device, ops, paged_case(*STEPS[step], block_size=block_size, head_dim=head_dim, dtype=dtype), window)

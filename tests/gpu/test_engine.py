@@ -1,4 +1,4 @@
-"""Owns what must not change a text on a GPU: captured steps, a step in flight, chunks, and the ends of other requests.
+"""Owns tests of what must not change a text on a GPU: captured steps, a step in flight, chunks, other requests' ends.
 Never needs a checkpoint: weights are dummies of real shapes."""
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ VOCAB = 151936
 TOKENS = torch.randint(0, VOCAB, (700,), generator=torch.Generator().manual_seed(5)).tolist()
 BLOCKS = tuple(range(60, 10, -1))
 BFLOAT16_ERROR = 3e-2
-"""Of logits after 28 layers, by norm."""
+"""Relative error of logits after 28 layers, by norm."""
 CANCELS = 1000
-"""At arbitrary moments; a run on a stand-in has fewer."""
+"""Cancellations at arbitrary moments; a run on a stand-in has fewer."""
 PROMPTS = (1, 15, 16, 17, 100, 127, 128, 129, 250)
 """Prompt lengths: the first decode rows after them are at the edges of blocks and splits."""
 FLASH_BLOCKS = sorted({max(16, package.block_multiple) for package in PACKAGES})
@@ -43,7 +43,7 @@ FLASH_BLOCKS = sorted({max(16, package.block_multiple) for package in PACKAGES})
 
 @pytest.fixture(params=[(name, size) for name in ATTENTION for size in (FLASH_BLOCKS if name == FLASH else [16])])
 def attention(request: pytest.FixtureRequest, device: Device) -> dict[str, Any]:
-    """Return settings of a backend. Each package of FlashAttention has a block size that it takes."""
+    """Return a backend's settings. Each FlashAttention package gets a block size that it takes."""
     name, block_size = request.param
     return {"attention": name, "block_size": block_size, "num_kv_blocks": max(64, 6400 // block_size)}
 
@@ -63,7 +63,7 @@ def make(**settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
 
 @pytest.fixture
 def made() -> Iterator[list[DeviceExecutor]]:
-    """Collect the executors that a test makes; at its end their memory is given back."""
+    """Collect the executors that a test makes, and free their memory at its end."""
     executors: list[DeviceExecutor] = []
     yield executors
     for executor in executors:
@@ -80,7 +80,7 @@ def logits(made: list[DeviceExecutor], chunk_size: int | None = None, **settings
 
 
 def near(one: torch.Tensor, other: torch.Tensor, tolerance: float = BFLOAT16_ERROR) -> bool:
-    """By norm. NaN, too, is no agreement."""
+    """Return whether two tensors agree, by norm. NaN agrees with nothing."""
     return is_within(float((one - other).norm() / other.norm()), tolerance)
 
 
@@ -124,8 +124,8 @@ def test_backends_give_the_logits_of_the_reference(made: list[DeviceExecutor], a
 def serve(
     executor: DeviceExecutor, resolved: ResolvedConfig, seed: int, count: int, cancels: int = 0
 ) -> tuple[dict[str, list[int]], LoadSnapshot]:
-    """Return tokens by request, and what the engine counted. With each of the first `cancels` requests, one of the
-    latest is ended, wherever it is."""
+    """Serve random requests; return tokens by request, and the engine's load. With each of the first `cancels`
+    requests, one of the latest is aborted, wherever it is."""
     core, draw, found = EngineCore(executor, resolved), random.Random(seed), dict[str, list[int]]()
 
     def keep(events: list[Event]) -> None:
@@ -156,7 +156,7 @@ def serve(
 def test_a_step_in_flight_changes_no_text(
     made: list[DeviceExecutor], device: Device, attention: str, graphs: str
 ) -> None:
-    """In float32, because steps hold other rows, and sums in another order must not decide a near tie."""
+    """Runs in float32: steps hold different rows, and a different order of summation must not decide a near tie."""
     texts = []
     for overlap in (False, True):
         executor, resolved = make(dtype="float32", attention=attention, cuda_graphs=graphs, overlap=overlap)

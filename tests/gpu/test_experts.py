@@ -1,4 +1,4 @@
-"""Owns the comparison of Triton's mixtures of experts on a GPU with the reference, at the edges and in real shapes.
+"""Owns the comparison of Triton's mixtures of experts on a GPU with the reference, in edge cases and real shapes.
 Never compares with stored numbers: inputs are random."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHAPES = {
     "mixtral": (8, 1024, 3584, Routing(2, renormalize=True)),  # a quarter of 8x7b's sizes: the reference is slow
     "odd": (5, 72, 40, Routing(3, renormalize=False)),
 }
-"""Experts, hidden and intermediate sizes, and how a token chooses."""
+"""(experts, hidden size, intermediate size, routing)"""
 TOKENS = (1, 17, 64, 130)
 
 
@@ -61,7 +61,7 @@ def test_a_token_gets_the_same_bits_alone_and_among_others(device: Device, table
 
 
 def test_a_replay_computes_with_what_is_there_then(device: Device, table: Ops) -> None:
-    """The tokens choose other experts, and none of their data came from the host."""
+    """In each replay, tokens choose other experts, and nothing about them comes from the host."""
     case, routing = case_of("odd", 33, torch.bfloat16)
     x, *weights = case.to(device.torch_device)
     table.experts(x, *weights, routing)  # compiles, and chooses configurations

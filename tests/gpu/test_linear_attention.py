@@ -1,4 +1,4 @@
-"""Owns the comparison of Triton's linear attention on a GPU with the reference, at the edges and in Qwen3-Next's shape.
+"""Owns the comparison of Triton's linear attention on a GPU with the reference, in edge cases and Qwen3-Next's shape.
 Never compares with stored numbers: inputs are random, and slots that no row has hold NaN."""
 
 from __future__ import annotations

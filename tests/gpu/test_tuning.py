@@ -1,5 +1,5 @@
-"""Owns that kernels choose among their configurations on a GPU: each that fits there is timed, and gives the same.
-Never judges a time, and leaves no choice to engines."""
+"""Owns the test that kernels choose among their configurations on a GPU: each that fits is timed, the fastest taken.
+Never judges a time, and never leaves a choice behind for engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns random mixtures of experts for kernel tests, whose router may be made to favour some.
+"""Owns random mixtures of experts for kernel tests, whose router can be made to favour some of them.
 Never draws a seed: tests.support.seeds gives each test its own."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.kernels.rows import seeded_generator
 
 
 class ExpertsCase(NamedTuple):
-    """In the order in which operations take them."""
+    """The inputs, in the order in which the operations take them."""
 
     x: Tensor  # [num_tokens, hidden]
     router: Tensor  # [experts, hidden] float32
@@ -33,7 +33,7 @@ def experts_case(
     dtype: torch.dtype = torch.float32,
     favoured: Sequence[int] = (),
 ) -> ExpertsCase:
-    """favoured: what every token's best experts are among; none: any."""
+    """Draw a case. favoured: the experts that every token prefers; none: any."""
     generator = seeded_generator()
 
     def normal(*shape: int) -> Tensor:
@@ -49,10 +49,10 @@ def experts_case(
 
 
 def exact_case(num_tokens: int, num_experts: int) -> ExpertsCase:
-    """Every product and sum is exact in float32, in any order: what the BLAS of one processor adds up from the left and
-    another's in pairs is the same to the bit, and what leaks into it is not.
+    """Draw a case whose products and sums are all exact in float32, in any order of addition: results are the same to
+    the bit on every processor's BLAS, and anything that leaks into them shows.
 
-    Small integers, but for gates: of multiples of 128, SiLU is the number itself, or zero.
+    Values are small integers. Gates are multiples of 128, of which SiLU is the number itself, or zero.
     """
     generator = seeded_generator()
 

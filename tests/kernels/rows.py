@@ -1,4 +1,4 @@
-"""Owns random paged inputs for kernel tests: shuffled blocks, every slot that no row owns poisoned with NaN.
+"""Owns random paged inputs for kernel tests: shuffled blocks, with every slot that no row owns poisoned by NaN.
 Never draws a seed: tests.support.seeds gives each test its own."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def paged_case(
     head_dim: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """`decodes` are contexts of decode rows, `chunks` (context, count) pairs."""
+    """Draw a case. decodes: contexts of decode rows; chunks: (context, count) pairs."""
     generator = seeded_generator()
     contexts = decodes + [context for context, _ in chunks]
     counts = [1] * len(decodes) + [count for _, count in chunks]

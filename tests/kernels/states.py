@@ -1,4 +1,4 @@
-"""Owns random inputs of linear attention for kernel tests: ragged rows, and slots that no row has poisoned with NaN.
+"""Owns random linear-attention inputs for kernel tests: ragged rows, with unused state slots poisoned by NaN.
 Never draws a seed: tests.support.seeds gives each test its own."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What layers of linear attention are given in one step."""
+    """The inputs of linear attention layers in one step."""
 
     heads: LinearHeads
     rows: StateRows
@@ -66,7 +66,8 @@ class Inputs:
 def inputs(
     name: str, dtype: torch.dtype, *, side_by_side: bool = False, kernel: int = 4, heads: LinearHeads = HEADS
 ) -> Inputs:
-    """side_by_side: the rows have the slots from 1 on, in any order, as where all that run have a row."""
+    """Draw the inputs of step `name`. side_by_side: the rows have adjacent slots from 1 on, in any order, as when every
+    running request has a row."""
     decodes, chunks = STEPS[name]
     generator = seeded_generator()
     contexts = (*decodes, *(context for context, _ in chunks))

@@ -1,4 +1,4 @@
-"""Owns which kernels are chosen, and the reason that is given.
+"""Owns the tests of which kernels are chosen, and of the reason that is given.
 Never compiles: whether there is a library is set by hand."""
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def test_attention_asked_for_by_name_is_never_replaced(asked: str, changes: dict
 
 @pytest.fixture
 def _triton_3_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """That of torch 2.4, with which vllm-flash-attn comes: no knobs, and an autotune that takes no `cache_results`."""
+    """Provide the Triton of torch 2.4, which vllm-flash-attn needs: no knobs, and an autotune without
+    `cache_results`."""
 
     def autotune(configs: list[object], key: list[str]) -> Callable[[object], object]:
         return lambda kernel: kernel
@@ -157,7 +158,7 @@ def _triton_3_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
     yield
-    for name in kernel_modules():  # those that were imported on this Triton
+    for name in kernel_modules():  # those imported with this Triton
         del sys.modules[name]
 
 
@@ -171,7 +172,7 @@ def load_beside_flash(module: str) -> object:
 
 @pytest.mark.usefixtures("_triton_3_0")
 def test_a_triton_that_is_too_old_leaves_the_other_attentions_as_they_are() -> None:
-    """It ended every engine on the one torch that vllm-flash-attn goes with."""
+    """Regression guard: it ended every engine on the only torch that vllm-flash-attn supports."""
     old = f"{TRITON_TABLE} does not import (Triton is 3.0.0, and the kernels need 3.6)"
     for asked in ("auto", "vllm_flash_attn"):
         chosen, table = choose(asked, load=load_beside_flash)
@@ -188,7 +189,7 @@ def test_a_triton_that_is_too_old_leaves_the_other_attentions_as_they_are() -> N
 def test_another_attention_over_tritons_table_keeps_its_fused_rotation(
     asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was dropped with the table's name; now the pass gives what single operators of torch give, by one launch."""
+    """Regression guard: it was dropped with the table's name. One launch must give what torch's single operators do."""
     pytest.importorskip("kernels.triton.shared.launch", reason="no Triton to run the kernels on", exc_type=ImportError)
     forward = importlib.import_module("kernels.triton.forward")
     launches: list[int] = []

@@ -1,4 +1,4 @@
-"""Owns how a step's rows reach FlashAttention: a stand-in for each package checks its call.
+"""Owns the tests of how a step's rows reach FlashAttention: a stand-in for each package checks its calls.
 Never runs FlashAttention itself: tests/gpu does."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_decode_rows_alone_take_the_call_that_splits_long_contexts() -> None:
 
 @pytest.mark.parametrize("step", [name for name in STEPS if name != "decode only"])
 def test_a_chunk_of_one_token_is_never_taken_for_a_decode_row(step: str) -> None:
-    """Decode rows beside chunks had the varlen call, where one program goes over all keys of a row."""
+    """Regression guard: decode rows beside chunks took the varlen call, where one program reads all keys of a row."""
     decodes, chunks = STEPS[step]
     *of_decodes, (call, given) = calls(decodes, chunks)
     assert [(name, options["cache_seqlens"].tolist()) for name, options in of_decodes] == (
@@ -96,7 +96,7 @@ def test_a_chunk_of_one_token_is_never_taken_for_a_decode_row(step: str) -> None
 
 
 def test_how_many_rows_are_decodes_is_read_from_the_device() -> None:
-    """A captured mixed step has room for four decodes, two of them, and chunks of one token and of six."""
+    """A captured mixed step with room for four decodes has two, and chunks of one token and of six."""
     case = paged_case([40, 7], [(20, 1), (3, 6)], dtype=torch.bfloat16)
     rows = replace(on_device(case.rows, torch.device("cpu")), num_decode=4, num_chunks=4, contexts=(), counts=())
     fake = FakeFlash()
@@ -109,7 +109,7 @@ def test_how_many_rows_are_decodes_is_read_from_the_device() -> None:
 
 
 def test_a_captured_step_of_one_token_has_rows_without_any() -> None:
-    """Told that no row has two, the varlen call takes it that each has one, and refuses q."""
+    """Told that no row has two tokens, the varlen call assumes that each has one, and refuses q."""
     case = paged_case([], [(20, 1)], dtype=torch.bfloat16)
     rows = on_device(case.rows, torch.device("cpu"))
     first_tokens, tables = torch.cat((rows.first_tokens, rows.first_tokens[-1:])), rows.tables.repeat(2, 1)
@@ -173,7 +173,7 @@ def test_each_refusal_has_its_reason(changes: dict[str, Any], why: str) -> None:
 
 
 class FakeFlash25(FakeFlash):
-    """Of flash-attn 2.5.6: a paged cache for decode rows, and none for the varlen call."""
+    """Stands in for flash-attn 2.5.6, which has a paged cache for decode rows, but not for the varlen call."""
 
     __version__ = "2.5.6"
 
@@ -195,7 +195,7 @@ class FakeFlash25(FakeFlash):
 
 
 def test_a_release_that_lacks_what_it_would_be_given_is_refused_and_the_next_package_taken() -> None:
-    """It was found, and raised a TypeError in the first step with a chunk."""
+    """Regression guard: such a release was taken, and raised a TypeError in the first step with a chunk."""
 
     def load(module: str) -> object:
         return {"vllm_flash_attn": FakeFlash25(), "flash_attn_interface": SimpleNamespace()}.get(module) or FakeFlash()

@@ -1,5 +1,5 @@
 """Owns the native library: compiles the C++ beside it for this machine, once, and loads it.
-Never runs a kernel, and never fails a start: why there is no library is an error to be told, and to go on without."""
+Never runs a kernel, and never stops the server from starting: without a library, callers report why and go on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "
 COMPILE_TIMEOUT_S = 300.0
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
-_SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), a letter each
+_SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), one letter each
     "matrix_unit": ("i", ""),
     "team_create": ("p", "i"),
     "team_destroy": ("", "p"),
@@ -46,17 +46,17 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
 
 
 class NoLibraryError(Exception):
-    """The native kernels cannot be had on this machine; the message says why, in one line."""
+    """The native kernels are not available on this machine. The message says why, in one line."""
 
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library for this machine, compiled if the cache has none from these sources by this compiler.
+    """Load the library for this machine, compiling it if the cache has none for these sources and this compiler.
 
-    Environment: CXX, the compiler (g++ where it is unset); CHUNKSERVE_KERNELS_CACHE, where libraries are kept.
+    Environment: CXX, the compiler (default g++); CHUNKSERVE_KERNELS_CACHE, where libraries are kept.
 
     Raises:
-        NoLibraryError: no compiler, one that fails, or a processor that the kernels are not written for.
+        NoLibraryError: there is no compiler, it failed, or the kernels do not support this processor.
     """
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
         raise NoLibraryError(
@@ -86,7 +86,8 @@ def _compiler() -> list[str]:
 
 
 def _compiled() -> Path:
-    """The library's file. Written aside and renamed: of two processes that compile at once, either's is whole."""
+    """Return the library's file, compiling it if needed. It is written aside and renamed, so that two processes may
+    compile at once."""
     target = cache_dir() / f"native-{_digest()}.so"
     if target.exists():
         return target
@@ -103,8 +104,8 @@ def _compiled() -> Path:
 
 
 def _digest() -> str:
-    """Of what the machine code depends on: sources, flags, what CXX asks for, and what -march=native means here. Not of
-    the compiler's version: where there is none any more, what it has made still runs."""
+    """Hash what the machine code depends on: sources, flags, CXX, and what -march=native means here. The compiler's
+    version is left out: after the compiler is gone, what it built still runs."""
     digest = hashlib.sha256(repr((os.environ.get("CXX", ""), FLAGS, sorted(cpu_flags()))).encode())
     for source in sorted([*SOURCE_DIR.glob("*.h"), *SOURCE_DIR.glob("*.cpp")]):
         digest.update(source.read_bytes())
@@ -122,7 +123,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Have the library ready, or say why there is none: `python -m kernels.cpu.native.library`."""
+    """Prepare the library, or say why there is none: `python -m kernels.cpu.native.library`."""
     try:
         load_library()
         print(f"The native kernels are ready in {cache_dir()}")

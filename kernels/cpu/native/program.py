@@ -1,4 +1,4 @@
-"""Owns a recorded forward pass: a model's operations, run by the library in each step. Long: every operation.
+"""Owns a recorded forward pass: a model's operations, run by the library in each step. Long: it has every operation.
 Never runs an operation while recording, and knows no model."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.cpu.native.library import load_library
 from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
 from kernels.rows.integers import joined
 
-# As in linear.h, vector.h and cache.h.
+# The same as in linear.h, vector.h and cache.h.
 PANEL = 32
 LANES = 16
 MAX_HEAD_DIM = 256
@@ -27,7 +27,7 @@ UNLIMITED = 1 << 40
 
 
 def why_unfit(head_dim: int, block_size: int, inputs: Iterable[int]) -> str | None:
-    """What of a model's or cache's shape the kernels do not do; None if they do it all. `inputs`: of its matrices."""
+    """Return what the kernels cannot do of a model's or cache's shape, or None. inputs: of the model's matrices."""
     if odd := [size for size in inputs if size % 2]:
         return f"a matrix has {odd[0]} inputs, and they take even numbers"
     if block_size % LANES:
@@ -38,7 +38,7 @@ def why_unfit(head_dim: int, block_size: int, inputs: Iterable[int]) -> str | No
 
 
 class _StepRows(ctypes.Structure):
-    """StepRows of step.h."""
+    """Mirrors StepRows of step.h."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_sampled")] + [
         (name, ctypes.c_void_p) for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled")
@@ -50,7 +50,7 @@ def _address(numbers: array[int]) -> int:
 
 
 class StepRows:
-    """The rows of a step, as the library reads them. Integers that lie one after another; nothing is looked at here."""
+    """The rows of a step, as the library reads them: contiguous integers, which are not checked here."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class StepRows:
         blocks: Sequence[Sequence[int]],
         sampled: Sequence[int] = (),
     ) -> None:
-        """By row: its tokens, how many are in the cache before them, how many they are, and its blocks. `sampled`:
-        tokens of the step after which one is sampled."""
+        """Pack, for each row: its tokens, how many tokens are cached before them, their count, and its blocks.
+        sampled: indices of the step's tokens after which one is sampled."""
         self._arrays = [
             joined(token_ids),
             array("q", contexts),
@@ -76,7 +76,7 @@ class StepRows:
 
 
 class Team:
-    """The threads that run programs, one program at a time. They sleep in between."""
+    """The threads that run programs, one program at a time. They sleep between runs."""
 
     def __init__(self, num_threads: int) -> None:
         self._library = load_library()
@@ -94,7 +94,7 @@ class Packed:
     panels: Tensor
     """[ceil(outputs / 32) * 32, inputs], int8 where there are scales"""
     scales: Tensor | None
-    """[ceil(outputs / 32) * 32] float32: what an output is multiplied by"""
+    """[ceil(outputs / 32) * 32] float32: the factor of each output"""
     bias: Tensor | None
     """[ceil(outputs / 32) * 32] float32"""
     inputs: int
@@ -109,15 +109,15 @@ def pack(
     quantize: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Linear:
-    """The same product, ready for `Program`.
+    """Return the same product, packed for `Program`.
 
-    A weight of three dimensions is one matrix for each expert. gated: its outputs are [gate | up], for `gated_linear`.
-    consume: the weight's own memory may be written over, so that a model is never there twice. quantize: round each
-    output's weights to 255 levels, of one byte each. A weight of int8 with scales is taken as it is, for activations of
-    `dtype`.
+    A three-dimensional weight has one matrix per expert. gated: its outputs are [gate | up], for `gated_linear`.
+    consume: the weight's memory may be overwritten, so that a model is never in memory twice. quantize: round each
+    output's weights to 255 levels, of one byte each. An int8 weight with scales is not rounded again; it is packed for
+    activations of `dtype`.
 
     Raises:
-        ValueError: the weight's inputs or type are none that the kernels read.
+        ValueError: the kernels do not read this number of inputs or this type.
     """
     weight: Tensor = linear.weight
     assert weight.is_contiguous(), "the library reads row after row"
@@ -152,7 +152,7 @@ def pack(
 
 
 def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool) -> Linear:
-    """The values as they are, in the order in which `lanes` of vector.h reads bytes; linear.h has the same."""
+    """Pack the values unchanged, in the order in which `lanes` of vector.h reads bytes; linear.h does the same."""
     weight: Tensor = linear.weight
     outputs, inputs = weight.shape
     if inputs % 2:
@@ -171,12 +171,12 @@ def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool
 
 
 def _padded(values: Tensor) -> Tensor:
-    """With zeros for what a last panel has besides."""
+    """Pad with zeros to whole panels."""
     return torch.nn.functional.pad(values, (0, -len(values) % PANEL))
 
 
 def _pack_each(linear: Linear, *, gated: bool, consume: bool, quantize: bool, dtype: torch.dtype | None) -> Linear:
-    """[experts, outputs, inputs] -> the panels of one expert after another's, in place where they fit."""
+    """Pack [experts, outputs, inputs] expert by expert, in place where the panels fit."""
     weight: Tensor = linear.weight
     panels: Tensor | None = None
     scales: list[Tensor] = []
@@ -194,7 +194,7 @@ def _pack_each(linear: Linear, *, gated: bool, consume: bool, quantize: bool, dt
 
 
 def _gated_order(outputs: int) -> Tensor:
-    """Sixteen gates, then the sixteen values that they are for, and so on; what is behind the last repeats it."""
+    """Return the order of outputs: sixteen gates, then their sixteen values, and so on; padding repeats the last."""
     size = outputs // 2
     first = torch.arange(0, size, LANES).unsqueeze(1)
     gates = (first + torch.arange(LANES)).clamp_(max=size - 1)  # [groups, 16]
@@ -202,7 +202,7 @@ def _gated_order(outputs: int) -> Tensor:
 
 
 class Buffer:
-    """A place in a program's memory: [capacity, width]. Free for another value once nobody names it any more."""
+    """A place in a program's memory: [capacity, width]. Reused for another value once nothing refers to it."""
 
     def __init__(self, tensor: Tensor, pool: dict[Any, list[Tensor]]) -> None:
         self.tensor = tensor
@@ -220,7 +220,7 @@ class Buffer:
 class Program:
     """A kernels.forward.ForwardPass that records, and then runs the record on any step of up to `capacity` tokens.
 
-    Whoever has the value of an operation in hand, its Buffer, finds it there after `run`.
+    An operation's result is in the Buffer that it returned, for as long as the caller holds that.
     """
 
     def __init__(self, team: Team, *, block_size: int, capacity: int, dtype: torch.dtype) -> None:
@@ -231,14 +231,18 @@ class Program:
         self._dtype = dtype
         self._wide = int(dtype == torch.float32)
         self._pool: dict[Any, list[Tensor]] = {}
-        self._kept: list[Any] = []  # what recorded operations read: the library holds addresses only
+        self._kept: list[Any] = []  # what recorded operations read: the library holds only addresses
 
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
             self._library.program_destroy(handle)
 
     def run(self, rows: StepRows) -> None:
-        """Raises: IndexError: a token id or a block id is none of the model's or the cache's; nothing was computed."""
+        """Run the record on one step.
+
+        Raises:
+            IndexError: a token id is outside the vocabulary or a block id outside the cache. Nothing was computed.
+        """
         assert rows.num_tokens <= self._capacity
         if not self._library.program_run(self._handle, ctypes.byref(rows.struct)):
             raise IndexError("The step names a token or a block that is not there.")
@@ -258,7 +262,7 @@ class Program:
         return out
 
     def add_rms_norm(self, x: Buffer, residual: Buffer | None, weight: Tensor, eps: float) -> tuple[Buffer, Buffer]:
-        """The residual is added to in place."""
+        """Add to the residual in place."""
         size = len(weight)
         out, total = self._new(size), residual or self._new(size, torch.float32)
         self._library.program_norm(
@@ -366,14 +370,14 @@ class Program:
         return out
 
     def logits(self, hidden: Buffer, lm_head: Linear, num_sampled: int) -> Buffer:
-        """Of the step's sampled tokens, at most `num_sampled`. # [num_sampled, vocab] float32"""
+        """Compute the logits of the step's sampled tokens, at most `num_sampled`. # [num_sampled, vocab] float32"""
         packed: Packed = lm_head.weight
         sampled = self._new(packed.inputs, rows=num_sampled)
         self._library.program_gather(self._handle, self._wide, hidden.address, packed.inputs, sampled.address)
         return self._linear(sampled, packed, self._new(packed.outputs, torch.float32, num_sampled), sampled=True)
 
     def argmax(self, logits: Buffer) -> tuple[Buffer, Buffer]:
-        """(the most likely token, its logit) of each row of `logits`; NaN where any of its logits is."""
+        """Return (the most likely token, its logit) of each row of `logits`. The logit is NaN if any of the row is."""
         rows, vocab = logits.tensor.shape
         tokens, best = self._new(1, torch.int64, rows), self._new(1, torch.float32, rows)
         self._library.program_argmax(self._handle, logits.address, vocab, tokens.address, best.address)

@@ -1,5 +1,5 @@
-"""Owns paged attention: decode rows with their keys split among programs, chunks with their context, in any mixture.
-Never computes, and never asks the device how long a row is: what sizes a launch is known on the host."""
+"""Owns the launches of paged attention: decode rows with their keys split, chunks with their context, in any mixture.
+Never computes, and never asks the device how long a row is: the host knows what sizes a launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.triton.attention.plan import AttentionPlan
 from kernels.triton.shared.launch import padded
 
 UNLIMITED = 1 << 30
-"""A sliding window, or a split, that is never reached: 2**30 tokens."""
+"""A sliding window or a split that no row fills: 2**30 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Call:
         return self.q.shape[1] // self.k_cache.shape[2]
 
     def decode(self, out: Tensor) -> None:
-        """In parts, if some row may ever be longer than a split."""
+        """Attend for the decode rows, with their keys in splits if any row may be longer than one."""
         rows, splits = self.plan.num_decode, self.plan.num_splits
         _, _, kv_heads, _ = self.k_cache.shape
         launch = attend_decodes[rows, kv_heads, splits]
@@ -46,13 +46,13 @@ class _Call:
         combine(parts, lse, self.plan.lengths, self.plan.decodes, self.plan.split, out)
 
     def chunks(self, out: Tensor) -> None:
-        """As many programs as the tokens can need; those of rows that are shorter find nothing to do."""
+        """Attend for the chunks, with as many programs as their tokens can need; surplus ones find nothing to do."""
         pairs, num_chunks, kv_heads = len(self.q) * self.group, self.plan.num_chunks, self.k_cache.shape[2]
         launch = attend_chunks[lambda chosen: (pairs // chosen["TILE"] + num_chunks, kv_heads, 1)]
         self._start(launch, out, decode=False)
 
     def _start(self, launch: Callable[..., object], out: Tensor, lse: Tensor | None = None, *, decode: bool) -> None:
-        """lse: if keys are split, see attend."""
+        """Launch `attend`. lse: given if keys are split; see there."""
         plan, (_, block_size, kv_heads, head_dim) = self.plan, self.k_cache.shape
         launch(
             self.q,
@@ -94,12 +94,12 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T * scale) v over each row's cached tokens, causal. # [num_tokens, heads, head_dim]
 
-    q: [num_tokens, heads, head_dim], each token contiguous; caches: [num_blocks, block_size, kv_heads, head_dim], this
-    step's K and V written. window: how many tokens a query sees, its own included; None: all. Tokens of padding: what
-    `out` holds stays.
+    q: [num_tokens, heads, head_dim], each token contiguous; caches: [num_blocks, block_size, kv_heads, head_dim],
+    contiguous, with this step's K and V. window: how many tokens a query sees, its own included; None: all. Padding
+    tokens of `out` are left as they are.
 
     Raises:
-        ValueError: tensors that lie otherwise in memory, or a window that holds no token.
+        ValueError: a tensor is not contiguous as required, or the window holds no token.
     """
     for name, tensor in (("q", q[:1]), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not tensor.is_contiguous():

@@ -1,5 +1,5 @@
-"""Owns the sum of what the programs of a split row have found.
-Never reads what belongs to no split of the row."""
+"""Owns the merge of a row's splits, weighted by their log-sum-exp.
+Never reads beyond the splits that a row has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _combine(
     HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One head of one row for each program; TILE splits at a time, in order."""
+    """One head of one row per program, TILE splits at a time, in order."""
     row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     length = tl.load(lengths + row)
     if (length == 0) | (row >= tl.load(decodes)):
@@ -44,7 +44,7 @@ def _combine(
         at = (cell * num_splits + part)[:, None] * HEAD_DIM + i[None, :]
         values = tl.load(parts + at, mask=(part < count)[:, None] & inside[None, :], other=0.0)
         new_best = tl.maximum(best, tl.max(sizes, axis=0))
-        finite = tl.where(new_best == float("-inf"), 0.0, new_best)  # splits before the window
+        finite = tl.where(new_best == float("-inf"), 0.0, new_best)  # -inf: only splits before the window so far
         weights, kept = tl.exp2(sizes - finite), tl.exp2(best - finite)
         mass = mass * kept + tl.sum(weights, axis=0)
         total = total * kept + tl.sum(weights[:, None] * values, axis=0)
@@ -53,7 +53,7 @@ def _combine(
 
 
 def combine(parts: Tensor, lse: Tensor, lengths: Tensor, decodes: Tensor, split: int, out: Tensor) -> None:
-    """Write the first `decodes` tokens of `out`, but for those whose row has length 0.
+    """Merge the splits into the first `decodes` tokens of `out`, except those whose row has length 0.
 
     parts: [rows, heads, splits, head_dim] float32; lse: [rows, heads, splits], base 2, -inf where a split saw no key;
     lengths: [rows ...] int32; decodes: [1] int32; split: see split_size; out: [num_tokens, heads, head_dim].

@@ -1,5 +1,5 @@
-"""Owns the attention of one tile of queries to the keys of one split, wherever these lie.
-Never reads a slot that a row does not own, and never asks the host how long a row is: programs look themselves."""
+"""Owns the attention of one tile of queries to the keys of one split, through the block table.
+Never reads a slot that a row does not own, and never asks the host how long a row is: programs read it themselves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kernels.triton.attention.plan import MOST_SPLITS
 from kernels.triton.shared.launch import dot, tuned
 from kernels.triton.shared.tiles import find_row
 
-# Where keys are is read within the loop over them, which takes stages, too: with 3 no copy of keys is under way while
-# others are computed with, with 5 that of one tile is, with 7 those of two.
+# The loop over keys also reads the block table, which takes pipeline stages, too: with 3 stages no tile of keys is
+# being copied while another is computed on, with 5 one is, with 7 two are.
 DECODE_CONFIGS = [
     triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
     for keys, warps, stages in (
@@ -22,7 +22,7 @@ DECODE_CONFIGS = [
 CHUNK_CONFIGS = [
     triton.Config({"TILE": queries, "BLOCK_N": keys}, num_warps=warps, num_stages=stages)
     for queries, keys, warps, stages in (
-        # (64, 32, 4, 3) is the one that fits where there are 99 KiB of shared memory and heads have 256 numbers.
+        # Only (64, 32, 4, 3) fits in 99 KiB of shared memory with a head_dim of 256.
         *((64, 64, 4, 5), (64, 64, 4, 3), (64, 32, 4, 5), (64, 32, 4, 3), (64, 128, 4, 5)),
         *((128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 128, 8, 3), (128, 128, 8, 5)),
     )
@@ -35,7 +35,7 @@ _KEYS_AT_A_TIME = tl.constexpr(max(config.kwargs["BLOCK_N"] for config in DECODE
 
 @triton.jit
 def split_size(length, split):
-    """Keys of each split of a row: `split`, or more, where that would make more of them than there may be."""
+    """Return the keys in each split of a row: `split`, or more if that would give more splits than are allowed."""
     least = tl.cdiv(length, _MOST_SPLITS)
     return tl.maximum(split, tl.cdiv(least, _KEYS_AT_A_TIME) * _KEYS_AT_A_TIME)
 
@@ -64,7 +64,7 @@ def _add_keys(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(best, mass, total) with BLOCK_N more keys, from `tile` on. Not MASKED: every query sees all of them."""
+    """Return (best, mass, total) updated by BLOCK_N keys from `tile` on. Not MASKED: every query sees all of them."""
     key = tile + tl.arange(0, BLOCK_N)
     i = tl.arange(0, HEAD_PADDED)
     inside, owned = i < HEAD_DIM, (key >= start) & (key < end)
@@ -81,7 +81,7 @@ def _add_keys(
         seen = owned[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
-    finite = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best  # it may have seen no key yet
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best  # a query may have seen no key
     weights = tl.exp2(scores - finite[:, None])
     kept = tl.exp2(best - finite)
     values = tl.load(v_cache + at[:, None] + i[None, :], mask=of_values, other=0.0)
@@ -90,7 +90,7 @@ def _add_keys(
 
 @triton.jit(
     do_not_specialize=["table_stride", "num_rows", "num_splits", "window"],
-    # Parts of one tensor, wherever they begin.
+    # They are slices of one tensor: their alignment must not choose between compiled kernels.
     do_not_specialize_on_alignment=["begins", "lengths", "block_tables", "decodes"],
 )
 def attend(
@@ -120,11 +120,11 @@ def attend(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """TILE queries of one row, of the heads that share a KV head, on the keys of one split. Softmax as in Milakov and
-    Gimelshein, 2018. Query m of a row is head m % GROUP of its token m // GROUP.
+    """Attend with TILE queries of one row, of the heads that share a KV head, to the keys of one split. Online softmax
+    as in Milakov and Gimelshein, 2018. Query m of a row is head m % GROUP of its token m // GROUP.
 
-    scale: times log2(e). lse: None, or [num_tokens, num_heads, num_splits], the base-2 logarithm of the sum of the
-    exponentials; `out` has that shape then, and HEAD_DIM behind it, in float32. num_rows: decodes and all others.
+    scale: includes log2(e). lse: None, or [num_tokens, num_heads, num_splits], the base-2 log-sum-exp; `out` is then
+    [num_tokens, num_heads, num_splits, HEAD_DIM] float32. num_rows: decodes and all others.
     """
     kv_head, part = tl.program_id(1), tl.program_id(2)
     num_decode = tl.load(decodes)
@@ -152,14 +152,14 @@ def attend(
     from_q = q + (token * q_stride + head * HEAD_DIM)[:, None] + i[None, :]
     queries = tl.load(from_q, mask=real[:, None] & inside[None, :], other=0.0)
 
-    # Keys [start, end) of the split are seen by some query of the tile.
+    # Some query of the tile sees each of the keys [start, end) in the split.
     start = tl.maximum(length - count + first // GROUP - window + 1, 0)
     end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * size)
     best = tl.full([TILE], float("-inf"), tl.float32)
     mass = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
     row_table = block_tables + row.to(tl.int64) * table_stride
-    # Tiles of keys begin at multiples of BLOCK_N, wherever the window begins. Every query sees those before `masked`.
+    # Key tiles begin at multiples of BLOCK_N, wherever the window begins. Every query sees all keys before `masked`.
     lowest, masked = tl.maximum(start // BLOCK_N * BLOCK_N, part * size), 0
     if not DECODE and not WINDOWED:
         masked = tl.minimum((length - count + first // GROUP + 1) // BLOCK_N * BLOCK_N, end)
@@ -186,6 +186,6 @@ def attend(
 
 _KEY = ["HEAD_DIM", "GROUP", "BLOCK_SIZE", "WINDOWED"]
 attend_decodes = tuned(DECODE_CONFIGS, _KEY)(attend)
-"""TILE holds the queries of one token."""
+"""For decodes; TILE holds the queries of one token."""
 attend_chunks = tuned(CHUNK_CONFIGS, _KEY)(attend)
-"""As many programs as there are tiles, whatever TILE is chosen."""
+"""For chunks; the grid depends on the TILE that tuning chose."""

@@ -1,5 +1,5 @@
 """Owns what attention must know of a step's rows, as integers on the device.
-Never reads a tensor back: what sizes a launch is known on the host."""
+Never reads a tensor back: the host knows what sizes a launch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from kernels.rows.step import PagedRows
 
 SPLIT = 512
-"""Keys of a decode row that one program reads. Splits begin at fixed positions, so a row's sums have one order,
-whatever is beside it in the batch and however long that is."""
+"""Keys of a decode row that one program reads. Splits begin at fixed positions, so that the order of a row's sums does
+not depend on the other rows of the batch or their lengths."""
 
 MOST_SPLITS = 32
-"""Of one row. A longer row's splits are longer, by its own length alone: programs for the longest row there may be are
-started for every row of a captured step, and most find nothing to do."""
+"""The most splits of one row; a longer row has longer splits, which depend on its own length alone. A captured step
+launches programs for the longest possible row on every row, and most of them find nothing to do."""
 
-_ALIGNED = 32  # int32 numbers: 128 bytes, so that every part begins where a wide load may
+_ALIGNED = 32  # int32 numbers: 128 bytes, so that every part is aligned for wide loads
 
 
 @runtime_checkable
 class RowsOnDevice(Protocol):
-    """Rows whose numbers are in tensors already, such as those that a captured graph reads in each replay."""
+    """Rows whose numbers are already in tensors, such as those that a captured graph reads in each replay."""
 
     num_decode: int
     num_chunks: int
@@ -38,36 +38,36 @@ class RowsOnDevice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Decode rows come first, with one token each. A row of length 0 is padding:
+    """A step's rows. Decodes come first, with one token each. A row of length 0 is padding:
 
     rows     | decodes | chunks          | padding ... |
     tokens   | 1 each  | begins say      | 0 each      |
     """
 
     begins: Tensor
-    """[num_rows + 1] int32, each row's first token in the step's tensors, and where the last one ends."""
+    """[num_rows + 1] int32, each row's first token in the step's tensors, and where the last row ends."""
     lengths: Tensor
-    """[num_rows] int32, tokens of the request that are in the cache, this step's included."""
+    """[num_rows] int32, the request's tokens in the cache, this step's included."""
     block_tables: Tensor
     """[num_rows, max_blocks] int32"""
     decodes: Tensor
     """[1] int32, how many of the rows are decodes"""
     num_decode: int
-    """No more decodes are ever in these tensors."""
+    """The most decodes that these tensors ever hold."""
     num_chunks: int
-    """No more rows that are none, padding included."""
+    """The most other rows that they ever hold, padding included."""
     max_length: int
-    """No row that is ever in these tensors is longer."""
+    """The length of the longest row that they ever hold."""
     split: int = SPLIT
 
     @property
     def num_splits(self) -> int:
-        """Of the longest decode row that there may be."""
+        """The splits of the longest possible decode row."""
         return min(max(1, -(-self.max_length // self.split)), MOST_SPLITS)
 
 
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
-    """Where the block tables are; one copy there, from pinned memory, which nothing waits for."""
+    """Build the plan on the block tables' device, with one copy from pinned memory that nothing waits for."""
     if isinstance(rows, RowsOnDevice):
         tensors = rows.first_tokens, rows.lengths, rows.tables, rows.decodes
         return AttentionPlan(*tensors, rows.num_decode, rows.num_chunks, rows.max_length)

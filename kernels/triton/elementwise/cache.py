@@ -1,4 +1,4 @@
-"""Owns the write of keys and values to the cache where nothing is to be done with them before.
+"""Owns the plain write of keys and values to the cache.
 Never touches a token without a slot (-1): such tokens pad a step to the size of a captured graph."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.triton.shared.launch import padded, warps
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # a row of a tensor, of any number of tokens
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a row of a larger tensor, aligned or not
 def _write(
     k,
     v,
@@ -26,7 +26,7 @@ def _write(
     TILE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
 ):
-    """One token for each program."""
+    """One token per program."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -39,7 +39,8 @@ def _write(
 
 
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """k, v: [num_tokens, kv_heads, head_dim]; caches: [num_blocks, block_size, kv_heads, head_dim]; slots: -1: none."""
+    """Store each token's K and V in its slot; -1: nowhere. k, v: [num_tokens, kv_heads, head_dim]; caches: [num_blocks,
+    block_size, kv_heads, head_dim]; slots: [num_tokens]."""
     tokens, kv_heads, head_dim = k.shape
     tile = (padded(kv_heads), padded(head_dim))
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))

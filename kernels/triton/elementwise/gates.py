@@ -1,4 +1,4 @@
-"""Owns what multiplies the outputs of attention, of linear attention and of a shared expert: gates, and a norm by head.
+"""Owns the gates on the outputs of attention, linear attention and a shared expert, and a per-head norm.
 Never multiplies matrices."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK = 1024
 
 @triton.jit
 def _gated_norm(x, gate, weight, out, gate_stride, size, eps, HEADS: tl.constexpr, PADDED: tl.constexpr):
-    """One head of one token for each program."""
+    """One head of one token per program."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, PADDED)
     inside = i < size

@@ -13,7 +13,7 @@ from kernels.triton.shared.launch import padded, warps
 
 @triton.jit
 def _norm(x, residual, weight, normed, total, stride, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """One row for each program. residual, total: None, or [rows, SIZE] float32."""
+    """One row per program. residual, total: None, or [rows, SIZE] float32."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     inside = i < SIZE
@@ -28,7 +28,7 @@ def _norm(x, residual, weight, normed, total, stride, eps, SIZE: tl.constexpr, P
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """x: [..., size], weight: [size]; out: of x's shape, contiguous."""
+    """See kernels.reference.rms_norm. x: [..., size], weight: [size]; out: of x's shape, contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch(rows, None, weight, out, None, eps)
@@ -38,9 +38,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(sum) in x's type, sum in float32) of sum = x + residual; None: there is no residual yet.
+    """With sum = x + residual, return (rms_norm(sum) in x's type, sum in float32). residual None: there is none yet.
 
-    x: [..., size], residual: the same in float32; out: where the two go, contiguous. The sum may replace the residual.
+    x: [..., size], residual: the same in float32; out: both results, contiguous. The sum may overwrite the residual.
     """
     normed, total = (
         (torch.empty_like(x, dtype=t).contiguous() for t in (x.dtype, torch.float32)) if out is None else out

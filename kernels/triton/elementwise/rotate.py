@@ -1,4 +1,4 @@
-"""Owns what happens to queries, keys and values before attention: norms by head, rotation, the write to the cache.
+"""Owns what happens to queries, keys and values before attention: per-head norms, rotation, the cache write.
 Never touches a token without a slot (-1): such tokens pad a step to the size of a captured graph."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kernels.triton.shared.launch import padded, warps
 HEADS_AT_A_TIME = 16
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # a row of a tensor, of any number of tokens
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # a row of a larger tensor, aligned or not
 def _rotate(
     x,
     cos,
@@ -34,9 +34,9 @@ def _rotate(
     HALF_PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """TILE heads of one token for each program. x: [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
+    """TILE heads of one token per program. x: [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
 
-    Without slots: nothing is cached, and there are no KV heads. q: [num_tokens, NUM_HEADS, 2 * HALF]
+    Without slots, nothing is cached, and there are no KV heads. q: [num_tokens, NUM_HEADS, 2 * HALF]
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64) if slots is not None else token
@@ -74,7 +74,7 @@ def _rotate(
 
 @triton.jit
 def _by_kind(q_norm, k_norm, i, inside, is_q):
-    """Each head's weights, float32. # [TILE, HALF_PADDED]"""
+    """Load each head's norm weights in float32. # [TILE, HALF_PADDED]"""
     of_q = tl.load(q_norm + i, mask=inside, other=0.0).to(tl.float32)
     of_k = tl.load(k_norm + i, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_q[:, None], of_q[None, :], of_k[None, :])
@@ -91,11 +91,12 @@ def rotate_and_cache(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise queries and keys by head if there are `norms`, rotate them, and write keys and values to their slots.
+    """Normalise queries and keys per head if `norms` is given, rotate them, and write keys and values to their slots.
+    Return the queries. # [num_tokens, num_heads * head_dim]
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; rotations: cos and sin, [num_tokens, head_dim / 2]
     float32; cache: K and V, each [num_blocks, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, -1 for a
-    token of padding, whose queries are not written either. Returns the queries: # [num_tokens, num_heads * head_dim]
+    padding token, whose queries are not written either.
     """
     size = heads.num_heads * heads.head_dim
     out = torch.empty(len(qkv), size, dtype=qkv.dtype, device=qkv.device) if out is None else out

@@ -1,1 +1,1 @@
-"""Mixtures of experts: `routing` chooses each token's experts and sorts the pairs, and `experts` multiplies."""
+"""Computes mixtures of experts: `routing` chooses each token's experts and sorts the pairs, `experts` multiplies."""

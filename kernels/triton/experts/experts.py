@@ -1,5 +1,5 @@
 """Owns mixtures of experts on a GPU: two products for each tile of an expert's pairs, then a sum for each token.
-Never waits for the device: launches are sized by the most tiles that there may be, and those of nobody end at once."""
+Never waits for the device: launches are sized for the most tiles possible, and programs without a tile end at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kernels.triton.experts.routing import choose_experts, sort_pairs
 from kernels.triton.shared.launch import dot, tuned
 
 ROWS = 64
-"""Pairs of one expert that a program takes. One size for few and for many: a pair's sums then have one order, whatever
-is beside it, and where there are few, the expert's weights are what is waited for."""
+"""Pairs of one expert that a program takes. One size for few pairs and many: the order of a pair's sums then does not
+depend on its neighbours, and with few pairs loading the expert's weights is the bottleneck anyway."""
 BLOCK = 1024
 
 CONFIGS = [
@@ -25,7 +25,7 @@ CONFIGS = [
 
 @triton.jit
 def _tile(order, tiles, number, ROWS: tl.constexpr):
-    """(expert, the places of a tile's pairs in the order, which of them are real, the pairs)"""
+    """Return a tile's (expert, places of its pairs in the order, which of them are real, pairs)."""
     expert = tl.load(tiles + 3 * number)
     place = tl.load(tiles + 3 * number + 1) + tl.arange(0, ROWS)
     real = place < tl.load(tiles + 3 * number + 2)
@@ -48,7 +48,8 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N of a tile's silu(gate) * up. weight: [experts, 2 * SIZE, HIDDEN]; inner: [num_pairs, SIZE], by order"""
+    """BLOCK_N columns of a tile's silu(gate) * up. weight: [experts, 2 * SIZE, HIDDEN]; inner: [num_pairs, SIZE], in
+    `order`"""
     blocks = tl.cdiv(SIZE, BLOCK_N)
     number = tl.program_id(0) // blocks
     if tl.load(tiles + 3 * number) < 0:
@@ -87,7 +88,7 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N of what one tile gives, times its pairs' shares. weight: [experts, HIDDEN, SIZE]; parts: by pair"""
+    """BLOCK_N columns of a tile's output, times its pairs' shares. weight: [experts, HIDDEN, SIZE]; parts: by pair"""
     blocks = tl.cdiv(HIDDEN, BLOCK_N)
     number = tl.program_id(0) // blocks
     if tl.load(tiles + 3 * number) < 0:
@@ -110,7 +111,7 @@ def _down(
 
 @triton.jit
 def _add_parts(parts, out, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK of one token's sum, the largest share first. parts: [num_tokens, PER_TOKEN, HIDDEN]"""
+    """BLOCK columns of one token's sum, largest share first. parts: [num_tokens, PER_TOKEN, HIDDEN]"""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < HIDDEN
@@ -123,13 +124,13 @@ def _add_parts(parts, out, HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK:
 def experts(
     x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *, out: Tensor | None = None
 ) -> Tensor:
-    """The sum of what each token's experts give, times their shares. # [num_tokens, hidden]
+    """Sum the outputs of each token's experts, weighted by their shares. # [num_tokens, hidden]
 
     x: [num_tokens, hidden]; router: [experts, hidden] float32; gate_up: [experts, 2 * size, hidden], down: [experts,
-    hidden, size], in the type of x. Between the products, and before a token's sum, numbers are rounded to that type.
+    hidden, size], in x's type. Values are rounded to that type between the products and before a token's sum.
 
     Raises:
-        ValueError: weights that lie otherwise in memory.
+        ValueError: a weight is not contiguous.
     """
     for name, tensor in (("router", router), ("gate_up", gate_up), ("down", down)):
         if not tensor.is_contiguous():

@@ -1,5 +1,5 @@
 """Owns the choice of experts for each token, and the order in which (token, expert) pairs are then computed.
-Never reads a count back: lists have the length that the most uneven choice would need."""
+Never reads a count back: lists are as long as the most uneven choice would need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _router_logits(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """TILE tokens and BLOCK_N experts for each program, in float32. logits: [num_tokens, EXPERTS]"""
+    """TILE tokens and BLOCK_N experts per program, in float32. logits: [num_tokens, EXPERTS]"""
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real, of_experts = token < num_tokens, n < EXPERTS
@@ -61,8 +61,8 @@ def _choose(
     PLACES: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """One token for each program. Of equal logits the lower expert comes first; what is no number comes last, so that
-    every choice is an expert's number, whatever the token holds."""
+    """One token per program. Of equal logits the lower expert comes first; NaN comes last, so that every choice is a
+    valid expert, whatever the token holds."""
     token = tl.program_id(0).to(tl.int64)
     i, places = tl.arange(0, PADDED), tl.arange(0, PLACES)
     real = i < EXPERTS
@@ -97,7 +97,7 @@ def _sort(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One expert for each program: it counts everybody's pairs, and places its own. PADDED: more than EXPERTS."""
+    """One expert per program, which counts all experts' pairs and places its own. PADDED: more than EXPERTS."""
     expert = tl.program_id(0)
     i, number = tl.arange(0, BLOCK), tl.arange(0, PADDED)
     counts = tl.zeros([PADDED], tl.int32)
@@ -125,11 +125,11 @@ def _sort(
 
 
 def choose_experts(x: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """(shares in float32, numbers of the experts in int32), each [num_tokens, per_token], the largest share first; see
-    kernels.reference.route.
+    """Return (shares in float32, indices of the experts in int32), each [num_tokens, per_token], the largest share
+    first; see kernels.reference.route.
 
-    A token's logits are summed in one order, whatever is beside it: its experts do not change with its neighbours.
-    x: [num_tokens, hidden], of any stride between tokens; router: [experts, hidden] float32, contiguous.
+    A token's logits are always summed in the same order, so that its experts do not depend on its neighbours.
+    x: [num_tokens, hidden], with any stride between tokens; router: [experts, hidden] float32, contiguous.
     """
     (tokens, hidden), experts = x.shape, len(router)
     logits = torch.empty(tokens, experts, device=x.device)
@@ -146,16 +146,16 @@ def choose_experts(x: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor,
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
-    """That there may be of so many pairs: each expert that has any leaves one at most that is not full."""
+    """Return the most tiles that `num_pairs` can need: each expert that has pairs leaves at most one tile not full."""
     return (num_pairs + min(num_experts, num_pairs) * (tile - 1)) // tile
 
 
 def sort_pairs(chosen: Tensor, num_experts: int, tile: int) -> tuple[Tensor, Tensor]:
-    """(the pairs by expert, those of one expert in their own order, [num_pairs] int32; tiles of them, [num_tiles, 3]
-    int32). Pair p is token p // per_token and its expert of place p % per_token.
+    """Return (the pairs sorted by expert, stably, [num_pairs] int32; their tiles, [num_tiles, 3] int32). Pair p is
+    token p // per_token and its expert of rank p % per_token.
 
-    A tile is an expert, and from where to where its pairs lie in the order, `tile` at most. What is left of the list
-    has the expert -1. chosen: [num_tokens, per_token] int32.
+    A tile is an expert, and the begin and end in the order of at most `tile` of its pairs. Unused tiles have expert -1.
+    chosen: [num_tokens, per_token] int32.
     """
     num_pairs = chosen.numel()
     num_tiles = most_tiles(num_pairs, num_experts, tile)

@@ -1,4 +1,4 @@
-"""Linear attention, whose state a request keeps.
+"""Computes linear attention, which keeps a recurrent state for each request.
 
-`causal_conv` is the convolution before it, and `delta_rule` the gated delta rule itself.
+`causal_conv` is the convolution before it, and `delta_rule` is the gated delta rule itself.
 """

@@ -1,4 +1,4 @@
-"""Owns the convolution before linear attention: each channel's last tokens, with what a request's state has of them.
+"""Owns the convolution before linear attention, over each channel's last tokens, those in a request's state included.
 Never touches a row without a slot (-1): such rows pad a step to the size of a captured graph."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _convolve(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK channels of TILE tokens of one row; TILE 1: no row has more. state: [slots, KERNEL - 1, num_channels]
+    """TILE tokens of one row, BLOCK channels of each. TILE 1: no row has more. state: [slots, KERNEL - 1, num_channels]
 
-    Only the first tile of a row reads and writes its state: where a row has more, TILE is at least KERNEL - 1.
+    Only a row's first tile reads and writes its state: if rows have more tiles, TILE is at least KERNEL - 1.
     """
     if TILE == 1:
         row, first = tl.program_id(0), 0
@@ -77,17 +77,17 @@ def _convolve(
         keeps = (i < KERNEL - 1) & inside
         kept = tl.load(past + (i + count) * num_channels, mask=keeps & (newest_at < 0) & follows, other=0.0)
         newest = tl.load(here + newest_at * token_stride, mask=keeps & (newest_at >= 0), other=0.0)
-        tl.debug_barrier()  # others of the program may still read what is written now
+        tl.debug_barrier()  # other threads of the program may still be reading what is written now
         tl.store(past + i * num_channels, tl.where(newest_at >= 0, newest, kept), mask=keeps)
 
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows, *, out: Tensor | None = None) -> Tensor:
-    """See kernels.reference.causal_conv. x: [num_tokens, channels], of any stride between tokens."""
+    """See kernels.reference.causal_conv. x: [num_tokens, channels], with any stride between tokens."""
     there = rows if isinstance(rows, DeviceStateRows) else states_on_device(rows)
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     channels, kernel = weight.shape
-    # No less than what the convolution sees of the past: only a row's first tile may look into its state.
+    # At least as long as the convolution's view of the past: only a row's first tile may read its state.
     tile = 1 if there.max_count == 1 else max(TOKENS_AT_A_TIME, padded(kernel - 1))
     block = min(padded(channels), CHANNELS_AT_A_TIME)
     num_rows = len(there.lengths)

@@ -1,5 +1,5 @@
 """Owns the gated delta rule on a GPU: one step of many requests, and chunks piece by piece (arXiv 2412.06464).
-Never touches a row without a slot (-1), and never reads a tensor back: what sizes a launch is known on the host."""
+Never touches a row without a slot (-1), and never reads a tensor back: the host knows what sizes a launch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kernels.triton.shared.launch import dot, padded
 from kernels.triton.shared.tiles import find_row
 
 PIECE = 32
-"""Tokens of a chunk that are one triangular system. Its inverse takes as many steps, each over the whole of it."""
+"""Tokens of a chunk per triangular system. Inverting it takes as many steps, each over the whole system."""
 VALUES_AT_A_TIME = 32
 
 
 @triton.jit
 def _decay_and_strength(strength, step, rate, bias, at_strength, at_step, head, real):
-    """(log decay, write strength) of tokens, float32; (0, 0) where there is none."""
+    """Return the tokens' (log decay, write strength) in float32; (0, 0) where there is no token."""
     stepped = tl.load(step + at_step, mask=real, other=0.0).to(tl.float32) + tl.load(bias + head)
     softplus = tl.maximum(stepped, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(stepped)))
     written = tl.sigmoid(tl.load(strength + at_strength, mask=real, other=0.0).to(tl.float32))
@@ -51,7 +51,7 @@ def _one_step(
     KEY_PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """TILE values of one head, of a row that has one token."""
+    """One token's step, for TILE values of one head. Rows with more tokens are left to `_scan`."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     token = tl.load(begins + row).to(tl.int64)
@@ -84,7 +84,7 @@ def _one_step(
 
 @triton.jit
 def _keys(x, token, token_stride, real, i, of_keys):
-    """Keys or queries of length 1. x: of the head's first; # [PIECE, KEY_PADDED]"""
+    """Load L2-normalised keys or queries. x: points to the head's first. # [PIECE, KEY_PADDED]"""
     found = tl.load(x + token[:, None] * token_stride + i[None, :], mask=real[:, None] & of_keys[None, :], other=0.0)
     found = found.to(tl.float32)
     return found * tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
@@ -110,7 +110,7 @@ def _invert(
     KEY_PADDED: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The inverse of one piece's system, by forward substitution. inverses: [num_tokens, VALUE_HEADS, PIECE] float32"""
+    """Invert one piece's system by forward substitution. inverses: [num_tokens, VALUE_HEADS, PIECE] float32"""
     head = tl.program_id(1)
     row, first_piece = find_row(begins, 0, num_rows, tl.program_id(0), 1, PIECE)
     begin = tl.load(begins + row).to(tl.int64)
@@ -163,7 +163,7 @@ def _scan(
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """TILE values of one head, over all pieces of one row; see kernels.cpu.linear_attention.by_pieces."""
+    """All pieces of one row, for TILE values of one head; see kernels.cpu.linear_attention.by_pieces."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     begin = tl.load(begins + row).to(tl.int64)
@@ -214,7 +214,7 @@ def delta_rule(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See kernels.reference.delta_rule. Rows of one token take one step, decode rows or not; others are chunks."""
+    """See kernels.reference.delta_rule. A row of one token takes one step, decode or not; others are chunks."""
     there = rows if isinstance(rows, DeviceStateRows) else states_on_device(rows)
     qkv, strength, step = (x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, strength, step))
     size = (len(qkv), heads.value_size)
@@ -229,11 +229,11 @@ def delta_rule(
     if there.max_count > 1:
         inverses = torch.empty(len(qkv), heads.num_value_heads, PIECE, device=qkv.device)
         num_rows = len(there.lengths)
-        # Not rows times the longest row's pieces: a captured step says all of its tokens for that.
+        # Not rows times the longest row's pieces: in a captured step `max_count` is all of its tokens.
         pieces = (len(qkv) // PIECE + num_rows, heads.num_value_heads)
         of_rows = (there.first_tokens, there.index, num_rows)
         _invert[pieces](*given, inverses, *of_rows, *strides, *shape, key_padded, PIECE)
         sizes = (*shape, heads.value_dim, key_padded, PIECE, tile)
-        # One stage: buffers to load ahead of its loop would be more shared memory than some GPUs have.
+        # One stage: with buffers to load ahead, the loop would need more shared memory than some GPUs have.
         _scan[grid](*given, inverses, state, out, *numbers, *strides, scale, *sizes, num_stages=1)
     return out

@@ -1,4 +1,4 @@
-"""Owns what changes logits before a token is chosen: allowed tokens, bias, penalties, bans, grammars.
+"""Owns the changes to logits before a token is chosen: allowed tokens, bias, penalties, bans, grammars.
 Never changes the model's own logits, and rounds each operation as `kernels.reference.control_logits` does."""
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ BLOCK = 1024
 
 @triton.jit
 def _is_in(words, i, inside):
-    """Whether tokens `i` are in a set of bits: token t is bit t % 32 of word t // 32."""
+    """Return whether tokens `i` are in a bit set: token t is bit t % 32 of word t // 32."""
     return ((tl.load(words + i // 32, mask=inside, other=0) >> (i % 32)) & 1) != 0
 
 
 @triton.jit
 def _copy(own, stride, allowed, controlled, vocab, num_words, BLOCK: tl.constexpr):
-    """own: [rows, vocab] of any type; controlled: [rows, vocab] float32; allowed: None, or [rows, num_words]."""
+    """Copy the allowed logits. own: [rows, vocab] of any type; controlled: [rows, vocab] float32; allowed: None, or
+    [rows, num_words]."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < vocab
@@ -32,10 +33,10 @@ def _copy(own, stride, allowed, controlled, vocab, num_words, BLOCK: tl.constexp
     tl.store(controlled + row * vocab + i, value, mask=inside)
 
 
-# Parts of two copies, which begin anywhere: whether they are aligned must not choose between compiled kernels.
+# Slices of two copies, which begin anywhere: alignment must not choose between compiled kernels.
 @triton.jit(do_not_specialize_on_alignment=["begins", "tokens", "biases", "repetitions", "penalties"])
 def _edit(controlled, begins, tokens, biases, repetitions, penalties, vocab, BLOCK: tl.constexpr):
-    """One row for each program. No token is twice among a row's edits, so that no two threads change the same logit."""
+    """One row per program. A row's edits have distinct tokens, so that no two threads change the same logit."""
     row = tl.program_id(0).to(tl.int64)
     end = tl.load(begins + row + 1)
     for first in tl.range(tl.load(begins + row), end, BLOCK):
@@ -50,7 +51,7 @@ def _edit(controlled, begins, tokens, biases, repetitions, penalties, vocab, BLO
 
 @triton.jit
 def _look(within, controlled, left, vocab, num_words, BLOCK: tl.constexpr):
-    """left: [rows, pieces] int32, how many tokens of each piece `within` allows and the controls have left."""
+    """Count, in left [rows, pieces] int32, the tokens of each piece that `within` allows and the controls left."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = piece * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(controlled + row * vocab + i, mask=i < vocab, other=float("-inf"))
@@ -61,7 +62,7 @@ def _look(within, controlled, left, vocab, num_words, BLOCK: tl.constexpr):
 
 @triton.jit
 def _limit(own, stride, within, controlled, left, vocab, num_words, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """Where nothing that `within` allows is left, its tokens have the model's own logits."""
+    """Limit rows to `within`. A row that has none of its tokens left gets the model's own logits for all of them."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, pieces = tl.arange(0, PIECES), tl.num_programs(1)
     found = tl.sum(tl.load(left + row * pieces + n, mask=n < pieces, other=0), axis=0)
@@ -74,7 +75,8 @@ def _limit(own, stride, within, controlled, left, vocab, num_words, BLOCK: tl.co
 
 
 def control_logits(logits: Tensor, rows: SampledRows, *, out: Tensor | None = None) -> Tensor:
-    """`logits` itself where no row has controls, or [rows, vocab] float32. logits: [rows, vocab], rows contiguous."""
+    """Apply the rows' controls to a float32 copy of `logits` [rows, vocab], rows contiguous. Without controls, return
+    `logits` itself."""
     if rows.edits is None and rows.allowed is None and rows.within is None:
         return logits
     num_rows, vocab = logits.shape
@@ -83,7 +85,7 @@ def control_logits(logits: Tensor, rows: SampledRows, *, out: Tensor | None = No
     pieces = triton.cdiv(vocab, BLOCK)
     _copy[(num_rows, pieces)](logits, logits.stride(0), rows.allowed, out, vocab, words, BLOCK)
     if (edits := rows.edits) is not None:
-        # A product that is fused with the subtraction behind it would round once, where the reference rounds twice.
+        # A product fused with the subtraction after it would round once, where the reference rounds twice.
         _edit[(num_rows,)](
             out, edits.begins, edits.tokens, edits.biases, edits.repetitions, edits.penalties, vocab, BLOCK,
             enable_fp_fusion=False,

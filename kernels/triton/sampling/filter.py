@@ -1,5 +1,5 @@
-"""Owns what a row is drawn from: its most likely token, and which tokens top-k, top-p and min-p can leave.
-Never leaves out a token that may be drawn, and never counts on logits that are no distribution."""
+"""Owns the candidates of a row's draw: its most likely token, and the tokens that top-k, top-p and min-p can leave.
+Never leaves out a token that may be drawn, and never assumes that logits form a distribution."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def _count_above(logits, listed, count, vocab, key, BLOCK: tl.constexpr, GROUP: 
 
 @triton.jit
 def _top_k_edge(logits, listed, count, vocab, least, best, top_k, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """(key of the top_k-th largest logit, how many of those with that key belong to them), by bisection of the keys.
+    """Return (key of the top_k-th largest logit, how many with that key are in the top k), by bisection of the keys.
 
-    least: no larger than that key.
+    least: at most that key.
     """
     low, high = least, order_key(best).to(tl.int64)
     while low < high:
@@ -36,16 +36,17 @@ def _top_k_edge(logits, listed, count, vocab, least, best, top_k, BLOCK: tl.cons
 
 @triton.jit
 def keeps(keys, edge, ties, tied):
-    """(which of a block are kept, how many at the edge up to its end): all above the edge, the first `ties` at it.
+    """Return (which of a block are kept, how many are at the edge up to its end). Keep all above the edge, and the
+    first `ties` at it.
 
-    tied: how many at the edge there were before the block.
+    tied: how many were at the edge before the block.
     """
     at_edge = (keys == edge).to(tl.int32)
     before = tied + tl.cumsum(at_edge, axis=0) - at_edge
     return (keys > edge) | ((at_edge != 0) & (before < ties)), tied + tl.sum(at_edge, axis=0)
 
 
-# Parts of two copies, one number of each read: whether they are aligned must not choose between compiled kernels.
+# Slices of two copies, of which each program reads one number: alignment must not choose between compiled kernels.
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"])
 def filter_row(
     logits,
@@ -72,11 +73,11 @@ def filter_row(
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One row for each program, after `scan_block`. tokens: the most likely, or -1 for a row without a distribution.
+    """One row per program, after `scan_block`. tokens: the most likely, or -1 for a row without a distribution.
 
-    sizes: how many candidates are in kept_ids and kept_logits, in vocabulary order; 0: nothing is to be drawn; -1: the
-    whole vocabulary is, and nothing is kept. bests: [rows] float32; totals: [rows] float64, the mass before top-p,
-    where that limits. listed: [rows, groups] int32, for itself. BLOCKS, GROUPS: no fewer than there are.
+    sizes: how many candidates are in kept_ids and kept_logits, in vocabulary order; 0: nothing is drawn; -1: drawn from
+    the whole vocabulary, and nothing is kept. bests: [rows] float32; totals: [rows] float64, the mass before top-p,
+    where top-p limits. listed: [rows, groups] int32, scratch. BLOCKS, GROUPS: at least as many as there are.
     """
     row = tl.program_id(0).to(tl.int64)
     groups_of = num_blocks * (BLOCK // GROUP)
@@ -104,8 +105,8 @@ def filter_row(
             lowest = lowest_peak(peak, real_group, best, top_k)
         else:
             total = tl.sum(mass_of_blocks(block_bests, block_masses, best, temperature, num_blocks, BLOCKS), axis=0)
-            # A token with less than (1 - top_p) / vocab of the mass is not in the nucleus: from it on, all have less
-            # than what the nucleus leaves out. Half of that, so that rounding cannot matter.
+            # A token with less than (1 - top_p) / vocab of the mass is not in the nucleus: it and all smaller ones have
+            # less than the nucleus leaves out. The bound is halved, so that rounding cannot matter.
             least = tl.maximum(tl.maximum(1.0 - top_p, 0.0) * total / (2 * vocab), min_p)
         matters = real_group & (order_key(peak) >= lowest) & (mass_of(peak, best, temperature) >= least)
         count = list_groups(listed, matters, g)

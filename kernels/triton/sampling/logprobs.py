@@ -1,5 +1,5 @@
 """Owns log-probabilities on the device: of given tokens, and of the most likely ones.
-Never sees bans, temperature or filters: they are the model's own."""
+Never sees bans, temperature or filters: the probabilities are the model's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.triton.shared.launch import padded
 from kernels.triton.shared.order_keys import logit_of, order_key
 
 
-# What differs between steps must not choose between compiled kernels: requests ask for any count, 1 and 16 too.
+# What varies between steps must not choose between compiled kernels: requests ask for any count, 1 and 16 included.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["token_ids"])
 def _logprobs(
     logits,
@@ -45,7 +45,7 @@ def _logprobs(
     BLOCKS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """One row for each program, after `scan_block`: the logarithm of the sum, then the `count` largest, one by one."""
+    """One row per program, after `scan_block`: the log-sum-exp, then the `count` largest logits, one by one."""
     row = tl.program_id(0).to(tl.int64)
     groups_of = num_blocks * (BLOCK // GROUP)
     logits += row * stride
@@ -62,7 +62,7 @@ def _logprobs(
         matters = real & (order_key(peak) >= lowest_peak(peak, real, best, count))
         listed += row * groups_of
         num_listed = list_groups(listed, matters, g)
-        # Of which no two are equal: the logit's order above the token id counted downwards.
+        # Ranks are distinct: the logit's order key above the token id, which counts downwards.
         previous = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
         for number in tl.range(0, count):
             largest = tl.full((), -0x7FFFFFFFFFFFFFFF, tl.int64)
@@ -78,10 +78,11 @@ def _logprobs(
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probabilities of token_ids [rows], ids of the `count` most likely [rows, count], theirs). Ties: lower id.
+    """Return (log-probabilities of token_ids [rows], ids of the `count` most likely tokens [rows, count], theirs).
+    Ties go to the lower id.
 
-    NaN for a row that has no distribution: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab] of any
-    float type, rows contiguous; token_ids: [rows] int64, of the vocabulary; count: at most the vocabulary.
+    A row without a distribution gets NaN: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab] of any
+    float type, rows contiguous; token_ids: [rows] int64, in the vocabulary; count: at most the vocabulary's size.
     """
     num_rows, vocab = logits.shape
     own = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

@@ -1,4 +1,4 @@
-"""Owns the numbers that sampling shares: the mass of logits, and the random number of a position.
+"""Owns the numbers that sampling kernels share: the mass of a logit, and the random number of a position.
 Never keeps a random state: the number is a function of (seed, position), the same as the CPU sampler's."""
 
 from __future__ import annotations
@@ -6,19 +6,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Below this, a division by the temperature would overflow; the result is greedy long before.
+# Below this, division by the temperature would overflow; sampling is greedy long before.
 SMALLEST_TEMPERATURE = tl.constexpr(1e-5)
 
 
 @triton.jit
 def mass_of(logit, best, temperature):
-    """exp((logit - best) / temperature) in float64, 1 at the most likely."""
+    """exp((logit - best) / temperature) in float64: 1 for the most likely token."""
     return tl.exp((logit.to(tl.float64) - best.to(tl.float64)) / temperature)
 
 
 @triton.jit
 def uniform(seed, position):
-    """The top 53 bits of Philox4x32-10's first 64 (Salmon et al., SC 2011), in [0, 1). seed, position: int64
+    """Draw a number in [0, 1): the top 53 bits of Philox4x32-10's first 64 (Salmon et al., SC 2011). seed, position:
+    int64
 
     Key: the seed's low and high 32 bits. Counter: the position's low and high 32 bits, 0, 0.
     """

@@ -1,4 +1,4 @@
-"""Owns how rows say what is to be sampled: packed on the host, one copy a kind to the device.
+"""Owns the packing of rows' sampling parameters on the host, with one copy to the device for each type of number.
 Never sees a logit."""
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from kernels.rows.sampled_row import SampledRow
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Changes of single logits: plus bias, over the repetition penalty (times it, if negative), minus penalty."""
+    """Edits of single logits: add the bias, divide by the repetition penalty (multiply if negative), subtract the
+    penalty."""
 
     begins: Tensor  # [rows + 1] int32: each row's first edit
-    tokens: Tensor  # [edits] int32, no two of a row equal
+    tokens: Tensor  # [edits] int32, distinct within a row
     biases: Tensor  # [edits] float32
     repetitions: Tensor  # [edits] float32
     penalties: Tensor  # [edits] float32; infinite: the token is banned
@@ -27,7 +28,7 @@ class Edits:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Each SampledRow as the kernels read it, all on the device. Padding has temperature 0; nobody reads its token."""
+    """All SampledRows as the kernels read them, on the device. Padding has temperature 0; nobody reads its token."""
 
     temperatures: Tensor  # [rows] float64
     top_ps: Tensor  # [rows] float64
@@ -37,15 +38,16 @@ class SampledRows:
     positions: Tensor  # [rows] int64
     edits: Edits | None = None
     allowed: Tensor | None = None
-    """[rows, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is token t's."""
+    """[rows, ceil(vocab / 32)] int32: token t is bit t % 32 of word t // 32."""
     within: Tensor | None = None
-    """As `allowed`: what grammars leave, which has the last word. All bits set: no grammar."""
+    """Packed as `allowed`: what grammars allow. They have the last word. All bits set: no grammar."""
 
 
 def pack_rows(
     rows: Sequence[SampledRow], vocab: int, device: torch.device | str, within: Tensor | None = None
 ) -> SampledRows:
-    """Copies from pinned memory where there is a GPU, which nothing waits for. within: as in SampledRows, anywhere."""
+    """Pack rows for `device`. Copies to a GPU come from pinned memory, and nothing waits for them. within: as in
+    SampledRows, on any device."""
 
     def moved(host: Tensor) -> Tensor:
         return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host
@@ -79,9 +81,10 @@ def _edits_of(integers: Tensor, floats: Tensor, num_rows: int) -> Edits:
 
 
 def _edits(rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor] | None:
-    """(begins and tokens [rows + 1 + edits] int32, the three numbers [3, edits] float32) of `Edits`; None: no edits.
+    """Return the (begins and tokens [rows + 1 + edits] int32, the three numbers [3, edits] float32) of `Edits`, or None
+    without edits.
 
-    No Python for each token: a prompt may have 100,000, and with a repetition penalty all of them count in each step.
+    Nothing loops over tokens in Python: with a repetition penalty, each step counts a whole prompt, perhaps 100,000.
     """
     kinds: tuple[list[Sequence[int]], ...] = (
         [[token for token, _ in row.bias] for row in rows],
@@ -111,7 +114,7 @@ def _edits(rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor] | None:
 
 
 def _places(tokens: Sequence[Sequence[int]]) -> Tensor:
-    """row << 32 | token, for each of each row's tokens. # [tokens of all rows] int64"""
+    """Return row << 32 | token for every token of every row. # [tokens of all rows] int64"""
     flat = joined(tokens)
     if not flat:
         return torch.empty(0, dtype=torch.int64)
@@ -132,7 +135,7 @@ def _ends_with(answer: Sequence[int], tokens: Sequence[int]) -> bool:
 
 
 def _bits(sets: Sequence[Sequence[int] | None], vocab: int) -> Tensor:
-    """None: every token. # [len(sets), ceil(vocab / 32)] int32"""
+    """Pack sets of tokens into bits. None: every token. # [len(sets), ceil(vocab / 32)] int32"""
     words = torch.full((len(sets), -(-vocab // 32)), -1, dtype=torch.int32)
     for number, tokens in enumerate(sets):
         if tokens is not None:

@@ -1,6 +1,6 @@
 """Owns the sampling of a token from what `filter` left: top-p, min-p, then the first whose cumulative mass exceeds the
 random number's share.
-Never looks at a row that has its token, and of a row that no filter limits at one block alone."""
+Never reads a row that already has its token, and reads only one block of a row that no filter limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _mass_above(kept, size, key, best, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _top_p_edge(kept, size, target, best, temperature, BLOCK: tl.constexpr):
-    """(the smallest key above which there is less mass than `target`, how many with that key are in the nucleus)."""
+    """Return (the smallest key with less mass than `target` above it, how many with that key are in the nucleus)."""
     low, high = tl.full((), LEAST_KEY, tl.int64), order_key(best).to(tl.int64)
     while low < high:
         middle = (low + high) >> 1
@@ -39,9 +39,9 @@ def _top_p_edge(kept, size, target, best, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _exceeding(mass, i, before, target, found, last):
-    """(first place whose cumulative mass exceeds the target, last that has any, the mass up to here).
+    """Return (first place whose cumulative mass exceeds the target, last with any mass, the mass up to here).
 
-    Sums of a block differ in the last bits by their order: only a token with mass of its own may be found.
+    A block's sums differ in their last bits by the order of addition: only a token with mass of its own may be found.
     """
     exceeds = (before + tl.cumsum(mass, axis=0) > target) & (mass > 0.0)
     found = tl.minimum(found, tl.min(tl.where(exceeds, i, found), axis=0))
@@ -61,7 +61,7 @@ def _from_all(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The token at `share` of the whole mass: first its block, then its place there."""
+    """Return the token at `share` of the whole mass: find its block, then its place in the block."""
     mass = mass_of_blocks(block_bests, block_masses, best, temperature, num_blocks, BLOCKS)
     block, target = tl.arange(0, BLOCKS), share * tl.sum(mass, axis=0)
     found, last, _ = _exceeding(mass, block, 0.0, target, BLOCKS, 0)
@@ -73,7 +73,7 @@ def _from_all(
     return tl.where(found < vocab, found, last)
 
 
-# As filter_row's.
+# For the same reason as in filter_row.
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ps", "min_ps", "seeds", "positions"])
 def sample_row(
     logits,
@@ -96,7 +96,7 @@ def sample_row(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One row for each program; what `filter_row` has left is in its arguments. Writes the row's place in `tokens`."""
+    """One row per program. Reads what `filter_row` wrote to the shared arguments, and writes the row's token."""
     row = tl.program_id(0).to(tl.int64)
     size = tl.load(sizes + row)
     if size == 0:
@@ -114,7 +114,7 @@ def sample_row(
     kept_logits += row * vocab
     edge, ties = tl.full((), LEAST_KEY, tl.int32), tl.full((), 0, tl.int32)
     if top_p < 1.0:
-        target = tl.maximum(top_p * tl.load(totals + row), 1e-300)  # the first is always kept
+        target = tl.maximum(top_p * tl.load(totals + row), 1e-300)  # the first token is always kept
         edge, ties = _top_p_edge(kept_logits, size, target, best, temperature, BLOCK)
 
     total, tied = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)

@@ -1,5 +1,5 @@
 """Owns the choice of tokens on the device: from logits to token ids, in a few launches that a graph can capture.
-Never copies a logit to the host, and never draws for one row by what is beside it."""
+Never copies a logit to the host, and never lets a row's draw depend on other rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kernels.triton.sampling.sample import sample_row
 from kernels.triton.sampling.scan import BLOCK, GROUP, NUM_WARPS, scan_rows
 from kernels.triton.shared.launch import padded
 
-# Rows that are filtered at a time: each needs 8 bytes for each token of the vocabulary, 128 of 150,000 take 154 MB.
+# Rows filtered at a time. Each needs 8 bytes per token of the vocabulary: 128 rows of 150,000 tokens take 154 MB.
 ROWS_AT_A_TIME = 128
 
 
 def sample(logits: Tensor, rows: SampledRows, *, out: Tensor | None = None) -> Tensor:
-    """One token for each row, as `kernels.reference` defines it; -1: its largest logit is not finite, or one is NaN.
+    """Choose a token for each row, as `kernels.reference` defines it; -1: the largest logit is not finite, or one is
+    NaN. # [rows] int64
 
-    logits: [rows, vocab] of any float type, rows contiguous, which are not changed. Ties go to the lower token id.
-    # [rows] int64
+    logits: [rows, vocab] of any float type, rows contiguous; not modified. Ties go to the lower token id.
 
     Raises:
-        ValueError: as many rows of logits as of `rows` were expected.
+        ValueError: `logits` and `rows` have different numbers of rows.
     """
     if len(logits) != len(rows.temperatures):
         raise ValueError(f"{len(logits)} rows of logits for {len(rows.temperatures)} rows.")

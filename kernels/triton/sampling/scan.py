@@ -1,4 +1,4 @@
-"""Owns the scan of all logits, by many programs a row: what is largest where, and how much mass there is.
+"""Owns the scan of all logits, with many programs per row: maxima by block and group, and each block's mass.
 Never decides anything about a row: that takes all of its blocks."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kernels.triton.sampling.numbers import mass_of
 from kernels.triton.shared.launch import INTERPRETED
 from kernels.triton.shared.order_keys import LEAST_KEY, order_key
 
-# Logits of a block, which one program looks at, and of a group, of which the largest is kept: tokens that may matter
-# are found by the groups that they are in. The interpreter pays for each block, and its tests cross several.
+# The logits of a block, which one program scans, and of a group, whose largest is kept: tokens that may matter are
+# found through their groups. The interpreter is slow for each block, yet its tests must cross several.
 BLOCK, GROUP = (256, 16) if INTERPRETED else (2048, 64)
 NUM_WARPS = 8
 
 
-# Parts of two copies, one number of each read: whether they are aligned must not choose between compiled kernels.
+# Slices of two copies, of which each program reads one number: alignment must not choose between compiled kernels.
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks"])
 def scan_block(
     logits,
@@ -35,11 +35,11 @@ def scan_block(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One block of one row for each program. logits: [rows, vocab] of any type; temperatures: None: they are 1.
+    """One block of one row per program. logits: [rows, vocab] of any type; temperatures None: they are all 1.
 
     bests: [rows, blocks] float32, the largest logit; tokens: [rows, blocks] int32, the lowest token that has it, -1 if
-    one of the block is NaN; peaks: [rows, groups] float32, each group's largest; masses: [rows, blocks] float64, over
-    the block's largest, where top-k does not limit and something is drawn.
+    the block has a NaN; peaks: [rows, groups] float32, each group's largest; masses: [rows, blocks] float64, relative
+    to the block's largest, written where top-k does not limit and something is drawn.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -61,7 +61,7 @@ def scan_block(
 
 @triton.jit
 def row_of_blocks(bests, tokens, num_blocks, vocab, BLOCKS: tl.constexpr):
-    """(largest logit, the lowest token that has it, whether it is finite and none is NaN). bests, tokens: of one row"""
+    """Return one row's (largest logit, lowest token that has it, whether it is finite and none is NaN)."""
     block = tl.arange(0, BLOCKS)
     best_of = tl.load(bests + block, mask=block < num_blocks, other=float("-inf"))
     token_of = tl.load(tokens + block, mask=block < num_blocks, other=0)
@@ -73,7 +73,7 @@ def row_of_blocks(bests, tokens, num_blocks, vocab, BLOCKS: tl.constexpr):
 
 @triton.jit
 def mass_of_blocks(bests, masses, best, temperature, num_blocks, BLOCKS: tl.constexpr):
-    """Each block's mass over the row's largest logit. # [BLOCKS] float64"""
+    """Return each block's mass relative to the row's largest logit. # [BLOCKS] float64"""
     block = tl.arange(0, BLOCKS)
     best_of = tl.load(bests + block, mask=block < num_blocks, other=float("-inf"))
     within = tl.load(masses + block, mask=best_of > float("-inf"), other=0.0)
@@ -82,7 +82,7 @@ def mass_of_blocks(bests, masses, best, temperature, num_blocks, BLOCKS: tl.cons
 
 @triton.jit
 def listed_tokens(logits, listed, first, count, vocab, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """(tokens, which of them are some, their logits) of the groups from `first` on, as many as a block has."""
+    """Return (tokens, which of them are real, their logits) of as many groups from `first` on as a block has."""
     n = first + tl.arange(0, BLOCK // GROUP)
     group = tl.load(listed + n, mask=n < count, other=vocab)
     i = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [BLOCK])
@@ -92,9 +92,10 @@ def listed_tokens(logits, listed, first, count, vocab, BLOCK: tl.constexpr, GROU
 
 @triton.jit
 def lowest_peak(peak, real, best, count):
-    """The key of the count-th largest group: so many tokens are not below it. LEAST_KEY: there are fewer groups.
+    """Return the key of the count-th largest peak: at least `count` tokens are not below it. LEAST_KEY: there are fewer
+    groups.
 
-    peak: [GROUPS], those of a row that are `real`.
+    peak: [GROUPS] of a row, valid where `real`.
     """
     keys = tl.where(real, order_key(peak), LEAST_KEY)
     low, high = tl.full((), LEAST_KEY, tl.int64), order_key(best).to(tl.int64)
@@ -107,9 +108,9 @@ def lowest_peak(peak, real, best, count):
 
 @triton.jit
 def list_groups(listed, matters, g):
-    """How many groups matter; `listed` names them, in order, for `listed_tokens`."""
+    """List the groups that matter in `listed`, in order, for `listed_tokens`; return how many there are."""
     tl.store(listed + tl.cumsum(matters.to(tl.int32), axis=0) - 1, g, mask=matters)
-    tl.debug_barrier()  # others of the program have written what is read next
+    tl.debug_barrier()  # other threads of the program wrote what is read next
     return tl.sum(matters.to(tl.int32), axis=0)
 
 
@@ -123,7 +124,7 @@ class Scanned(NamedTuple):
 
 
 def scan_rows(logits: Tensor, temperatures: Tensor | None = None, top_ks: Tensor | None = None) -> Scanned:
-    """See `scan_block`; temperatures and top_ks: of each row, or neither. logits: [rows, vocab], rows contiguous."""
+    """See `scan_block`. temperatures, top_ks: [rows] each, or neither. logits: [rows, vocab], rows contiguous."""
     (num_rows, vocab), device = logits.shape, logits.device
     num_blocks = triton.cdiv(vocab, BLOCK)
     found = Scanned(

@@ -1,5 +1,5 @@
-"""What all Triton kernels share: how they are started, and the row that a program works on.
+"""Holds what all Triton kernels share: how they are launched, and how a program finds its row.
 
-`launch` starts them, compiled or interpreted. `tiles` finds a program's row where rows have different lengths, and
+`launch` launches them, compiled or interpreted. `tiles` finds a program's row where rows have different lengths, and
 `order_keys` has integers that order as logits do.
 """

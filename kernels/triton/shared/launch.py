@@ -1,5 +1,5 @@
-"""Owns how kernels are started: compiled or interpreted, with which configuration, and over what sizes.
-Never computes, and never waits for a device."""
+"""Owns how kernels are launched: compiled or interpreted, in which configuration, and in what sizes.
+Never computes, and never waits for a device except while configurations are timed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import triton
 import triton.language as tl
 
 OLDEST = (3, 6)
-"""Of Triton's versions, the first that the kernels were compiled with: pyproject.toml's extra `cuda` says so, too."""
+"""The oldest Triton version that the kernels were compiled with; pyproject.toml's extra `cuda` requires it, too."""
 
-# Before anything is taken from triton.knobs, or given to autotune, that older ones lack: torch 2.4 brings 3.0.
+# Checked before using what older versions of triton.knobs and autotune lack: torch 2.4 brings Triton 3.0.
 if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
     raise ImportError(f"Triton is {triton.__version__}, and the kernels need {OLDEST[0]}.{OLDEST[1]}")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1 before triton was imported), on any tensors."""
+"""Whether the kernels run in Triton's interpreter, on any tensors (TRITON_INTERPRET=1 was set when it was imported)."""
 
-# The interpreter keeps bfloat16 as its bits, and multiplies those: products of it are done in float32 there.
+# The interpreter stores bfloat16 as its bits, and would multiply those: it takes these products in float32.
 WIDEN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def dot(a, b, total):
-    """total + a b, in float32. In float32 exactly, never in tf32. a: [m, k], b: [k, n], total: [m, n] float32"""
+    """total + a b, accumulated in float32; float32 inputs never become tf32. a: [m, k], b: [k, n], total: [m, n]"""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -34,17 +34,20 @@ def dot(a, b, total):
 
 TUNING = "CHUNKSERVE_TRITON_TUNING"
 """`keep` (the default): configurations are timed once, and the choice is kept on disk for all processes. `forget`:
-they are timed in each process, as a benchmark must, whose first shapes would choose for engines. A number: that one of
-each kernel's, or its last, untimed."""
+they are timed in each process; a benchmark needs this, or its first shapes would choose for engines. A number: the
+configuration with that index, or the last, untimed."""
 KEEP, FORGET = "keep", "forget"
 
 
 def tuned(configs: Sequence[triton.Config], key: Sequence[str], tuning: str | None = None) -> Callable[[Any], Any]:
-    """Takes the fastest of `configs` for each combination of the arguments in `key`, and remembers it on disk.
+    """Autotune a kernel: take the fastest of `configs` for each combination of the arguments in `key`, and remember it.
 
     The first call of each combination times them, and waits for the device: make it before a CUDA graph is captured.
-    Interpreted, the first is taken. No key may be a number of rows or a length: they change from step to step.
-    tuning: None: as the environment's TUNING says.
+    The interpreter takes the first. No key may be a number of rows or a length: these change from step to step.
+    tuning: a value of TUNING; None: the environment variable's.
+
+    Raises:
+        ValueError: `tuning` is neither `keep`, `forget` nor a number.
     """
     how = os.environ.get(TUNING, KEEP) if tuning is None else tuning
     few = candidates(configs, "0" if INTERPRETED else how)
@@ -53,7 +56,7 @@ def tuned(configs: Sequence[triton.Config], key: Sequence[str], tuning: str | No
 
 
 def candidates(configs: Sequence[triton.Config], tuning: str) -> list[triton.Config]:
-    """Those that are timed; one alone is not."""
+    """Return the configurations to time; a single one is not timed."""
     if tuning in (KEEP, FORGET):
         return list(configs)
     if not tuning.isdecimal():
@@ -62,10 +65,10 @@ def candidates(configs: Sequence[triton.Config], tuning: str) -> list[triton.Con
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The next power of two, which tiles need."""
+    """Return the next power of two, at least `least`: tiles need one."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def warps(elements: int) -> int:
-    """For a program that goes over so many elements once: eight of them a thread, 1 to 16 warps."""
+    """Return the warps for a program that passes over `elements` once: 1 to 16, eight elements per thread."""
     return min(max(padded(elements) // 256, 1), 16)

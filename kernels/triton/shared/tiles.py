@@ -1,4 +1,4 @@
-"""Owns which row a program's tile is of, where rows of different lengths have their tiles one after another.
+"""Owns the search for the row of a program's tile, where rows of different lengths are cut into consecutive tiles.
 Never asks the host, which does not know the lengths in a captured step."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def find_row(begins, first_row, num_rows, tile, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """(row, its first tile): rows have their tiles one after another, each at most one more than it fills.
+    """Return (row, its first tile). Rows have consecutive tiles, each row at most one more than it fills.
 
-    Row r's tiles begin at `begins[r] * GROUP // TILE + r`, which is found by bisection.
+    Row r's tiles begin at `begins[r] * GROUP // TILE + r`; bisection finds the row.
     """
     first_token = tl.load(begins + first_row)
     low, high = 0, num_rows

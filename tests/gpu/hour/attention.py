@@ -1,5 +1,5 @@
-"""Owns attention by itself: over lengths, splits and block sizes, and beside what else this machine has of it.
-Never compares results: the tests of a GPU do."""
+"""Owns timings of attention alone: over lengths, splits and block sizes, and beside the machine's other packages.
+Never compares results: the GPU tests do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows that decode after `context` tokens, or one chunk of so many after nothing."""
+    """Rows that decode after `context` tokens, or one chunk of `chunk` tokens without context."""
 
     rows: int
     context: int
@@ -49,12 +49,12 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Of K and V, which are all that is read."""
+        """The bytes of K and V, which are all that is read."""
         return 2 * self.rows * (self.context + (self.chunk or 1)) * KV_HEADS * HEAD_DIM * 2
 
 
 FULL = (Case(64, 1024), Case(64, 8192), Case(256, 1024), Case(16, 1024), Case(1, 1024), Case(1, 0, 8192))
-"""Kernels choose their configurations at the first."""
+"""Kernels are autotuned on the first."""
 TINY = (Case(2, 40), Case(1, 0, 24))
 
 
@@ -66,7 +66,7 @@ def _bench(options: argparse.Namespace) -> tuple[Bench, Sequence[Case]]:
 
 
 def _timed(bench: Bench, case: Case, make: Callable[[], Run], capturable: bool = True) -> dict[str, Any]:
-    """One that fails costs itself alone."""
+    """Time a case. If it fails, the others still run."""
     try:
         return {"us": min(measure(bench, make, case.num_bytes, capturable=capturable))}
     except Exception as error:
@@ -75,7 +75,7 @@ def _timed(bench: Bench, case: Case, make: Callable[[], Run], capturable: bool =
 
 
 def _paged_run(bench: Bench, case: Case, table: Ops, block_size: int, **of_plan: int) -> Run:
-    """of_plan: what the plan has instead of what it would have."""
+    """Return a run of paged attention. of_plan: values that replace the plan's own."""
     rows = case.paged(block_size)
     shape = (rows.block_tables.numel(), block_size, KV_HEADS, HEAD_DIM)
     cache = (bench.random(*shape), bench.random(*shape))
@@ -87,7 +87,7 @@ def _paged_run(bench: Bench, case: Case, table: Ops, block_size: int, **of_plan:
 
 
 def _contiguous_run(bench: Bench, case: Case) -> Run:
-    """torch's own attention on K and V that lie in one piece: what no paged kernel is expected to beat."""
+    """Return a run of torch's own attention on contiguous K and V, which no paged kernel is expected to beat."""
     keys, count = case.context + (case.chunk or 1), case.chunk or 1
     q = bench.random(case.rows, KV_HEADS * GROUP, count, HEAD_DIM)
     k, v = (bench.random(case.rows, KV_HEADS, keys, HEAD_DIM) for _ in "kv")
@@ -99,7 +99,7 @@ def _contiguous_run(bench: Bench, case: Case) -> Run:
 
 
 def _tables(bench: Bench, block_size: int) -> Iterator[tuple[str, Ops]]:
-    """What can run here."""
+    """Yield the tables that can run here, by name."""
     capability = torch.cuda.get_device_capability() if bench.on_gpu else None
     for name in (TRITON, FLASH):
         try:
@@ -115,7 +115,7 @@ def _tables(bench: Bench, block_size: int) -> Iterator[tuple[str, Ops]]:
 
 
 def sweep(options: argparse.Namespace, keep: Keep) -> None:
-    """Triton's, in blocks of several sizes, with plans for longer rows than there are, and with other splits."""
+    """Time Triton's attention with several block sizes, with plans for longer rows than there are, and other splits."""
     bench, cases = _bench(options)
     found: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -138,7 +138,7 @@ def _plans(case: Case, on_gpu: bool) -> list[dict[str, int]]:
 
 
 def packages(options: argparse.Namespace, keep: Keep) -> None:
-    """Triton's beside each package of attention that is installed, and torch's on K and V in one piece."""
+    """Time Triton's attention beside FlashAttention, if installed, and torch's attention on contiguous K and V."""
     bench, cases = _bench(options)
     found: list[dict[str, Any]] = []
 

@@ -1,5 +1,5 @@
-"""Owns how the benchmarks are called in the hour: of single operations, and of an engine's steps and loads.
-Never measures by itself."""
+"""Owns how the hour calls the benchmarks: those of single operations, and those of an engine's steps and loads.
+Never measures anything itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEED = "5"
 
 
 def operations(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Its document is the result. A rehearsal has torch's operators."""
+    """Benchmark single operations; the benchmark's document is the result. A rehearsal runs torch's operators."""
     from benchmarks import kernels
 
     sizes = TINY if options.device == STAND_IN else "--rows 1 16 64 256 --context 1024 --chunk 512 8192 --runs 10"
@@ -26,7 +26,7 @@ def operations(options: argparse.Namespace, keep: Callable[[dict[str, Any]], Non
 
 
 def engine(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Likewise."""
+    """Benchmark an engine; the benchmark's document is the result."""
     from benchmarks.engine import gpu
 
     model, sizes = options.model, ["--steps", "20"]

@@ -1,5 +1,5 @@
-"""Owns compilation ahead of everything, on all cores, and what kernels choose when they are timed.
-Never keeps a choice where an engine would find it: choices come home as data."""
+"""Owns compilation before everything else, on all cores, and the record of what autotuning chose.
+Never keeps a choice where an engine would find it: choices are returned as data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.gpu.hour.engines import started
 from tests.gpu.hour.phases import LARGE, SMALL, STAND_IN
 
 CONFIGURATIONS = 10
-"""The most that a kernel has."""
+"""The most configurations of any kernel."""
 EXPERTS = "qwen3-30b-a3b"
 Keep = Callable[[dict[str, Any]], None]
 
 
 def precompile(options: argparse.Namespace, keep: Keep) -> None:
-    """A process for each configuration: it starts engines whose kernels have that one alone, so that later parts find
-    everything compiled. A configuration that does not fit the device fails by itself."""
+    """Compile each configuration in a process that starts engines whose kernels have only that one, so that later parts
+    find everything compiled. A configuration that does not fit the device fails alone."""
     number = 1 if options.device == STAND_IN else CONFIGURATIONS
     found: dict[str, str] = {}
 
@@ -48,7 +48,7 @@ def precompile(options: argparse.Namespace, keep: Keep) -> None:
 
 
 def compile_one(options: argparse.Namespace, keep: Keep) -> None:
-    """One layer each; a start runs every kernel."""
+    """Start engines with one layer each; a start runs every kernel."""
     for shape in (LARGE, SMALL):
         small = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_kv_blocks": 2048}
         with started(options.device, shape, layers=1, cuda_graphs="none", **small):
@@ -56,7 +56,7 @@ def compile_one(options: argparse.Namespace, keep: Keep) -> None:
 
 
 def tuning(options: argparse.Namespace, keep: Keep) -> None:
-    """What each kernel chose at the start of an engine, and the time of each configuration."""
+    """Keep what each kernel chose when an engine started, and the time of each configuration."""
     choices: list[dict[str, Any]] = []
     missing = _record(choices)
     for shape in (LARGE, SMALL) if options.device == STAND_IN else (LARGE, SMALL, EXPERTS):
@@ -69,7 +69,7 @@ def tuning(options: argparse.Namespace, keep: Keep) -> None:
 
 
 def _record(choices: list[dict[str, Any]]) -> str:
-    """From here on; why nothing will be."""
+    """Record choices from here on. Return why none can be recorded, or an empty string."""
     try:
         from triton.runtime.autotuner import Autotuner
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Owns engines of real shapes with few layers, and the order in which a part starts and ends one.
+"""Owns engines of real shapes, with few layers where asked, and the order in which a part starts and ends one.
 Never reads a checkpoint."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHAPES = Path(engine.models.__file__).parent / "shapes"
 def started(
     device: str, shape: str, *, layers: int | None = None, **settings: Any
 ) -> Iterator[tuple[ModelExecutor, ResolvedConfig]]:
-    """An engine with random weights; layers: None: all. In a rehearsal the shape is tiny."""
+    """Yield an engine with random weights. layers None: all of them. In a rehearsal the shape is tiny."""
     with TemporaryDirectory(prefix="shape-") as scratch:
         if device == STAND_IN:
             from tests.support.gpu_stand_in import tiny_shape

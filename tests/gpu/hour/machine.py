@@ -1,4 +1,4 @@
-"""Owns the description of the machine: versions, the device's properties, its peaks, and a memory checker's word.
+"""Owns the description of the machine: versions, the device's properties, its peaks, and a memory checker's verdict.
 Never judges them."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _version(package: str) -> str | None:
 
 
 def memcheck(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Six tiny cases under NVIDIA's checker, each tensor with memory of its own."""
+    """Run six tiny cases under NVIDIA's memory checker, each tensor in an allocation of its own."""
     if options.device == STAND_IN or shutil.which(CHECKER) is None:
         keep({"missing": f"no {CHECKER} on this machine" if options.device != STAND_IN else "no GPU to check"})
         return

@@ -1,5 +1,5 @@
 """Owns the hour's command: which phases run, for how long, and its exit status.
-Never imports torch: what a part breaks is that part's own process."""
+Never imports torch: a part can break only its own process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ SEES_A_GPU = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else f'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every part passed. 1: some did not. 2: there is nothing to run on, or nowhere to keep results."""
+    """Run the hour and return its exit status. 0: every part passed. 1: some did not, or results could not be kept.
+    2: there is nothing to run on, or nowhere to keep results."""
     options = _options(arguments)
     if why := _why_not(options):
         print(f"first_hour: {why}", file=sys.stderr)
         return NO_DEVICE
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # parts are ended, and the table is written
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # parts are still ended, and the table written
     every = phases(options.device, options.again)
     chosen = [phase for phase in every if phase.name in options.phases]
     store = Store(options.out, [phase.name for phase in every], options.device)
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Hour:
-    """One call of the script."""
+    """One run of the script."""
 
     def __init__(self, store: Store, scratch: Path, options: argparse.Namespace) -> None:
         self._store, self._scratch, self._options = store, scratch, options
@@ -60,7 +61,7 @@ class Hour:
         self._stretch = 1.0 if options.minutes is None else options.minutes / whole
 
     def run(self, phase: Phase) -> None:
-        """Its parts one after another, each within its limit and the phase's."""
+        """Run a phase's parts one after another, each within its own limit and the phase's."""
         until = time.monotonic() + 60 * phase.minutes * self._stretch
         print(f"=== {phase.name}: {phase.title} ({60 * phase.minutes * self._stretch:.0f} s)", flush=True)
         more = {"prediction": self._options.prediction} if phase.name == "rest" else {}
@@ -79,7 +80,7 @@ class Hour:
                 print(outcome.tail, flush=True)
 
     def _run(self, phase: Phase, part: Part, limit_s: float) -> Outcome:
-        """What cannot even be started is an outcome, too."""
+        """Run a part. Failing to start is an outcome, too."""
         print(f"--- {part.name} (at most {limit_s:.0f} s)", flush=True)
         fault = self._options.faults.get(part.name)
         if fault is not None:
@@ -90,7 +91,7 @@ class Hour:
             return Outcome(part.name, "failed", str(error), limit_s=limit_s)
 
     def end(self, every: Sequence[Phase]) -> str:
-        """Print the table and keep it; why it could not be kept."""
+        """Print the table and keep it. Return why it could not be kept, or an empty string."""
         store = self._store
         words = {name: {each.name: each.word for each in found.values()} for name, found in store.outcomes.items()}
         machine = store.result("right", "machine") or {}
@@ -108,7 +109,7 @@ class Hour:
 
 
 def _why_not(options: argparse.Namespace) -> str:
-    """In one line, before anything runs."""
+    """Return in one line why nothing can run, or an empty string."""
     if options.device == CUDA:
         asked = subprocess.run(
             [sys.executable, "-c", SEES_A_GPU], capture_output=True, text=True, cwd=ROOT, check=False

@@ -1,4 +1,4 @@
-"""Owns a part's process: it says loudly on what it runs, does its work, and keeps each result as it comes.
+"""Owns a part's process: it announces what it runs on, does its work, and keeps each result as it comes.
 Never runs on a CPU or in an interpreter unless a rehearsal was asked for."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _work(options: argparse.Namespace, how: dict[str, str]) -> None:
         "packages": attention.packages,
         "operations": benches.operations,
     }
-    # Benchmarks of the engine write their own document, with their own device in it.
+    # Engine benchmarks write a document of their own, which names its device.
     run = work.get(options.name, benches.engine)
     run(options, lambda found: write_whole(options.result, {"mode": how, **found}))
 

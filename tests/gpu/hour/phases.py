@@ -1,4 +1,4 @@
-"""Owns what the hour does, in its order: the parts of each phase, their limits, and what a rehearsal has instead.
+"""Owns what the hour does, in order: the parts of each phase, their limits, and what a rehearsal has instead.
 Never runs one."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SANITIZED = (
 )
 """The tiny cases that a memory checker watches."""
 CHEAP = "test_silu_and_mul or test_cache_writes_alone or (test_a_backend_agrees and one-token)"
-"""Of the kernels' tests, in a rehearsal: the interpreter takes milliseconds for each tile."""
+"""The kernel tests of a rehearsal: the interpreter takes milliseconds for each tile."""
 FEW = "captured_steps_give and attention0 or step_in_flight and torch"
-"""Likewise of the engine's."""
+"""The engine tests of a rehearsal."""
 KERNELS = [f"tests/gpu/test_{name}.py" for name in ("attention", "kernels", "experts", "linear_attention", "tuning")]
 ENGINE = "tests/gpu/test_engine.py"
 
@@ -33,12 +33,16 @@ class Phase:
     name: str
     title: str
     minutes: float
-    """Of the whole, unless the call gives it others."""
+    """Its share of the hour, scaled by --minutes."""
     parts: Sequence[Part]
 
 
 def phases(device: str, again: str | None = None) -> list[Phase]:
-    """again: a part that the last phase runs once more."""
+    """Return all phases. again: a part that the last phase runs once more.
+
+    Raises:
+        ValueError: there is no such part.
+    """
     right = Phase("right", "Is it right?", 8, _right(device))
     where = Phase("where", "Where is the time?", 9, _where(device))
     aims = Phase("aims", "Are the aims met?", 9, _aims(device))
@@ -50,13 +54,13 @@ def phases(device: str, again: str | None = None) -> list[Phase]:
 
 
 def _own(device: str, name: str, limit_s: float, *arguments: str) -> Part:
-    """A part of tests.gpu.hour.part."""
+    """Return a part that tests.gpu.hour.part runs."""
     command = [sys.executable, "-m", "tests.gpu.hour.part", name, "--device", device, "--result", "{result}"]
     return Part(name, limit_s, [*command, *arguments], _environment(device))
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Each part compiles what the others have compiled, and leaves no choice of configurations to engines."""
+    """Return a part's variables. Parts share compiled kernels, but leave no choice of configurations to engines."""
     hidden = {} if device == CUDA else {"CUDA_VISIBLE_DEVICES": ""}
     return {"CHUNKSERVE_TRITON_TUNING": "forget", "PYTHONUNBUFFERED": "1", **hidden}
 
@@ -70,7 +74,7 @@ def _tests(
     copies: int = 1,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Part:
-    """A run of pytest without anybody's plugins, whose warnings are no errors: that mix of versions is unknown."""
+    """Return a pytest run without installed plugins, whose warnings are not errors: that mix of versions is unknown."""
     quiet = ["-p", "no:cacheprovider", "-W", "default", "-q", "--tb=short"]
     stand_in = [] if device == CUDA else ["-p", "tests.support.gpu_stand_in"]
     chosen = ["-k", select] if select else []
@@ -79,7 +83,7 @@ def _tests(
 
 
 def environment_of_tests(device: str) -> dict[str, str]:
-    """Of a run of pytest that keeps its report as a part's result."""
+    """Return variables for a pytest run that keeps its report as a part's result."""
     required = {"CHUNKSERVE_REQUIRE_GPU": "1"} if device == CUDA else {}
     return {
         **_environment(device),
@@ -92,7 +96,7 @@ def environment_of_tests(device: str) -> dict[str, str]:
 
 
 def _right(device: str) -> list[Part]:
-    """A rehearsal has Triton's interpreter for a few kernels, and an engine without Triton."""
+    """Return the first phase's parts. A rehearsal interprets a few Triton kernels and runs an engine without Triton."""
     first, memcheck = [_own(device, "machine", 60), _own(device, "precompile", 120)], _own(device, "memcheck", 120)
     if device == STAND_IN:
         interpreted = {"TRITON_INTERPRET": "1", "STAND_IN_TRITON": "1"}

@@ -1,4 +1,4 @@
-"""Owns where the time of single steps goes: the device's own time of a step, and the kernels that it is made of.
+"""Owns the profile of single steps: the device's time for each, and the kernels that it consists of.
 Never judges a time."""
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ BALLAST = 512 << 20
 
 
 def profile(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
-    """8B: decode of several sizes, and one prefill. What does not fit the KV cache is left out by name."""
+    """Profile the 8B shape: decodes of several sizes, and one prefill. What does not fit the KV cache is named and
+    skipped."""
     rehearsal = options.device == STAND_IN
     found: list[dict[str, Any]] = []
     with (
@@ -74,7 +75,7 @@ def _profiled(executor: ModelExecutor, plan: StepPlan, rehearsal: bool) -> dict[
     kernels = [
         {"name": event.key[:120], "us": own / STEPS, "calls": event.count / STEPS}
         for event in profiled.key_averages()
-        if rehearsal or event.device_type is DeviceType.CUDA  # an operator has the time of its kernels again
+        if rehearsal or event.device_type is DeviceType.CUDA  # operators count their kernels' time again
         if (own := _own_us(event, rehearsal)) > 0
     ]
     kernels.sort(key=lambda kernel: -kernel["us"])

@@ -1,4 +1,4 @@
-"""Owns one part of the hour while it runs: processes of its own, killed with all that they started at the limit.
+"""Owns one part of the hour while it runs: its processes, killed at the limit with everything that they started.
 Never knows what a part measures: it reads the JSON that the part keeps, as it comes."""
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 LOOK_S = 0.2
-"""Between two looks at a part."""
+"""Seconds between two looks at a part."""
 TAIL = 4000
-"""Characters of the output of a part that failed, which are kept with its result."""
+"""Characters of a failed part's output that are kept with its result."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`{result}`, `{copy}` and `{copies}` in arguments and values are filled in."""
+    """A command to run. `{result}`, `{copy}` and `{copies}` in its arguments and variables are filled in."""
 
     name: str
     limit_s: float
@@ -42,7 +42,7 @@ class Outcome:
     seconds: float = 0.0
     limit_s: float = 0.0
     results: tuple[Any, ...] = ()
-    """The last that each copy kept; None: nothing."""
+    """What each copy kept last; None: nothing."""
     tail: str = ""
 
     @property
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class _Copy:
-    """One process, whose process group is its own."""
+    """One process, in a process group of its own."""
 
     def __init__(self, part: Part, number: int, scratch: Path) -> None:
         self._result, self._log = scratch / f"{part.name}.{number}.json", scratch / f"{part.name}.{number}.log"
@@ -66,7 +66,7 @@ class _Copy:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # of its own, but in this session: who ends that ends the part, too
+                process_group=0,  # its own, but in this session: whoever ends the session ends the part, too
             )
 
     @property
@@ -74,7 +74,7 @@ class _Copy:
         return self._process.poll()
 
     def look(self) -> bool:
-        """Whether it kept something new."""
+        """Read what it kept; return whether that is new."""
         try:
             changed = self._result.stat().st_mtime_ns
             if changed == self._seen:
@@ -87,7 +87,7 @@ class _Copy:
         return True
 
     def end(self) -> None:
-        """With all that it started and that did not leave its group."""
+        """Kill it with everything that it started and that is still in its group."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -103,7 +103,11 @@ def _filled(text: str, places: Mapping[str, str]) -> str:
 
 
 def run_part(part: Part, limit_s: float, scratch: Path, keep: Callable[[Outcome], object]) -> Outcome:
-    """To its end, or to the limit. keep: told of it as its results come, with the word `running`."""
+    """Run a part to its end or its limit. keep: called as results come, with an outcome whose word is `running`.
+
+    Raises:
+        OSError: the part could not be started.
+    """
     begun = monotonic()
     copies: list[_Copy] = []
 
@@ -140,7 +144,7 @@ def _word(statuses: Sequence[int | None]) -> tuple[str, str]:
 
 
 def _tail(copies: Sequence[_Copy], statuses: Sequence[int | None]) -> str:
-    """The end of the output of the first that did not end well."""
+    """Return the end of the output of the first copy that did not succeed."""
     for copy, status in zip(copies, statuses, strict=True):
         if status != 0:
             return copy.output()[-TAIL:]

@@ -17,19 +17,19 @@ SUMMARY, TABLE = "summary.json", "table.txt"
 
 
 class Store:
-    """What earlier calls left of other phases stays, and is read again."""
+    """The results of the hour, by phase. Those that earlier runs left of other phases are kept and read again."""
 
     def __init__(self, folder: Path, phases: Sequence[str], device: str) -> None:
         self._folder, self._device = folder, device
         self._more: dict[str, dict[str, object]] = {}
         self.outcomes: dict[str, dict[str, Outcome]] = {}
-        """By phase and part."""
+        """Outcomes by phase and part."""
         for phase in phases:
             if found := self._read(phase):
                 self.outcomes[phase] = found
 
     def _read(self, phase: str) -> dict[str, Outcome]:
-        """Of the same device: a rehearsal is no result."""
+        """Read a phase's outcomes, if they are of the same device: a rehearsal's do not count as results."""
         try:
             document = json.loads((self._folder / f"{phase}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -41,16 +41,17 @@ class Store:
         return {part["name"]: Outcome(**part | {"results": tuple(part["results"])}) for part in parts}
 
     def begin(self, phase: str, *, keep: bool, **more: object) -> None:
-        """keep: what is there of its parts; those that run again replace theirs. more: of the phase, before it runs."""
+        """Begin a phase. keep: keep its earlier outcomes; parts that run again replace theirs. more: what is to be
+        stored with the phase before it runs."""
         if not keep:
             self.outcomes[phase] = {}
         self.outcomes.setdefault(phase, {})
         self._more[phase] = more
-        with suppress(OSError):  # which is told of the first part
+        with suppress(OSError):  # reported with the first part
             self._write(phase)
 
     def keep(self, phase: str, outcome: Outcome) -> Outcome:
-        """Put the phase's file on disk. What cannot be written is an outcome of its own, and the rest goes on."""
+        """Write the phase's file. Failing to write is an outcome of its own, and the run continues."""
         self.outcomes[phase][outcome.name] = outcome
         try:
             self._write(phase)
@@ -65,12 +66,12 @@ class Store:
         write_whole(self._folder / f"{phase}.json", head | {"parts": parts})
 
     def result(self, phase: str, part: str) -> Any:
-        """What the part's first copy kept last; None: nothing."""
+        """Return what the part's first copy kept last; None: nothing."""
         outcome = self.outcomes.get(phase, {}).get(part)
         return outcome.results[0] if outcome is not None and outcome.results else None
 
     def end(self, summary: Mapping[str, object], table: str) -> str:
-        """Why the two could not be written; empty if they were."""
+        """Write the summary and the table. Return why they could not be written, or an empty string."""
         try:
             write_whole(self._folder / SUMMARY, {"device": self._device, **summary})
             (self._folder / TABLE).write_text(table + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Owns what is said at the end of the hour: each part's outcome, and each aim with what was measured of it.
+"""Owns what is printed at the end of the hour: each part's outcome, and each aim with its measured value.
 Never measures, and never leaves out what was not measured."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXPECTED = (
     (LARGE, "tokens/s ratio"),
     ("", "attention, decode 64 x 1024"),
 )
-"""(model, how the aim begins) of what has to be measured before the hour is over."""
+"""(model, how the aim's text begins) of everything that the hour has to measure."""
 NO_BATCH_INVARIANCE = "batch-invariant mode at most 10 % slower: not measured: no engine on a GPU has that mode"
 
 
@@ -35,7 +35,7 @@ class Aim(NamedTuple):
 
 
 def aims_of(store: Store) -> list[Aim]:
-    """Of all benchmarks that kept something."""
+    """Return the aims of all benchmarks that kept something."""
     found = []
     for outcome in store.outcomes.get("aims", {}).values():
         document = outcome.results[0] if outcome.results else None
@@ -49,7 +49,7 @@ def aims_of(store: Store) -> list[Aim]:
 
 
 def _beside_packages(document: Any) -> list[Aim]:
-    """The least share of each shape's best package in Triton's speed."""
+    """Return, for each shape, Triton's speed relative to the best package."""
     by_shape: dict[str, dict[str, float]] = {}
     for cell in (document or {}).get("cells", ()):
         if "us" in cell:
@@ -74,7 +74,7 @@ def missing_of(aims: Sequence[Aim]) -> list[str]:
 
 
 def lines_of(phases: Sequence[Phase], store: Store, heading: str) -> list[str]:
-    """The table, ready to print."""
+    """Return the table's lines."""
     lines = [heading]
     for phase in phases:
         outcomes = store.outcomes.get(phase.name)

@@ -1,4 +1,4 @@
-"""Owns the comparison of the CPU's paged attention with the reference, at the edges.
+"""Owns the comparison of the CPU's paged attention with the reference, in edge cases.
 Never compares with stored numbers: every input is random."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_a_chunk_of_any_length_after_any_context_matches_the_reference(
 def test_every_gqa_ratio_matches_the_reference(group: int, kv_heads: int, dtype: torch.dtype) -> None:
     case = paged_case([5, BLOCK], [(0, 9), (33, 2)], group=group, kv_heads=kv_heads, dtype=dtype)
     check(case)
-    check(case)  # a mask that the first pass wrote into would show here
+    check(case)  # would show if the first pass had written into a mask
 
 
 def test_a_chunk_too_large_for_its_scores_is_done_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +69,14 @@ def test_every_block_size_matches_the_reference(block_size: int) -> None:
 
 
 def test_equally_long_decode_rows_match_the_reference() -> None:
-    """No padding, so no mask: the path that a synchronised benchmark takes."""
+    """Without padding there is no mask: a synchronised benchmark takes this path."""
     check(paged_case([20] * 5, []))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [1, BLOCK - 1, BLOCK, 100, 256, 1100])
 def test_a_window_matches_the_reference(window: int, dtype: torch.dtype) -> None:
-    """Decode rows on both sides of it, and chunks that begin before, within and behind it."""
+    """Decode rows are shorter and longer than the window; chunks begin before, within and after it."""
     check(paged_case([0, 15, 16, 99, 100, 300, 1030], [(0, 40), (17, 1), (0, 1), (48, 133)], dtype=dtype), window)
     check(paged_case([40] * 3, [], dtype=dtype), window)
 
@@ -112,7 +112,7 @@ def test_neighbours_do_not_change_a_row_in_float32() -> None:
 
 
 def test_the_reference_equals_dense_attention_on_one_sequence() -> None:
-    """The reference itself, against the formula without blocks."""
+    """Checks the reference itself against the formula without blocks."""
     case = paged_case([], [(0, 37)], group=1)
     slots = case.rows.slots(0)
     k = case.k_cache.flatten(0, 1)[slots].transpose(0, 1)  # [heads, 37, head_dim]

@@ -39,7 +39,7 @@ def test_rms_norm_matches_the_reference(ops: Ops, tokens: int, dtype: torch.dtyp
 
 
 def test_the_residual_stream_stays_in_float32(ops: Ops) -> None:
-    """In bfloat16 it rounded after each of thirty layers, and "What is the capital of France?" lost its answer."""
+    """In bfloat16 it was rounded after each of thirty layers, and "What is the capital of France?" lost its answer."""
     x = torch.full((1, 64), 2.0**-9, dtype=torch.bfloat16)
     total = torch.ones(1, 64)
     for _ in range(4):
@@ -58,7 +58,7 @@ def test_rope_matches_the_reference_on_a_view_of_stacked_heads(ops: Ops, tokens:
 
 
 def test_rope_keeps_lengths_and_relative_angles() -> None:
-    """The property that the reference itself must have: scores depend on the distance of positions only."""
+    """The reference itself must have this property: scores depend only on the distance between positions."""
     generator = seeded_generator()
     q, k = torch.randn(2, 1, 1, 16, generator=generator)
     frequencies = torch.rand(8, generator=generator)
@@ -93,7 +93,7 @@ def test_the_reference_of_gelu_is_its_approximation_by_tanh() -> None:
 
 
 def test_a_norm_whose_weight_is_wider_than_its_input_is_not_rounded_to_it(ops: Ops) -> None:
-    """Gemma's 1 + w, which bfloat16 would round to 1 where w is small."""
+    """Gemma's weight is 1 + w, which bfloat16 would round to 1 where w is small."""
     generator = seeded_generator()
     x = torch.randn(5, 64, generator=generator).bfloat16()
     weight = 1 + torch.rand(64, generator=generator) / 300

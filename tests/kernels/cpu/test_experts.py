@@ -1,4 +1,4 @@
-"""Owns mixtures of experts: the reference against the formula over all experts, and torch's operators against it.
+"""Owns the tests of mixtures of experts: the reference against the formula over all experts, torch against that.
 Never compares with stored numbers: every input is random."""
 
 from __future__ import annotations

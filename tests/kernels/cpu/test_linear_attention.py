@@ -1,4 +1,4 @@
-"""Owns linear attention: the reference against its formula, and torch's operators against the reference at the edges.
+"""Owns the tests of linear attention: the reference against its formula, torch against the reference in edge cases.
 Never compares with stored numbers: every input is random."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def tokens_of_one(count: int, *, decay: float = 0.1) -> list[Tensor]:
-    """q, k, v, log_decay, strength and a state in float64, as `recur` takes them."""
+    """Draw q, k, v, log_decay, strength and a state in float64, as `recur` takes them."""
     generator = seeded_generator()
 
     def normal(*shape: int) -> Tensor:
@@ -36,7 +36,7 @@ def tokens_of_one(count: int, *, decay: float = 0.1) -> list[Tensor]:
 
 
 def test_the_recurrence_is_that_of_the_paper() -> None:
-    """arXiv 2412.06464: S_t = S_(t-1) (a_t (I - b_t k_t k_t^T)) + b_t v_t k_t^T; theirs is transposed."""
+    """arXiv 2412.06464: S_t = S_(t-1) (a_t (I - b_t k_t k_t^T)) + b_t v_t k_t^T; their state is transposed."""
     q, k, v, log_decay, strength, state = tokens_of_one(9)
     read, after = reference.recur(q, k, v, log_decay, strength, state)
     for head in range(3):
@@ -98,7 +98,7 @@ def test_pieces_give_what_the_recurrence_gives_token_by_token(count: int, piece:
 
 @pytest.mark.parametrize("decay", [0.0, 1e-6, 800.0])
 def test_states_that_never_fade_and_those_that_fade_at_once_stay_finite(decay: float) -> None:
-    """exp(800) is no number: what lies in the future of a token must be masked before the exponential."""
+    """exp(800) overflows: a token's future must be masked before the exponential."""
     given = tokens_of_one(PIECE + 3, decay=decay)
     for got, want in zip(by_pieces(*given), reference.recur(*given), strict=True):
         assert got.isfinite().all()
@@ -162,7 +162,7 @@ def test_the_convolution_of_ragged_rows_matches_the_reference_and_leaves_other_s
 @pytest.mark.parametrize("ops", [REFERENCE, TORCH_CPU], ids=lambda ops: str(ops.name))
 @pytest.mark.parametrize("cut", [1, 2, 3, 64, 69])
 def test_a_text_that_is_cut_is_convolved_as_the_whole_is(ops: object, cut: int) -> None:
-    """Also where a chunk is shorter than what the convolution sees, and where the rest comes as decode rows."""
+    """Also if a chunk is shorter than the convolution's kernel, and if the rest comes as decode rows."""
     given = inputs("a whole prompt", torch.float32)
     whole, wanted = given.causal_conv(ops)
     slots, index = given.rows.slots, given.rows.index

@@ -1,5 +1,5 @@
-"""Owns the comparison of attention over K and V in 8 bits with the reference over the same numbers, rounded in float64.
-Never compares with stored numbers: every input is random, and what no row owns is poisoned."""
+"""Owns the comparison of attention over 8-bit K and V with the reference over the same values, rounded in float64.
+Never compares with stored numbers: every input is random, and slots that no row owns are poisoned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def stored(case: Case, kept_in: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The case's caches as they are written token by token; slots that nobody owns have scales of NaN."""
+    """Write the case's caches a few tokens at a time. Slots that no row owns keep a scale of NaN."""
     caches = []
     for whole in (case.k_cache, case.v_cache):
         *shape, head_dim = whole.shape
@@ -41,8 +41,8 @@ def check(case: Case, kept_in: torch.dtype, window: int | None = None) -> None:
 
 
 def rounded_but_for_ties(whole: Tensor, cache: Tensor, kept_in: torch.dtype) -> Tensor:
-    """What a cache keeps of `whole`, once it is known to be the reference's: one or two in a thousand lie between two
-    others, where float32 and float64 round apart."""
+    """Return what a cache keeps of `whole`, after checking it against the reference: one or two values in a thousand
+    lie halfway between two others, where float32 and float64 round differently."""
     kept, want = widen(cache, kept_in, torch.float64), reference.round_token(whole, kept_in)
     owned = ~want.isnan()
     apart = (kept[owned] - want[owned]).abs() > 1e-6 * want[owned].abs()
@@ -65,7 +65,7 @@ def test_a_number_is_off_by_half_a_unit_at_most_and_the_largest_not_at_all(kept_
     x = torch.randn(50, 3, 64, generator=seeded_generator()) * torch.logspace(-6, 6, 50)[:, None, None]
     got = widen(narrow(x, kept_in), kept_in, torch.float32)
     largest = x.abs().amax(dim=-1, keepdim=True)
-    steps = 254 if kept_in == torch.int8 else 28  # of fp8: 16 at most between the largest numbers, of 448
+    steps = 254 if kept_in == torch.int8 else 28  # fp8: the largest spacing is 32 of 448, so the error is 16 at most
     assert ((got - x).abs() <= largest / steps * 1.001).all()
     assert (((got - x).abs() / largest)[x.abs() == largest] < 1e-6).all()
 

@@ -1,4 +1,4 @@
-"""Owns the comparisons of Triton kernels with the reference, on any device: inputs are made and judged on the CPU.
+"""Owns the comparisons of Triton kernels with the reference, on any device: the CPU makes inputs and judges outputs.
 Never compares with stored numbers: every input is random, and every output is poisoned first."""
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kernels.triton.sampling.sampler import sample
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 EPS = 1e-5
 POISON = 12288.0
-"""What outputs hold first. Not NaN, which a kernel that goes wrong may write, too. Every type has it exactly."""
+"""What outputs are filled with first. Not NaN, which a faulty kernel may also write. Exact in every type."""
 
 
 def slow(*values: object) -> object:
-    """A case beyond the edges that every run covers: the interpreter takes milliseconds for each tile."""
+    """Mark a case beyond the edges that every run covers: the interpreter takes milliseconds for each tile."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -74,7 +74,7 @@ def check_attention(case: Case, device: str, *, window: int | None = None, split
 
 
 def windowed(case: Case, window: int | None) -> Tensor:
-    """The reference, where a query sees `window` tokens: of those alone, token by token, so that no mask is trusted."""
+    """Compute the reference for a window, token by token from the visible keys alone, so that no mask is trusted."""
     if window is None:
         return reference.attention(case.q, case.k_cache, case.v_cache, case.rows, case.scale)
     out, token = torch.empty_like(case.q), 0
@@ -94,7 +94,7 @@ def windowed(case: Case, window: int | None) -> Tensor:
 
 
 def check_norm(size: int, dtype: torch.dtype, device: str) -> None:
-    """With the residual that is added first."""
+    """Check the norm with a residual, which is added first."""
     generator = seeded_generator()
     x = (torch.randn(5, size, generator=generator) * 5).to(dtype)
     residual, weight = torch.randn(5, size, generator=generator), torch.rand(size, generator=generator).to(dtype)
@@ -114,7 +114,7 @@ def check_silu_and_mul(size: int, dtype: torch.dtype, device: str) -> None:
 
 
 def check_write_cache(dtype: torch.dtype, device: str) -> None:
-    """Two tokens are padding, and V is a view of stacked heads."""
+    """Check cache writes where two tokens are padding, and V is a view of stacked heads."""
     generator = seeded_generator()
     k = torch.randn(7, 3, 80, generator=generator).to(dtype)
     v = torch.randn(7, 5, 80, generator=generator).to(dtype)[:, 1:4]
@@ -133,7 +133,7 @@ def check_write_cache(dtype: torch.dtype, device: str) -> None:
 def check_rotation(
     heads: HeadShape, device: str, *, dtype: torch.dtype = torch.float32, tokens: int = 5, normed: bool = False
 ) -> None:
-    """The fused launch against the reference's three operations; a token in the middle is padding."""
+    """Check the fused launch against the reference's three operations; a token in the middle is padding."""
     generator = seeded_generator()
     block_size, padding = 4, tokens // 2 if tokens > 1 else -1
     qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, generator=generator)
@@ -147,7 +147,7 @@ def check_rotation(
 
     real = [token for token in range(tokens) if token != padding]
     want_cache = [poisoned(shape, dtype, "cpu") for _ in "kv"]
-    # A block before the cache's first: where slot -1 would be.
+    # One block before the cache's first, where slot -1 would be.
     guarded = [poisoned((shape[0] + 1, *shape[1:]), dtype, device) for _ in "kv"]
     run = EagerPass(REFERENCE, token_ids=slots[real], positions=slots[real], slots=slots[real], plan=None)
     rotations = (angles[real].cos(), angles[real].sin())
@@ -194,7 +194,7 @@ def controlled(logits: Tensor, row: SampledRow) -> Tensor:
 
 
 def expected_token(logits: Tensor, row: SampledRow) -> int:
-    """By the reference. logits: [vocab]"""
+    """Return the reference's token. logits: [vocab]"""
     return reference.sample(
         controlled(logits.float(), row),
         uniform(row.seed, row.position),
@@ -211,7 +211,7 @@ def check_sampling(logits: Tensor, rows: Sequence[SampledRow], device: str) -> N
 
 
 def check_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, device: str) -> None:
-    """Of `token_ids`, one a row, and of the `count` likeliest, against the engine's own."""
+    """Check the log-probabilities of `token_ids`, one per row, and of the `count` likeliest against the engine's."""
     found = logprobs.token_logprobs(logits.to(device), torch.tensor(token_ids, device=device), count)
     own, top_ids, top = (x.cpu() for x in found)
     want = token_logprobs(logits, token_ids, [count] * len(token_ids))

@@ -1,5 +1,5 @@
-"""Owns the compilation of every kernel for a GPU that is not here: `python -m tests.kernels.triton.compiled 9.0 ...`.
-Never launches one: whatever the launch functions would start is compiled, with the arguments that they give it."""
+"""Owns the compilation of every kernel for an absent GPU: `python -m tests.kernels.triton.compiled 9.0 ...`.
+Never launches one: what the launch functions would launch is compiled, for the arguments that they pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kernels.triton.shared import launch
 
 
 class NoGpu:
-    """What Triton asks of a driver before it compiles."""
+    """Answers what Triton asks of a driver before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -61,7 +61,7 @@ class NoGpu:
 
 
 def compile_instead(found: list[dict[str, Any]]) -> None:
-    """From here on, a launch compiles and starts nothing."""
+    """Make every later launch compile its kernel instead of running it, and append what was compiled to `found`."""
     run = JITFunction.run
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -84,7 +84,7 @@ def compile_instead(found: list[dict[str, Any]]) -> None:
 
 
 def launch_all(dtype: torch.dtype, head_dim: int, group: int) -> None:
-    """Each kernel once, and attention for decode rows with and without splits, and for chunks."""
+    """Launch each kernel once, and attention for decode rows with and without splits, and for chunks."""
     x = torch.zeros(5, 576, dtype=dtype)
     rms_norm(x, x[0], 1e-5)
     add_rms_norm(x, x.float(), x[0], 1e-5)
@@ -105,7 +105,7 @@ def launch_all(dtype: torch.dtype, head_dim: int, group: int) -> None:
 
 
 def launch_linear_attention(dtype: torch.dtype) -> None:
-    """Decode rows alone, and beside a chunk, of the heads that Qwen3-Next has."""
+    """Launch decode rows alone and beside a chunk, with Qwen3-Next's heads."""
     heads = LinearHeads(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     rates = (torch.zeros(32), torch.zeros(32))
     for counts in ((1, 1), (1, 70)):
@@ -123,16 +123,16 @@ def launch_linear_attention(dtype: torch.dtype) -> None:
 
 
 def launch_experts(dtype: torch.dtype) -> None:
-    """Of Qwen3-MoE's shape, and of sizes that fill no block."""
+    """Launch Qwen3-MoE's shape, and sizes that fill no block."""
     for num_experts, hidden, size, per_token, renormalize in ((128, 2048, 768, 8, True), (5, 72, 40, 2, False)):
         router, x = torch.zeros(num_experts, hidden), torch.zeros(5, hidden, dtype=dtype)
-        gate_up = torch.empty(num_experts, 2 * size, hidden, dtype=dtype)  # nobody reads them
+        gate_up = torch.empty(num_experts, 2 * size, hidden, dtype=dtype)  # nobody reads the weights
         down = torch.empty(num_experts, hidden, size, dtype=dtype)
         experts.experts(x, router, gate_up, down, Routing(per_token, renormalize=renormalize))
 
 
 def launch_sampler(dtype: torch.dtype) -> None:
-    """Of a vocabulary within one block, and of Qwen3's."""
+    """Launch a vocabulary within one block, and Qwen3's."""
     for vocab in (700, 151_936):
         logits = torch.zeros(2, vocab, dtype=dtype)
         rows = [SampledRow(temperature=0.5, top_k=3, banned=(1,), allowed=(1, 2, 3))] * 2

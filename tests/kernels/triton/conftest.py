@@ -1,6 +1,6 @@
-"""Owns where the Triton kernels are tested.
-Never asks for a GPU: the interpreter runs them on the CPU, on a GPU's machine, too, and tests/gpu/test_kernels.py gives
-that device to the same cases."""
+"""Owns the device on which the Triton kernels are tested.
+Never asks for a GPU: the interpreter runs them on the CPU, even on a machine with a GPU; tests/gpu/test_kernels.py runs
+the same cases on the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _infinities_as_on_a_gpu() -> Iterator[None]:
-    """The interpreter computes with NumPy, which warns of what a GPU computes without a word."""
+    """Silence NumPy, with which the interpreter computes: it warns of what a GPU computes silently."""
     with numpy.errstate(divide="ignore", invalid="ignore", over="ignore"):
         yield
 

@@ -1,5 +1,5 @@
-"""Owns the comparison of Triton's paged attention with the reference, at the edges, in the interpreter.
-Never relies on what a slot that no row owns holds: they are all NaN."""
+"""Owns the comparison of Triton's paged attention with the reference, in edge cases, in the interpreter.
+Never relies on slots that no row owns: they all hold NaN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 64]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, slow(torch.bfloat16)])
 def test_decode_rows_of_any_length_match_the_reference(device: str, dtype: torch.dtype) -> None:
-    """Beside each other: the shortest see one of the longest's splits, and those behind it nothing."""
+    """All in one step: the shortest have keys in one split, and none in the further splits of the longest."""
     check_attention(paged_case([length - 1 for length in LENGTHS], [], kv_heads=1, dtype=dtype), device, split=SPLIT)
 
 
@@ -33,7 +33,7 @@ def test_a_decode_row_alone_matches_the_reference(device: str, length: int) -> N
 
 
 def test_a_row_that_never_needs_a_second_split_is_written_directly(device: str) -> None:
-    """To the bits that the sum of its one part would have been."""
+    """The result is the same to the bit as merging its only split."""
     case = paged_case([SPLIT - 1, 3], [])
     long = replace(plan_of(case, device, SPLIT), max_length=2 * SPLIT)
     assert torch.equal(attend(case, device, split=SPLIT), attend(case, device, plan=long))
@@ -70,7 +70,7 @@ def test_every_block_size_matches_the_reference(device: str, block_size: int) ->
 
 @pytest.mark.parametrize("window", [1, BLOCK, 100, 1000, *map(slow, (BLOCK - 1, BLOCK + 1))])
 def test_a_sliding_window_matches_the_reference(device: str, window: int) -> None:
-    """A long decode row's first splits are outside of it; of a chunk, each token has a window of its own."""
+    """A long decode row's first splits are outside its window; in a chunk, each token has a window of its own."""
     case = paged_case([0, 15, 16, 300], [(0, 20), (50, 20), (33, 1)], kv_heads=1)
     check_attention(case, device, window=window, split=SPLIT)
 
@@ -90,14 +90,14 @@ def test_all_combinations_match_the_reference(
 
 @pytest.mark.parametrize("split", [24, slow(128)])
 def test_a_context_of_many_splits_matches_the_reference(device: str, split: int) -> None:
-    """More than the combination reads at a time, and splits that no tile of keys divides; and more than there may be,
-    where they are longer."""
+    """There are more splits than `combine` reads at a time, splits that no key tile divides, and rows that would exceed
+    MOST_SPLITS, whose splits are longer."""
     lengths = [31 * split + 5, 16 * split, 3, MOST_SPLITS * split - 1, MOST_SPLITS * split, 50 * split]
     check_attention(paged_case(lengths, [], kv_heads=1), device, split=split)
 
 
 def test_a_row_has_its_splits_by_its_own_length(device: str) -> None:
-    """To the last bit, beside one whose splits are longer than they are long at least."""
+    """The result is the same to the last bit beside a row whose splits are longer than the minimum."""
     case = paged_case([4 * 24, MOST_SPLITS * 24, 100 * 24], [], kv_heads=1)
     together = attend(case, device, split=24)
     assert plan_of(case, device, 24).num_splits == MOST_SPLITS
@@ -109,7 +109,7 @@ def test_a_row_has_its_splits_by_its_own_length(device: str) -> None:
 
 
 def test_neighbours_do_not_change_a_row(device: str) -> None:
-    """To the last bit: splits end at fixed positions, and a row's tiles are its own."""
+    """The result is the same to the last bit: splits end at fixed positions, and rows share no tiles."""
     case = paged_case([30, 300], [(20, 9)])
     together = attend(case, device, split=SPLIT)
     rows = case.rows
@@ -123,8 +123,8 @@ def test_neighbours_do_not_change_a_row(device: str) -> None:
 
 
 def captured_plan(case: Case, device: str, *, rows: int) -> AttentionPlan:
-    """As a captured mixed step has it: tensors for more rows than the case has, any of them decodes. Padding has
-    blocks of other rows: what it reads would not be NaN."""
+    """Return the plan of a captured mixed step: tensors for more rows than the case has, any of which may be decodes.
+    Padding rows have other rows' blocks, so that reading them would not give NaN."""
     plan, more = plan_of(case, device, SPLIT), rows - len(case.rows.counts)
     return replace(
         plan,
@@ -139,7 +139,7 @@ def captured_plan(case: Case, device: str, *, rows: int) -> AttentionPlan:
 
 @pytest.mark.parametrize(("decodes", "chunks"), [([0, 300], [(17, 30), (3, 2)]), ([], [(7, 5)]), ([9], [(40, 1)])])
 def test_padding_cannot_leak(device: str, decodes: list[int], chunks: list[tuple[int, int]]) -> None:
-    """A captured step has room for rows that this one lacks: they change no row, and nothing is written for them."""
+    """A captured step has room for more rows than this one: these change no row, and nothing is written for them."""
     case = paged_case(decodes, chunks)
     alone = attend(case, device, split=SPLIT)
     behind = torch.full((5, *case.q.shape[1:]), torch.nan)
@@ -149,7 +149,7 @@ def test_padding_cannot_leak(device: str, decodes: list[int], chunks: list[tuple
 
 
 def test_decode_rows_of_a_captured_mixed_step_have_their_keys_split(device: str) -> None:
-    """One program went over all keys of such a row, however long it was: in a step with a chunk, it was a chunk."""
+    """Regression guard: beside a chunk, a decode row was treated as one, and one program read all of its keys."""
     case = paged_case([2 * SPLIT, 5], [(40, 9)])
     plan = captured_plan(case, device, rows=5)
     got = attend(case, device, plan=plan)
@@ -168,7 +168,7 @@ def test_a_step_of_padding_alone_writes_nothing(device: str) -> None:
 
 
 def test_rows_that_are_on_the_device_are_taken_as_they_are(device: str) -> None:
-    """The same tensors, so that a captured step reads what later steps put there."""
+    """The plan has the same tensors, so that a captured step reads what later steps put there."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Rows(PagedRows):

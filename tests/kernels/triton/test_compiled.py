@@ -1,4 +1,4 @@
-"""Owns that the kernels compile to machine code for GPUs, which the interpreter does not show.
+"""Owns the proof that the kernels compile to machine code for GPUs, which the interpreter does not show.
 Never needs a GPU: Triton brings the assembler."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compile_all(cache: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def compile_some(cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    """In a process of its own: in this one, Triton interprets."""
+    """Compile in a separate process: in this one, Triton interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.triton.compiled", *arguments],
@@ -49,21 +49,21 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     products = [kernel["tensor_cores"] for kernel in found if kernel["name"] in ("attend", "_gate_up", "_down")]
     assert all(products), "bfloat16 products"
     assert not any(kernel["tensor_cores"] for kernel in found if kernel["name"] == "_router_logits"), "float32 ones"
-    # Copies of one tile of keys are under way while another is computed with: with fewer stages, all were waited for.
+    # One tile of keys is copied while another is computed on: with fewer stages, every copy was waited for.
     assert all(kernel["copies_in_flight"] for kernel in found if kernel["name"] == "attend")
-    # Started with these, whatever they need: the smallest of the GPUs that are served has 99 KiB.
+    # These have no smaller configuration to fall back to: the smallest of the supported GPUs has 99 KiB.
     alone = ("_invert", "_scan", "_one_step", "_router_logits", "_choose", "_sort", "_gate_up", "_down")
     assert max(kernel["shared_bytes"] for kernel in found if kernel["name"] in alone) <= 99 * 1024
-    # Their threads exchange numbers through global memory, and the compiler orders no accesses to that.
+    # Their threads exchange values through global memory, and the compiler does not order accesses to it.
     exchanging = [kernel["barriers"] for kernel in found if kernel["name"] in ("filter_row", "_logprobs", "_convolve")]
     assert all(exchanging), "one thread of these reads what another has written, or writes what it has yet to read"
-    # Fused, a product and the subtraction behind it would round once, and a penalty would not be the reference's.
+    # Fused, a product and the subtraction after it would round once, and a penalty would differ from the reference's.
     assert not any(kernel["fused"] for kernel in found if kernel["name"] == "_edit")
 
 
 @pytest.mark.slow
 def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_path: Path) -> None:
-    """It had none of chunks for Ada and small Ampere, where no step could run then."""
+    """Regression guard: chunks had none that fits Ada and small Ampere GPUs, where no step could run."""
     found = compile_some(tmp_path, "8.9", "--head-dims", "256", "--groups", "4", "--least-shared")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
     assert len(sizes) == 4
@@ -78,6 +78,6 @@ def test_every_kernel_compiles_for_other_gpus(tmp_path: Path, capability: str) -
 
 @pytest.mark.slow
 def test_every_configuration_compiles(tmp_path: Path) -> None:
-    """Those that ask for more shared memory than a GPU has are left out when it chooses."""
+    """Autotuning skips those that need more shared memory than the GPU has."""
     compile_all(tmp_path, "9.0", "--head-dims", "80", "256", "--groups", "8")
     compile_all(tmp_path, "9.0", "--dtypes", "float32", "float16", "--first-config")

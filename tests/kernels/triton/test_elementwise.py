@@ -89,14 +89,14 @@ def test_rope_matches_the_reference_on_a_view_of_stacked_heads(device: str, head
 def test_the_fused_rotation_and_write_match_the_references_operations(
     device: str, head_dim: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    """The reference rounds between norm and rotation, the launch does not: in bfloat16 by more than the tolerance."""
+    """The reference rounds between norm and rotation, the launch does not; in bfloat16 that exceeds the tolerance."""
     check_rotation(HeadShape(num_heads=6, num_kv_heads=2, head_dim=head_dim), device, dtype=dtype, normed=normed)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (HEADS_AT_A_TIME, 1), (HEADS_AT_A_TIME - 2, 1), (40, 8)])
 @pytest.mark.parametrize("tokens", [1, 2, 17])
 def test_any_number_of_heads_and_tokens_matches_the_reference(device: str, heads: tuple[int, int], tokens: int) -> None:
-    """A tile of heads may hold queries, keys and values."""
+    """One tile of heads may hold queries, keys and values."""
     shape = HeadShape(num_heads=heads[0], num_kv_heads=heads[1], head_dim=8)
     check_rotation(shape, device, tokens=tokens, normed=True)
 

@@ -26,7 +26,7 @@ ONE, TWO, EIGHT = Routing(1, renormalize=False), Routing(2, renormalize=True), R
 
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a kernel leaves unwritten and another reads, or an index that nobody wrote, shows."""
+    """Poison new buffers, so that reading a value or an index that no kernel wrote shows."""
     real = torch.empty
 
     def empty(*size: Any, **options: Any) -> Tensor:
@@ -106,10 +106,10 @@ def test_no_tokens_are_no_launch(device: str) -> None:
 
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, POISON])
 def test_padding_changes_no_token(device: str, what: float) -> None:
-    """Tokens of padding hold anything, and share tiles with real ones; a token's sum is the same to the bit.
+    """Padding tokens hold anything, and share tiles with real ones; a real token's sum is the same to the bit.
 
-    On a GPU that holds for any numbers (tests/gpu/test_experts.py). The interpreter multiplies by NumPy, whose BLAS may
-    add up one row in another order than the next: four tests failed on AMD's processors alone.
+    On a GPU that holds for any values (tests/gpu/test_experts.py). The interpreter multiplies with NumPy, whose BLAS
+    may add up one row in another order than the next: four tests failed on AMD processors only.
     """
     case = exact_case(6, 3)
     x, *weights = case.to(device)
@@ -199,7 +199,7 @@ def test_the_most_uneven_choice_fills_the_list() -> None:
 
 
 def test_the_choice_of_a_token_does_not_depend_on_its_neighbours(device: str) -> None:
-    """To the bit; of integers, for the interpreter's sake, as above."""
+    """It is the same to the bit, here for integers because of the interpreter, as above."""
     case = exact_case(40, 9)
     x, router = case.x.to(device), case.router.to(device)
     whole = choose_experts(x, router, TWO)

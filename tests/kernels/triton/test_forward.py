@@ -1,4 +1,4 @@
-"""Owns the forward pass of whole models on the Triton kernels, against the same pass on the reference.
+"""Owns the comparison of whole models' forward passes on the Triton kernels with the same pass on the reference.
 Never needs a GPU or a download: models are tiny and random."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK = 4
 
 @pytest.fixture(params=["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "qwen3_moe"))])
 def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
-    """qwen3 normalises queries and keys by head; qwen3_moe has experts in two of three layers."""
+    """Load a tiny model. qwen3 normalises queries and keys per head; qwen3_moe has experts in two of three layers."""
     save_model(request.param, tmp_path)
     config = read_model_config(tmp_path)
     return Decoder(config, load_weights(tmp_path, config, torch.float32), 256)
@@ -45,7 +45,7 @@ def poisoned_cache(decoder: Decoder, num_blocks: int = 12) -> KVCache:
 
 
 def windowed(decoder: Decoder, window: int | None) -> Decoder:
-    """The same weights, in layers whose queries see `window` tokens."""
+    """Return a decoder with the same weights, in whose layers a query sees `window` tokens."""
     layers = tuple(replace(layer, window=window) for layer in decoder.config.layers)
     return Decoder(replace(decoder.config, layers=layers), decoder.weights, 256)
 
@@ -56,7 +56,7 @@ def rows_of(contexts: list[int], counts: list[int], num_decode: int) -> PagedRow
 
 
 def tensors(rows: PagedRows, token_ids: Tensor) -> dict[str, Tensor]:
-    """token_ids: [rows, 12], each request's tokens by position."""
+    """Return the pass's inputs for these rows. token_ids: [rows, 12], each request's tokens by position."""
     spans = [torch.arange(start, start + count) for start, count in zip(rows.contexts, rows.counts, strict=True)]
     slots = [rows.slots(row)[-count:] for row, count in enumerate(rows.counts)]
     found = [token_ids[row, span] for row, span in enumerate(spans)]
@@ -64,7 +64,7 @@ def tensors(rows: PagedRows, token_ids: Tensor) -> dict[str, Tensor]:
 
 
 STEPS = [([0, 0], [5, 8], 0), ([5, 8, 0], [1, 1, 7], 2), ([6, 9, 7], [1, 1, 5], 2)]
-"""Contexts, counts and how many decode rows: two prompts, a third in chunks beside their decodes."""
+"""(contexts, counts, number of decode rows): two prompts, then a third in chunks beside their decodes."""
 
 
 def test_steps_of_a_model_match_the_reference(decoder: Decoder) -> None:
@@ -85,7 +85,7 @@ def test_steps_of_a_model_match_the_reference(decoder: Decoder) -> None:
 
 
 def test_a_step_padded_to_a_captured_size_computes_the_same(decoder: Decoder) -> None:
-    """Rows and tokens of padding change no row, and leave every slot of the cache as it was."""
+    """Padding rows and tokens change no row, and leave every cache slot as it was."""
     token_ids = torch.randint(VOCAB, (3, 12), generator=seeded_generator())
     caches = [poisoned_cache(decoder) for _ in range(2)]
     for contexts, counts, num_decode in STEPS[:1]:
@@ -118,7 +118,7 @@ def test_a_step_padded_to_a_captured_size_computes_the_same(decoder: Decoder) ->
 
 
 def test_a_sliding_window_reaches_the_kernel(decoder: Decoder) -> None:
-    """A window as long as the text changes nothing, a shorter one does."""
+    """A window as long as the text changes nothing; a shorter one does."""
     token_ids = torch.randint(VOCAB, (3, 12), generator=seeded_generator())
     rows = rows_of([0], [12], 0)
     plan = prepare_attention(rows, decoder.config.num_kv_heads, torch.float32)

@@ -1,4 +1,4 @@
-"""Owns which of a kernel's configurations are timed, and which choices are kept for other processes.
+"""Owns the tests of which configurations are timed, and which choices are kept for other processes.
 Never times one: a GPU does."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.triton.shared import launch
     ("tuning", "numbers"), [("keep", None), ("forget", None), ("0", [0]), ("3", [3]), ("99", [-1])]
 )
 def test_the_environment_says_which_configurations_are_timed(tuning: str, numbers: list[int] | None) -> None:
-    """Tests of a GPU timed a thousand of them, and left the choices of their tiny shapes to engines."""
+    """Regression guard: GPU tests timed a thousand of them, and left engines the choices of their tiny shapes."""
     want = DECODE_CONFIGS if numbers is None else [DECODE_CONFIGS[number] for number in numbers]
     assert launch.candidates(DECODE_CONFIGS, tuning) == want
 

@@ -33,12 +33,12 @@ CASES = [
     slow("ragged", torch.float32),
 ]
 OF_STATES = 1e-4
-"""Keys of a piece that are nearly parallel make its system badly conditioned: one draw in thousands was 6e-5 off."""
+"""Nearly parallel keys make a piece's system ill-conditioned: one draw in thousands was off by 6e-5."""
 WIDE = LinearHeads(num_key_heads=1, num_value_heads=2, key_dim=20, value_dim=VALUES_AT_A_TIME + 6)
 
 
 def on(device: str, rows: StateRows) -> DeviceStateRows:
-    """As a captured step has them: what is not on the device is not there."""
+    """Return rows as a captured step has them: only what is on the device."""
     there = states_on_device(replace(rows, index=rows.index.to(device)))
     return replace(there, contexts=(), counts=(), slots=())
 
@@ -111,7 +111,7 @@ def test_the_convolution_takes_a_slice_of_a_wider_matrix_and_more_channels_than_
 def test_tiles_of_a_row_are_convolved_in_any_order(
     device: str, kernel: int, backwards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU they run beside each other: the state may be written by nobody before others have read it."""
+    """On a GPU tiles run concurrently: none may write the state before the others have read it."""
     given = inputs("edges of tiles", torch.float32, kernel=kernel)
     want, wanted = given.causal_conv(REFERENCE)
     place = interpreter_builder.set_grid_idx
@@ -129,7 +129,7 @@ def test_tiles_of_a_row_are_convolved_in_any_order(
 def test_a_captured_step_launches_tiles_for_its_tokens_and_not_for_as_many_in_each_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """65 rows times the pieces of 2,048 tokens, of which all but 128 found nothing to do, in each layer."""
+    """Regression guard: each layer launched 65 rows times the pieces of 2,048 tokens; all but 128 had nothing to do."""
     grids: dict[str, tuple[int, ...]] = {}
 
     class Noted:
@@ -165,12 +165,12 @@ PADDING = {
     "mixed": [(3, 0), (3, 5)],
     "edges of tiles": [(1, 0), (3, 0), (6, 0), (6, 150)],
 }
-"""(before which row, tokens) of rows of padding: one token each, or none before one of many."""
+"""(row that it precedes, tokens) of each padding row: one token each, or rows of none before one of many."""
 
 
 @pytest.mark.parametrize("name", PADDING)
 def test_rows_of_padding_are_neither_read_nor_written(device: str, name: str) -> None:
-    """As in a captured step, which knows of no row how long it is."""
+    """The step is like a captured one, which does not know how long any row is."""
     given = inputs(name, torch.float32)
     tokens, padding = len(given.qkv), [count for _, count in PADDING[name]]
     each = list(zip(given.rows.contexts, given.rows.counts, given.rows.slots, strict=True))

@@ -35,7 +35,7 @@ def random_logits(rows: int, vocab: int = VOCAB) -> Tensor:
 
 
 def rows_like(count: int, **options: object) -> list[SampledRow]:
-    """Of different seeds and positions."""
+    """Return rows with different seeds and positions."""
     rng = seeded_random()
     fields = {"temperature": 1.0} | options
     return [SampledRow(**fields, seed=rng.randrange(-(2**63), 2**63), position=i) for i in range(count)]  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_vocabularies_at_the_edges_of_a_block_match_the_reference(device: str, v
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.02}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 30}], ids=str)
 def test_tokens_are_found_in_whatever_block_they_are(device: str, options: dict[str, float]) -> None:
-    """Blocks without any, one that has nearly all of the mass and one that has the rest, and the last one in part."""
+    """Some blocks have no mass, one has nearly all of it and another the rest, and the last block is partial."""
     logits = random_logits(4, 5 * BLOCK + 7)
     logits[:, BLOCK : 2 * BLOCK] = -torch.inf
     logits[0, : 5 * BLOCK] = -torch.inf
@@ -117,13 +117,13 @@ def test_tokens_are_found_in_whatever_block_they_are(device: str, options: dict[
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)])
 def test_logits_of_few_bits_have_ties_which_go_to_the_lower_id(device: str, dtype: torch.dtype) -> None:
-    logits = (random_logits(2) / 3).round().to(dtype)  # some ten values
+    logits = (random_logits(2) / 3).round().to(dtype)  # about ten distinct values
     for options in ({"top_p": 0.6}, {"top_k": 150, "top_p": 0.9}):
         check_sampling(logits, rows_like(2, **options), device)
 
 
 def test_only_the_first_of_equal_tokens_are_kept(device: str) -> None:
-    """All logits are equal: top-k and top-p end in the middle of them."""
+    """All logits are equal: the edges of top-k and top-p fall among ties."""
     logits = torch.zeros(2, VOCAB)
     for options, most in (({"top_k": 3}, 3), ({"top_p": 0.01}, 3), ({"top_k": 260, "top_p": 0.5}, 130)):
         rows = rows_like(2, **options)
@@ -136,7 +136,7 @@ def test_the_greedy_token_is_the_lowest_of_the_largest(device: str) -> None:
     logits = random_logits(3)
     logits[0, [7, 40, 299]] = logits[1, [255, 256]] = 50.0
     logits[2] = -1.0
-    logits[2, 260], logits[2, 3] = 0.0, -0.0  # one logit, of two signs
+    logits[2, 260], logits[2, 3] = 0.0, -0.0  # equal logits with different signs
     rows = rows_like(3, temperature=0.0)
     assert sampled(logits, rows, device) == [7, 255, 3]
     assert sampled(logits, rows_like(3, top_k=1), device) == [7, 255, 3]
@@ -185,7 +185,7 @@ def test_random_rows_draw_the_references_token(device: str) -> None:
 
 
 def controlled_rows() -> list[SampledRow]:
-    """Of each control one, of all of them one, and of none one."""
+    """Return a row for each control, one with all of them, and one with none."""
     answer, prompt = (3, 4, 5, 3, 270, 270, 270), (7, 3, 9, 7, 256)
     every = {
         "allowed": tuple(range(0, VOCAB, 2)),
@@ -216,13 +216,13 @@ def test_logits_without_controls_are_not_copied(device: str) -> None:
 
 
 def words(sets: list[list[int]]) -> Tensor:
-    """[len(sets), words] int32, as grammars give them."""
+    """Pack sets of tokens as grammars do. # [len(sets), words] int32"""
     bits = [[sum(1 << t % 32 for t in tokens if t // 32 == word) for word in range(-(-VOCAB // 32))] for tokens in sets]
     return (torch.tensor(bits) + 2**31).remainder(2**32).sub(2**31).to(torch.int32)
 
 
 def test_a_grammar_has_the_last_word(device: str) -> None:
-    """Where controls leave nothing that it allows, its tokens have the model's own logits."""
+    """If the controls leave none of its tokens, all of them get the model's own logits."""
     logits, everything = random_logits(4), list(range(VOCAB))
     within = [[31, 32, 255, 256, 299], [1, 2], [5, 63], everything]
     rows = [
@@ -262,7 +262,7 @@ def test_tokens_are_those_of_the_engines_own_sampler(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_logprobs_are_the_engines(device: str, count: int, dtype: torch.dtype) -> None:
-    """In bfloat16 many logits are equal: the lower id comes first."""
+    """In bfloat16 many logits are equal; then the lower id comes first."""
     logits = random_logits(5).to(dtype)
     logits[2, 7] = torch.nan
     logits[3] = -torch.inf

@@ -1,5 +1,5 @@
-"""Owns that an engine's start compiles whatever its sampler launches later, by Triton's own rule of what it compiles.
-Never runs a kernel: launches are noted, and nothing is computed."""
+"""Owns the proof that an engine's start compiles whatever it launches later, by Triton's own rule for recompiling.
+Never runs a kernel: launches are recorded, and nothing is computed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SAMPLER = {
     **{"_copy": 2, "_edit": 1, "_look": 1, "_limit": 1},
     **{"scan_block": 3, "filter_row": 2, "sample_row": 2, "_logprobs": 1},
 }
-"""How often each is compiled: for logits with and without controls and for log-probabilities, and for rows with and
-without allowed tokens."""
+"""How many variants of each are compiled: for logits with and without controls and for log-probabilities, and for rows
+with and without allowed tokens."""
 
 
 def bind(kernel: InterpretedFunction) -> Callable[..., Any]:
-    """What tells Triton whether it has compiled this kernel for such arguments."""
+    """Return Triton's function from arguments to the variant of the kernel that they need."""
     compiled = JITFunction(kernel.fn, **kernel.kwargs)
     bound: Callable[..., Any] = create_function_from_signature(compiled.signature, compiled.params, BACKEND)
     return bound
@@ -49,7 +49,7 @@ def bind(kernel: InterpretedFunction) -> Callable[..., Any]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """(kernel, what it is compiled for) of each launch. Nothing is computed."""
+    """Record (kernel, what it is compiled for) of each launch instead of running it."""
     found: set[tuple[str, str]] = set()
     binders: dict[Any, Callable[..., Any]] = {}
 
@@ -85,7 +85,7 @@ def some_row(draw: random.Random) -> RowSampling:
 
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 16 * 15, VOCAB - 1])
 def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, launches: set[tuple[str, str]]) -> None:
-    """The second number of rows to come along, the first penalty, the first grammar: each stalled all streams once."""
+    """Regression guard: a second row count, the first penalty and the first grammar each stalled all streams once."""
     model = write_model(tmp_path, vocab_size=vocab)
     config = EngineConfig(load_format="dummy", attention="triton", max_num_seqs=4, max_num_batched_tokens=40)
     device, draw = FakeDevice(), random.Random(vocab)
@@ -102,7 +102,7 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
             limited = torch.arange(draw.randrange(1, count + 1))
             within = Within(limited, torch.zeros(len(limited), -(-vocab // 32), dtype=torch.int32))
         choose_on_device(device, TRITON, logits, rows, range(count), answers, within)
-        places = device.upload(torch.zeros(2, count, dtype=torch.int64))  # the executor's, of a prompt's tokens
+        places = device.upload(torch.zeros(2, count, dtype=torch.int64))  # as the executor does for prompt tokens
         assert TRITON.logprobs is not None
         TRITON.logprobs(logits, places[1], draw.choice([0, 1, 5, 16, 20]))
         assert launches <= at_start, f"{count} rows"
@@ -112,8 +112,9 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
 def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
     kind: dict[str, Any], tmp_path: Path, launches: set[tuple[str, str]]
 ) -> None:
-    """What a step reads of its rows begins where its number of tokens says, and each place was compiled for anew. Where
-    rows may be long, the start had only such, and the first step of short ones compiled another kernel for them."""
+    """Regression guard: what a step reads of its rows begins at an offset given by its number of tokens, and kernels
+    were recompiled for offsets of other alignment. Where rows may be long, the start had only long rows, and the first
+    step with short ones compiled another kernel."""
     model = write_model(tmp_path, num_hidden_layers=1, max_position_embeddings=2048, **kind)
     config = EngineConfig(
         load_format="dummy",
@@ -137,7 +138,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
 
 
 def opcodes_run(work: Callable[[], object]) -> int:
-    """In sampling_rows, by Python."""
+    """Count the Python opcodes that `work` runs in sampling_rows."""
     count = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -158,7 +159,7 @@ def opcodes_run(work: Callable[[], object]) -> int:
 
 
 def test_no_python_runs_for_each_token_of_a_prompt_or_an_answer() -> None:
-    """With a repetition penalty each step went over the whole prompt of each row, one token after another."""
+    """Regression guard: with a repetition penalty, each step looped over every row's whole prompt token by token."""
 
     def pack(length: int) -> int:
         row = SampledRow(

@@ -1,4 +1,4 @@
-"""Long: every kernel, at the edges. Owns their comparison with the reference, and of a row with itself in batches.
+"""Owns the comparison of native kernels with the reference in edge cases, and of batch sizes. Long: all kernels.
 Never compares with stored numbers: every input is random, and every output is poisoned first."""
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NORMED = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-"""With norms by head, whose results the reference rounds to bfloat16 before it rotates them, and the kernels do not."""
+"""With per-head norms: the reference rounds their results to bfloat16 before rotating them, the kernels do not."""
 MEAN = 6e-3
-"""Of the root mean square in bfloat16, where what is rounded on the way is multiplied again: one number in 100,000 is
-far off, which moves no mean (measured: 3e-3 with norms by head, 4e-3 with experts)."""
+"""Root mean square error in bfloat16, where rounded values are multiplied again: one number in 100,000 is far off,
+which does not move the mean (measured: 3e-3 with per-head norms, 4e-3 with experts)."""
 EPS = 1e-5
 
 pytestmark = needs_compiler
 
 Rows = list[tuple[list[int], int, list[int]]]
-"""Of each row: its token ids, how many are before them, its blocks."""
+"""(token ids, how many tokens come before them, blocks) of each row."""
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -57,7 +57,7 @@ def team(request: pytest.FixtureRequest) -> Team:
 def record(
     team: Team, dtype: torch.dtype, model: Callable[[Program], Buffer], block_size: int = BLOCK
 ) -> Callable[..., Tensor]:
-    """A function from rows to the value that `model` names, on a poisoned memory."""
+    """Return a function from rows to the value that `model` returns, in poisoned memory."""
     program = Program(team, block_size=block_size, capacity=600, dtype=dtype)
     out = model(program)
 
@@ -83,8 +83,8 @@ def close(got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
 
 
 def close_but_for_ties(got: Tensor, want: Tensor, tolerance: float) -> None:
-    """A key or a value whose last bit differs may be rounded to the next of 255 numbers: what sees it differs by a part
-    of such a step, and few do: a few heads of a few tokens."""
+    """A key or value that differs in its last bit may be rounded to the next of 255 levels. Outputs that see it differ
+    by a fraction of that step, and they are few: a few heads of a few tokens."""
     close(got, want, 0.1)
     tolerance = max(tolerance, 5e-3)
     apart = (got.double() - want.double()).abs() > tolerance + tolerance * want.double().abs()
@@ -186,7 +186,7 @@ def test_an_embedding_may_be_scaled(team: Team, scale: float, dtype: torch.dtype
 
 
 def experts_case(dtype: torch.dtype, num_experts: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, a router, and gate_up and down of experts."""
+    """Draw tokens, a router, and the experts' gate_up and down."""
     generator = seeded_generator()
     table = torch.randn(40, 34, generator=generator).to(dtype)
     router = torch.randn(num_experts, 34, generator=generator) / 2
@@ -268,12 +268,12 @@ def test_norms_with_and_without_a_residual_match_the_reference(team: Team, size:
     rows = tokens_only(9)
     want, total = model(eager(rows, BLOCK))
     close(record(team, dtype, lambda program: model(program)[0])(rows), want)
-    # In float32, and a sum with what was rounded to the type: that may be the next number of it.
+    # The sum is in float32, but of a term rounded to `dtype`, which may differ by one rounding step.
     close(record(team, dtype, lambda program: model(program)[1])(rows), total, TOLERANCE[dtype])
 
 
 def test_the_residual_stream_stays_in_float32(team: Team) -> None:
-    """In bfloat16 it rounded after each of thirty layers, and "What is the capital of France?" lost its answer."""
+    """In bfloat16 it was rounded after each of thirty layers, and "What is the capital of France?" lost its answer."""
     table = torch.tensor([[1.0] * 64], dtype=torch.bfloat16)
     weight = torch.full((64,), 2.0**-9, dtype=torch.bfloat16)
 
@@ -295,7 +295,7 @@ NARROW = replace(REFERENCE, write_cache=write_rounded)
 
 
 def eager(rows: Rows, block_size: int, table: Ops = REFERENCE) -> EagerPass:
-    """The reference's pass over the same rows."""
+    """Return an eager pass over the same rows, by default on the reference."""
     tables = torch.zeros(len(rows), max(len(blocks) for _, _, blocks in rows), dtype=torch.int64)
     for row, (_, _, blocks) in enumerate(rows):
         tables[row, : len(blocks)] = torch.tensor(blocks)
@@ -311,7 +311,7 @@ def eager(rows: Rows, block_size: int, table: Ops = REFERENCE) -> EagerPass:
 
 
 class AttentionCase:
-    """Sequences of random queries, keys and values, in shuffled blocks of caches that are poisoned with NaN."""
+    """Sequences of random queries, keys and values, in shuffled blocks of caches poisoned by NaN."""
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class AttentionCase:
         return self.tokens[sequence][start:end], start, self.blocks[sequence][: -(-end // self.block_size)]
 
     def model(self, run: ForwardPass, caches: tuple[Tensor, Tensor]) -> Array:
-        # Another factor for each pair, none of which shrinks what it multiplies to nothing.
+        # A different factor for each pair, none near zero.
         factors = torch.linspace(0.75, 1.5, len(self.frequencies))
         q = run.rotate_and_cache(
             run.embed(self.table), run.rotations(self.frequencies, factors), self.heads, caches, self.norms, EPS
@@ -358,7 +358,7 @@ class AttentionCase:
 
     def native(self, team: Team) -> Callable[[Rows], Tensor]:
         caches = self.caches()
-        if self.narrow:  # a scale whose bits are all set is none
+        if self.narrow:  # a scale with all bits set is NaN
             *shape, head_dim = caches[0].shape
             k, v = (torch.full((*shape, stored_size(head_dim, torch.int8)), -1, dtype=torch.int8) for _ in "kv")
             caches = k, v
@@ -383,7 +383,7 @@ def check_attention(
     window: int | None = None,
     narrow: bool = False,
 ) -> None:
-    """`rows`: (context, count) of each. Contexts are computed first, in chunks that end anywhere."""
+    """Compare with the reference. rows: (context, count) of each; contexts are computed first, in arbitrary chunks."""
     heads = HeadShape(num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim)
     lengths = [context + count for context, count in rows]
     case = AttentionCase(lengths, heads, dtype, norms=norms, block_size=block_size, window=window, narrow=narrow)
@@ -444,7 +444,7 @@ def test_every_block_size_matches_the_reference(team: Team, block_size: int, dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 37, 127, 128, 129, 300])
 def test_a_window_of_any_length_matches_the_reference(team: Team, window: int, dtype: torch.dtype) -> None:
-    """Of a chunk, each query has a window of its own; of a long row, keys are read 128 at a time from within it."""
+    """In a chunk, each query has a window of its own; a long row reads keys 128 at a time from within its window."""
     check_attention(team, [(0, 1), (window, 1), (260, 1), (0, 40), (window - 1, 17), (300, 33)], dtype, window=window)
 
 
@@ -601,7 +601,7 @@ def test_a_compiler_that_is_missing_or_fails_is_the_reason_that_is_given(
 def test_what_was_compiled_before_runs_where_there_is_no_compiler_any_more(
     fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An image whose compiler was removed after the build fell back to torch's operators."""
+    """Regression guard: an image whose compiler was removed after the build fell back to torch's operators."""
     monkeypatch.delenv("CHUNKSERVE_KERNELS_CACHE")
     made = library._compiled()
     monkeypatch.setenv("CHUNKSERVE_KERNELS_CACHE", str(fresh_cache))
@@ -617,7 +617,7 @@ def test_another_processor_is_the_reason_that_is_given(fresh_cache: Path, monkey
 
 
 def test_a_processor_with_a_matrix_unit_multiplies_by_it() -> None:
-    """A prompt of 256 tokens took 300 ms by vectors on such a processor, and 112 by torch's operators."""
+    """A prompt of 256 tokens took 300 ms with vectors on such a processor, and 112 ms with torch's operators."""
     if not {"amx_tile", "amx_bf16", "avx512_bf16"} <= cpu_flags():
         pytest.skip("this processor has none that multiplies bfloat16")
     if ctypes.CDLL(None).syscall(158, 0x1023, 18):  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
@@ -626,7 +626,7 @@ def test_a_processor_with_a_matrix_unit_multiplies_by_it() -> None:
 
 
 def test_where_the_matrix_unit_of_a_processor_is_not_granted_vectors_multiply() -> None:
-    """Linux refuses it where a thread's stack for signals is too small for what the unit adds to it."""
+    """Linux refuses the unit if a thread's signal stack is too small for the state that it adds."""
     program = """
 import ctypes
 
@@ -649,7 +649,7 @@ sys.exit(pytest.main(["-q", "-p", "no:faulthandler", "-p", "no:xdist", "-k", whi
 @pytest.mark.slow
 @pytest.mark.parametrize("without", ["-mno-amx-tile", "-mno-avx512bf16", "-mno-avx512f"])
 def test_all_of_this_holds_for_processors_with_less(tmp_path: Path, without: str) -> None:
-    """AVX-512 with bfloat16 and without, and AVX2: the same file, compiled for them."""
+    """Runs this file with the kernels compiled for AVX-512 with and without bfloat16, and for AVX2."""
     environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "not compiler and not processor", __file__],

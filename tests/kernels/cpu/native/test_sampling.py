@@ -1,5 +1,5 @@
 """Owns the comparison of the native sampler with the definition of correct, and of its random number with Python's.
-Never tests statistics where an exact answer exists, but for one that would see a number used twice."""
+Never tests statistics where an exact answer exists, except once, to detect a random number used twice."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_team(num_threads: int) -> Team:
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory, team: Team) -> ctypes.CDLL:
-    """What sample.h has inside, made callable."""
+    """Compile a library that exposes what is inside sample.h."""
     directory: Path = tmp_path_factory.mktemp("probe")
     source, library = directory / "probe.cpp", directory / "probe.so"
     source.write_text(PROBE)
@@ -85,7 +85,7 @@ def spec(
 
 
 def defined(logits: torch.Tensor, row: DrawnRow, nudge: Sequence[float] = (0.0, 0.0, 0.0)) -> int:
-    """The reference's token; `nudge`: what the number, top_p and min_p are moved by, relatively."""
+    """Return the reference's token. nudge: the relative changes of the random number, top_p and min_p."""
     number, top_p, min_p = (
         value * (1 + by)
         for value, by in zip((uniform(row.seed, row.position), row.top_p, row.min_p), nudge, strict=True)
@@ -101,7 +101,7 @@ def defined(logits: torch.Tensor, row: DrawnRow, nudge: Sequence[float] = (0.0, 
 
 
 def check(logits: torch.Tensor, rows: Sequence[DrawnRow], tokens: Sequence[int]) -> int:
-    """How many rows have another token than the reference, which only a boundary next to them excuses."""
+    """Count the rows whose token differs from the reference's; only a boundary next to it excuses that."""
     excused = 0
     assert len(tokens) == len(rows)
     for row, token in zip(rows, tokens, strict=True):
@@ -146,7 +146,7 @@ def test_every_row_has_the_token_of_the_reference(team: Team, vocab: int) -> Non
         rows = [some_row(rng, rng.randrange(6), vocab) for _ in range(10)]
         excused += check(logits, rows, draw_rows(team, logits, rows))
         drawn += len(rows)
-    assert excused <= drawn // 20  # an excuse that holds often hides a wrong filter
+    assert excused <= drawn // 20  # frequent excuses would hide a wrong filter
 
 
 @pytest.mark.parametrize("scale", [0.01, 3.0, 30.0])
@@ -205,7 +205,7 @@ def test_a_row_has_the_same_token_alone_and_among_others_and_with_any_number_of_
 
 
 def test_a_wide_row_leaves_nothing_behind_for_a_narrow_one() -> None:
-    """Regression guard: threads keep their memory, and what is behind a narrow row's end must not count."""
+    """Regression guard: threads keep their buffers, and what lies beyond a narrow row's end must not count."""
     team = make_team(1)
     wide, narrow = torch.zeros(1, 5000), torch.zeros(1, 5)
     for limits in ({}, {"top_k": 3}, {"top_p": 0.7}):
@@ -284,8 +284,8 @@ def test_the_random_number_is_pythons_to_the_last_bit(probe: ctypes.CDLL) -> Non
 def test_the_largest_and_smallest_numbers_stay_on_tokens_that_are_kept(
     probe: ctypes.CDLL, limits: dict[str, float]
 ) -> None:
-    """Regression guard: number * total may round to total, and a block's sum is added up in another order than its
-    tokens: what no cumulative mass exceeds is the last kept token's, and not a banned one's behind it."""
+    """Regression guard: number * total may round to total, and a block's sum is added in another order than its tokens.
+    If no cumulative mass exceeds the target, the last kept token is drawn, not a banned one after it."""
     generator = seeded_generator()
     for size in (1, 3, 40, 64, 100, 128, 190):
         logits = torch.full((300,), -torch.inf)
