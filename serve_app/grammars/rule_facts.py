@@ -206,7 +206,7 @@ class _Walk:
                 return after if least == 0 else self._after_letters(part, after)
 
     def _step(self, read: Letters, place: int, is_own: bool) -> Iterator[tuple[int, bool]]:
-        """Read one letter. The tag's first letter occurs only once in it. No single terminal writes the tag: its lexemes
+        """Read one letter. The tag's first letter occurs only once in it. No terminal alone writes the tag: its lexemes
         exclude it."""
         tag = self._tag
         if place == len(tag):
