@@ -1,5 +1,5 @@
-"""Owns the items that a response goes on from: messages, calls and their outputs, thoughts.
-Never translates them; `conversation` does. States of items are accepted and without effect."""
+"""Owns the items that a response continues: messages, calls and their outputs, thoughts.
+Never translates them; `turns` does. States of items are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class MessageItem(_Item):
 
 
 _DIRECT = ({"type": "direct"},)
-"""The model called it, and no program."""
+"""The model made the call, not a program."""
 
 
 class CallItem(_Item):

@@ -1,5 +1,5 @@
 """Owns the request of /v1/responses: fields, types, ranges.
-Never reads text; a field is honoured, a hint, changes nothing by its nature, or is refused by name."""
+Never reads text. Each field is honoured, is a hint, has no effect by its nature, or is refused by name."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class ResponsesRequest(StrictModel):
         "background": _NO,
         **dict.fromkeys(("conversation", "prompt", "moderation", "access_programs"), _NEVER),
     }
-    # `truncation` and `context_management` allow that something is dropped, which never has to be; `max_tool_calls` is
-    # about hosted tools, of which none is ever called.
+    # `truncation` and `context_management` permit dropping parts, which is never required. `max_tool_calls` is about
+    # hosted tools, which are never called.
     hints: ClassVar[Unsupported] = {
         "truncation": ("disabled",),
         "context_management": ([],),
@@ -133,7 +133,7 @@ class ResponsesRequest(StrictModel):
     """False: the response is not kept. Otherwise it is, as long as `responses_store` allows; the answer says what was
     done."""
 
-    # Accepted and without effect.
+    # Accepted, without effect.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None

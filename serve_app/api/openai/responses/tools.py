@@ -1,4 +1,4 @@
-"""Owns the tools of a Responses request: functions, free text, namespaces of them, and OpenAI's own.
+"""Owns the tools of a Responses request: functions, free-form tools, namespaces of both, and OpenAI's own.
 Never tells a model of one; `toolbox` does."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serve_app.api.requests.unions import by_type, kind_of, of_types
 
 _NO = (False,)
 _DIRECT = (["direct"], ["direct", "programmatic"], ["programmatic", "direct"])
-"""The model calls it itself, at least."""
+"""The model itself may call it, whoever else may."""
 
 
 class FunctionTool(StrictModel):
@@ -84,7 +84,7 @@ class LocalTool(StrictModel):
 
     @property
     def is_elsewhere(self) -> bool:
-        """It does not run where the client does."""
+        """Whether the tool runs somewhere other than at the client."""
         return False
 
 
@@ -132,7 +132,7 @@ class HostedTool(StrictModel):
 
 
 def type_alone(value: Any) -> Any:
-    """Its other fields are settings of what is not run."""
+    """Drop all other fields, which are settings of a tool that is not run."""
     return {"type": value.get("type")} if isinstance(value, dict) else value
 
 
