@@ -60,7 +60,7 @@ class LocalShellCall(Replay):
 class LocalShellOutput(Replay):
     type: Literal["local_shell_call_output"]
     call_id: str | None = None
-    """OpenAI has it as `id`."""
+    """OpenAI calls it `id`."""
     output: str
 
     @property
@@ -159,7 +159,7 @@ Unread = Literal[
 
 
 class UnreadItem(StrictModel):
-    """It says nothing that a model could read here."""
+    """An item that holds nothing a model could read here."""
 
     model_config = ConfigDict(extra="ignore")
     is_hint: ClassVar[bool] = True

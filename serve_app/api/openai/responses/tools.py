@@ -28,11 +28,11 @@ class FunctionTool(StrictModel):
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Arguments are what the schema allows. The default is true where the schema can be kept; the answer says which."""
+    """Constrain arguments to the schema. The default is true if the schema can be enforced; the answer says which."""
 
 
 class GrammarFormat(StrictModel):
-    """Text of a grammar. Where it cannot be kept, a call that must be made is refused; in others the text is free."""
+    """Text that follows a grammar. If that cannot be enforced, a forced call is refused, and others are free text."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -64,7 +64,7 @@ Callable = Annotated[
 
 
 class NamespaceTool(StrictModel):
-    """Tools under a common name, which the model reads before theirs."""
+    """Tools under a common name, which the model sees in front of theirs."""
 
     type: Literal["namespace"]
     name: str = Field(pattern=FUNCTION_NAME)
@@ -73,7 +73,7 @@ class NamespaceTool(StrictModel):
 
 
 class LocalTool(StrictModel):
-    """A tool that the client runs, and whose calls have a shape of their own."""
+    """A tool that the client runs, whose calls have a shape of their own."""
 
     unsupported: ClassVar[Unsupported] = {"allowed_callers": _DIRECT}
     type: Literal["local_shell", "apply_patch"]
@@ -89,12 +89,12 @@ class LocalTool(StrictModel):
 
 
 class ShellTool(StrictModel):
-    """The same. In a container of OpenAI's it is a hint, as their other tools."""
+    """A shell that the client runs. In an OpenAI container it is a hint, like their other tools."""
 
     unsupported: ClassVar[Unsupported] = {"allowed_callers": _DIRECT}
     type: Literal["shell"]
     environment: dict[str, Any] | None = None
-    """Has the type `local`, which is the default; its skills are told to the model."""
+    """Has the type `local`, which is the default. The model is told of its skills."""
 
     @property
     def name(self) -> LocalKind:
@@ -124,7 +124,7 @@ HOSTED: tuple[str, ...] = get_args(Hosted)
 
 
 class HostedTool(StrictModel):
-    """A tool that OpenAI's servers run, and this one does not. The model is not told of it."""
+    """A tool that OpenAI's servers run and this one does not. The model is not told of it."""
 
     model_config = ConfigDict(extra="ignore")
     is_hint: ClassVar[bool] = True

@@ -131,7 +131,7 @@ class Turns:
         self._has_just_spoken = False
 
     def _turn(self, *, is_new: bool = False) -> Json:
-        """Return the assistant's message to continue. What it says without anybody else in between is one turn, as in an
+        """Return the assistant's message to continue. What it says with nobody else in between is one turn, as in an
         answer."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or is_new:
