@@ -101,7 +101,7 @@ class Request:
 
     @property
     def most_drafts(self) -> int:
-        """Most drafts of a row: as many tokens as the answer may still have, less the last, which follows no draft."""
+        """Most drafts of a row: as many tokens as the answer may still have, less the last, which is never drafted."""
         early = self.num_output < self.sampling.min_tokens  # stop tokens are banned at one position a row
         return 0 if early else self.max_tokens - self.num_output - 1
 
