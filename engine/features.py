@@ -1,6 +1,6 @@
 """Owns the table of features that exclude other features, devices, kernels or kinds of models. Long, because it has
-every rule with its reason. Never raises or looks at a machine: the caller says what is on, and refuses with the text
-from here."""
+every rule with its reason.
+Never raises or looks at a machine: the caller says what is on, and refuses with the text from here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Feature:
 
 
 def shown(value: Any) -> str:
-    """Format a setting's value as in a config file; a table of values is only said to be set."""
+    """Format a setting's value as in a config file. A table of values is only reported as set."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -57,12 +57,12 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Each of `features` excludes each of `against`, if all of `where` are on, too."""
+    """Each of `features` excludes each of `against` if all of `where` are on, too."""
 
     features: tuple[Feature, ...]
     against: tuple[Feature, ...]
     reason: str
-    """The reason as a clause, to follow a colon."""
+    """The reason, as a clause that follows a colon."""
     where: tuple[Feature, ...] = ()
 
 
@@ -83,7 +83,7 @@ class Conflict:
         return self.feature, self.against, *self.rule.where
 
     def text(self, on: Facts) -> str:
-        """Return the refusal in one sentence: both features as they were turned on, and the reason."""
+        """Return the refusal as one sentence: both features as they were turned on, and the reason."""
         beside = " and ".join(on[term] for term in self.terms[1:])
         return f"{on[self.feature]}, but {beside}: {self.rule.reason}."
 

@@ -21,7 +21,7 @@ NONE_PENDING: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's tensors; tokens of all rows one after another, in the plan's order."""
+    """One step's tensors. The rows' tokens follow one another in the plan's order."""
 
     token_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
@@ -29,7 +29,7 @@ class StepInputs:
     sampled_tokens: Tensor  # [sampled places] int64: tokens after which one is sampled; see sampled_positions
     rows: PagedRows
     state_slots: tuple[int, ...] = ()
-    """Each row's state slot; empty where the model has no recurrent state."""
+    """Each row's state slot; empty if the model has no recurrent state."""
 
 
 def build_inputs(
@@ -73,23 +73,23 @@ def build_inputs(
 
 
 def is_lost(row: ScheduledRequest, newest: Mapping[str, int]) -> bool:
-    """Whether the row continues from a token that was never sampled, because the request's row failed a step
+    """Return whether the row continues from a token that was never sampled, because the request's row failed one step
     earlier."""
     return row.token_ids[0] == PENDING_TOKEN and row.request_id not in newest
 
 
 def sampled_tokens(rows: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[int]:
-    """Indices of the step's tokens after which a token is sampled; see sampled_positions. counts: tokens of each
-    row."""
+    """Return the indices of the step's tokens after which a token is sampled; see sampled_positions. counts: tokens of
+    each row."""
     begins = list(accumulate(counts, initial=0))
     return [begins[place.number] + place.offset for place in sampled_positions(rows)]
 
 
 def fed_tokens(row: ScheduledRequest, newest: Mapping[str, int]) -> tuple[int, ...]:
-    """The row's token ids, with the sampled token in the place of PENDING_TOKEN."""
+    """Return the row's token ids, with the sampled token in place of PENDING_TOKEN."""
     if row.token_ids[0] != PENDING_TOKEN:
         return row.token_ids
-    return (newest.get(row.request_id, 0),)  # a lost row fails by itself, so any token of the vocabulary will do
+    return (newest.get(row.request_id, 0),)  # a lost row fails alone, so any token of the vocabulary will do
 
 
 def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0, *, drafts: bool = True) -> None:
@@ -130,7 +130,7 @@ def _check_options(row: ScheduledRequest, num_state_slots: int) -> None:
 
 
 def _block_tables(plan: StepPlan, block_size: int) -> Tensor:
-    """Each row's blocks up to its end, padded with its first block. # [num_rows, max_blocks] int64"""
+    """Return each row's blocks up to its end, padded with its first block. # [num_rows, max_blocks] int64"""
     needed = [-(-row.end // block_size) for row in plan.rows]
     width = max(needed)
     padded = (

@@ -1,5 +1,5 @@
-"""Owns all that changes logits before a token is chosen: allowed tokens, bias, penalties, bad words, bans, grammars.
-Never keeps state: each step brings the answer's tokens so far, so that preemption and migration change nothing."""
+"""Owns what changes logits before a token is chosen: allowed tokens, bias, penalties, bad words, bans, grammars.
+Never keeps state: each step brings the answer's tokens so far, so preemption and migration change nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Within:
     rows: Tensor
     """[limited rows] int64"""
     words: Tensor
-    """[limited rows, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is token t's."""
+    """[limited rows, ceil(vocab / 32)] int32: token t has bit t % 32 of word t // 32."""
 
 
 def apply_controls(
@@ -48,8 +48,8 @@ def apply_controls(
 
 
 def _keep_within(logits: Tensor, own: Tensor, within: Within) -> None:
-    """Apply grammars after all other controls. If those left no token that the grammar allows, its tokens get the
-    model's own logits back."""
+    """Apply grammars after all other controls. If those left a row no token that its grammar allows, the grammar's
+    tokens get the model's own logits back."""
     words = within.words.to(logits.device).unsqueeze(-1)
     bits = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1  # [limited rows, words, 32]
     refused = bits.flatten(1)[:, : logits.shape[1]] == 0
@@ -130,7 +130,7 @@ def _ends_with(answer: Sequence[int], tokens: tuple[int, ...]) -> bool:
 
 
 def _places(found: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(row indices, token ids) of the tokens, to index logits with."""
+    """Return the tokens' (row indices, token ids), to index logits with."""
     lengths = torch.tensor([len(tokens) for _, tokens in found])
     numbers = torch.tensor([number for number, _ in found]).repeat_interleave(lengths)
     return numbers.to(device), int_tensor(tokens for _, tokens in found).to(device)

@@ -12,8 +12,9 @@ from torch import Tensor
 from engine.protocol import TokenLogprobs
 from engine.step import RowSampling, ScheduledRequest
 
-# Positions whose log-probabilities are computed at a time: with float32, ranks and copies they take at most 32 bytes a
-# position and token of the vocabulary, 100 MB at 49,152, however long the prompt. Fewer would read lm_head more often.
+# Positions whose log-probabilities are computed at a time. In float32, with ranks and copies, they take at most 32
+# bytes per position and vocabulary token: 100 MB at 49,152, however long the prompt. Fewer would read lm_head more
+# often.
 SCORED_POSITIONS = 64
 
 Wanted = tuple[int, int, int]
@@ -23,8 +24,8 @@ Wanted = tuple[int, int, int]
 def sampled_logprobs(
     logits: Tensor, rows: Sequence[RowSampling], tokens: Sequence[int | None]
 ) -> dict[int, TokenLogprobs | None]:
-    """By row, the log-probabilities of sampled tokens, for rows that ask for them and have a token. logits: [rows,
-    vocab], the model's own."""
+    """Return by row the log-probabilities of sampled tokens, for rows that ask for them and have a token. logits:
+    [rows, vocab], the model's own."""
     wanted = [
         (number, token, row.num_logprobs)
         for number, (row, token) in enumerate(zip(rows, tokens, strict=True))
@@ -36,7 +37,8 @@ def sampled_logprobs(
 def prompt_logprobs(
     rows: Sequence[ScheduledRequest], logits_at: Callable[[Tensor], Tensor]
 ) -> dict[int, tuple[TokenLogprobs, ...] | None]:
-    """By row, the log-probabilities of prompt tokens, for rows with `scoring`. None if a position has no distribution.
+    """Return by row the log-probabilities of prompt tokens, for rows with `scoring`; None if a position has no
+    distribution.
 
     logits_at: indices of the step's tokens [n] -> their logits [n, vocab].
     """
@@ -46,7 +48,7 @@ def prompt_logprobs(
 
 
 def wanted_scores(rows: Sequence[ScheduledRequest]) -> dict[int, list[Wanted]]:
-    """By row, the scores that rows with `scoring` ask for. A row of the logits is the index of a token of the step."""
+    """Return by row the scores that rows with `scoring` ask for. A row of the logits is the index of a step's token."""
     scores: dict[int, list[Wanted]] = {}
     begin = 0  # the row's first token within the step
     for number, row in enumerate(rows):
@@ -85,11 +87,11 @@ def _in_pieces(
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], counts: Sequence[int], *, ranked: bool = False
 ) -> list[TokenLogprobs | None]:
-    """Log-probabilities of token_ids[i] and of the counts[i] most likely tokens under logits[i].
+    """Return the log-probabilities of token_ids[i] and of the counts[i] most likely tokens under logits[i].
 
     Ties go to the lower token id.
 
-    None for a row that has no distribution: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab].
+    None for a row without a distribution: its logits hold a NaN or +inf, or are all -inf. logits: [rows, vocab].
     `ranked`: also report the rank of each of token_ids.
     """
     index = torch.tensor(token_ids)
@@ -98,9 +100,9 @@ def token_logprobs(
 
 
 def find_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The logprob of token_ids[i], and ids and logprobs of the `most` most likely tokens, for `read_logprobs`.
+    """Return the logprob of token_ids[i], and ids and logprobs of the `most` most likely tokens, for `read_logprobs`.
 
-    The tensors stay on the logits' device, and the device is not waited for. logits: [rows, vocab]; token_ids: [rows].
+    The tensors stay on the logits' device. Does not wait for the device. logits: [rows, vocab]; token_ids: [rows].
     # [rows], [rows, most] and [rows, most]"""
     wide = logits.float()
     logprobs = wide.log_softmax(dim=-1)
@@ -110,7 +112,7 @@ def find_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> tuple[Tensor,
 
 
 def find_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The rank of token_ids[i] among all tokens in the order of `find_logprobs`, counted from 1. Does not wait for the
+    """Return the rank of token_ids[i] among all tokens in the order of `find_logprobs`, from 1. Does not wait for the
     device. logits: [rows, vocab]; token_ids: [rows]. # [rows] int64"""
     own = logits.gather(1, token_ids.unsqueeze(1))
     is_lower = torch.arange(logits.shape[1], device=logits.device) < token_ids.unsqueeze(1)
@@ -134,10 +136,10 @@ def read_logprobs(
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest logits of each row, best first. # [rows, count] int64
+    """Return the ids of each row's `count` largest logits, best first. # [rows, count] int64
 
-    torch.topk returns equal values in any order, and in bfloat16 many values are equal. So this ranks integers that are
-    all different: the float's bits, adjusted to sort as the float does, in the upper half, and the token id, counted
+    torch.topk returns equal values in any order, and in bfloat16 many values are equal. So this ranks distinct
+    integers: the float's bits, adjusted to sort as the float does, in the upper half, and the token id, counted
     downwards, in the lower half.
     """
     if not count:

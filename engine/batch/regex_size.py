@@ -1,5 +1,5 @@
-"""Owns the bound on how large one derivative of a grammar's regexes can be: it counts the optional or repeated parts.
-Never interprets a regex, and counts too much rather than too little."""
+"""Owns the bound on the size of one derivative of a grammar's regexes: it counts their optional or repeated parts.
+Never interprets a regex, and overcounts rather than undercounts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from engine.step import GrammarError
 
 MAX_PARTS = 1000
-"""Maximum number of such parts in one regex. llguidance bounds how many states a mask may make, but not the time that
-one state takes: where n consecutive parts may be left out, it looks at n alternatives of up to n parts."""
+"""Maximum number of such parts in one regex. llguidance bounds how many states a mask may make, but not how long one
+state takes: if n consecutive parts may be left out, it looks at n alternatives of up to n parts."""
 MAX_SQUARES = 4 * MAX_PARTS**2
 """Maximum of the sum, over all regexes of a grammar, of the squares of their numbers of parts."""
 _MAX_COUNT = 10**6
@@ -73,7 +73,7 @@ def num_parts(regex: str) -> int:
 
 
 def _of_schema(schema: Any) -> Iterator[int]:
-    """Find every pattern, anywhere in the schema; a property that happens to be named `pattern` is counted, too."""
+    """Count every pattern, anywhere in the schema. A property that happens to be named `pattern` counts, too."""
     waiting = [schema]
     while waiting:
         value = waiting.pop()
@@ -88,8 +88,8 @@ def _of_schema(schema: Any) -> Iterator[int]:
 
 
 def _of_lark(text: str) -> Iterator[int]:
-    """A terminal's count includes the parts of the terminals that it refers to; in a rule, each regex counts by
-    itself."""
+    """Count a Lark grammar's regexes. A terminal's count includes the terminals that it refers to; in a rule, each
+    regex counts separately."""
     own: dict[str, int] = {}
     inner: dict[str, list[str]] = {}
     rule, place = "", 0

@@ -27,7 +27,7 @@ class SamplePosition(NamedTuple):
 
 
 def sampled_positions(rows: Sequence[ScheduledRequest]) -> list[SamplePosition]:
-    """All tokens of a decode row (all but the first are drafts) and the last token of a chunk, row by row."""
+    """Return all tokens of a decode row (all but the first are drafts) and the last token of a chunk, row by row."""
     positions = []
     for number, row in enumerate(rows):
         if row.sampling is not None:
@@ -37,7 +37,7 @@ def sampled_positions(rows: Sequence[ScheduledRequest]) -> list[SamplePosition]:
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int | None]) -> int:
-    """How many of the sampled tokens count: those up to and including the first that differs from its draft."""
+    """Count the sampled tokens that are kept: those up to and including the first that differs from its draft."""
     count = 0
     while count < len(drafts) and sampled[count] == drafts[count]:
         count += 1
@@ -89,7 +89,7 @@ def sum_pooled(plan: StepPlan, hidden: Tensor) -> Tensor | None:
 
 
 def pooled_by_row(plan: StepPlan, sums: Tensor | None) -> tuple[dict[int, tuple[float, ...]], dict[int, RowFailure]]:
-    """The sums of `sum_pooled`, now on the host, by row; and failures of rows whose sum is not finite."""
+    """Return the sums of `sum_pooled`, now on the host, by row, and the failures of rows whose sum is not finite."""
     if sums is None:
         return {}, {}
     numbers = [number for number, row in enumerate(plan.rows) if row.pool_from is not None]

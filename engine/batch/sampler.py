@@ -1,5 +1,5 @@
 """Owns the choice of tokens from logits: controls, temperature, top-k, top-p, min-p, one draw per row.
-Never keeps a random state: the number a row uses is a function of (seed, position), so neighbours cannot change it.
+Never keeps a random state: a row's number is a function of (seed, position), so neighbours cannot change it.
 
 `sample` is for logits on the host, and waits for each result. On a GPU, `engine.execution.gpu.sampler` uses the same
 `draw_tokens`, which then reads nothing back."""
@@ -16,8 +16,9 @@ from engine.step import RowSampling
 
 # Below this, logits / temperature would overflow float32; the result is greedy long before.
 SMALLEST_TEMPERATURE = 1e-5
-# top-p sorts this many of the most likely tokens, and NUCLEUS_GROWTH times as many for rows where these do not reach
-# top_p: sorting 16 rows of 49,152 takes 30 ms, their 256 largest 1 ms. If results cannot be read back, all are sorted.
+# top-p sorts this many of the most likely tokens, then NUCLEUS_GROWTH times as many for rows in which these do not
+# reach top_p: sorting 16 rows of 49,152 takes 30 ms, their 256 largest 1 ms. If results cannot be read back, all are
+# sorted.
 NUCLEUS_GUESS = 256
 NUCLEUS_GROWTH = 16
 
@@ -31,7 +32,7 @@ drawn row's sampling parameters; each drawn token's position) -> the drawn rows'
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit words from a counter and a key."""
+    """Return four 32-bit words from a counter and a key, by Philox4x32-10 (Salmon et al., SC 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -42,10 +43,10 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) for the token at `position`: the top 53 of Philox's first 64 bits.
+    """Return the random number in [0, 1) for the token at `position`: the top 53 of Philox's first 64 bits.
 
     Key: the seed's low and high 32 bits (two's complement). Counter: the position's low and high 32 bits, 0, 0.
-    Tests compare recorded values: a change here would change every seeded answer, and streams while they migrate.
+    Tests compare recorded values: a change here would change every seeded answer, and break streams that migrate.
     """
     counter = (position & _MASK32, (position >> 32) & _MASK32, 0, 0)
     high, low, _, _ = philox4x32(counter, (seed & _MASK32, (seed >> 32) & _MASK32))
@@ -63,7 +64,7 @@ def sample(
 ) -> list[int | None]:
     """Choose one token per row: the token at positions[row] of its request.
 
-    logits: [rows, vocab], left unchanged; answers: each row's answer tokens so far, read if its controls look back;
+    logits: [rows, vocab], left unchanged; answers: each row's answer tokens so far, for controls that look back;
     within: the tokens that grammars allow; most_likely: each row's most likely token and its logit, if known; draw: the
     model's own way to draw, used instead of torch.
 
@@ -91,10 +92,10 @@ def sample(
 def draw_tokens(
     scores: Tensor, rows: Sequence[RowSampling], positions: Sequence[int], upload: Upload | None = None
 ) -> Tensor:
-    """One token per row by inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64
+    """Draw one token per row by inverse CDF over the filtered probabilities, in vocabulary order. # [rows] int64
 
     scores: [rows, vocab] float, logits minus the row's largest; positions: the drawn tokens' positions; upload: needed
-    if the scores are on a device that must not be waited for. A row whose scores are NaN gets a meaningless number.
+    if the scores are on a device that must not be waited for. A row whose scores are NaN gets a meaningless token.
     """
     numbers = [
         [max(row.temperature, SMALLEST_TEMPERATURE) for row in rows],
@@ -154,7 +155,7 @@ def _keep_top_p(scores: Tensor, rows: Sequence[RowSampling], top_p: Tensor, uplo
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """The `count` largest scores of each row, descending. # [rows, count]"""
+    """Return the `count` largest scores of each row, descending. # [rows, count]"""
     if count == scores.shape[1]:
         return scores.sort(dim=-1, descending=True).values
     return scores.topk(count, dim=-1).values

@@ -1,5 +1,6 @@
 """Owns the check whether an engine could start, run as a child of a process that does not load torch itself.
-Never reads a weight. Reads its arguments from standard input; exits with `REFUSED` after one line on standard error."""
+Never reads a weight. Reads its arguments from standard input; on refusal, prints one line on standard error and exits
+with `REFUSED`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Owns the start of an engine on the CPU: first every check that can refuse, then the model and its executor.
-Never schedules, and claims memory of the machine before it takes any."""
+Never schedules, and never takes memory of the machine before claiming it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 @dataclass(frozen=True, slots=True)
 class CpuStart:
-    """An engine that is ready to start: all is checked and chosen and its memory is claimed, but no weight is read
-    yet."""
+    """An engine that is ready to start: everything is checked and chosen and its memory is claimed, but no weight has
+    been read."""
 
     model_dir: Path
     model: ModelConfig
@@ -52,7 +52,7 @@ class CpuStart:
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
         """
-        if self.model.vision is None:  # an encoder's buffers are large, and seldom needed
+        if self.model.vision is None:  # an encoder's buffers are large and seldom needed
             _keep_freed_memory()
         model = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels).build()
         draft_model, with_torch = None, self.kernels.name != NATIVE
@@ -64,7 +64,7 @@ class CpuStart:
             draft_model = DraftModel(drafts.build())
         executor = TorchExecutor(
             model,
-            # torch does little beside the native kernels: a second thread of its own would take a core that they need.
+            # torch does little next to the native kernels: a second thread of its own would take a core that they need.
             num_threads=self.resolved.num_threads if with_torch else 1,
             grammars=read_grammars(self.model_dir, self.resolved),
             draft_model=draft_model,
@@ -73,7 +73,7 @@ class CpuStart:
         return executor, self.resolved
 
     def release(self) -> None:
-        """Give up the claim, because the engine is not built."""
+        """Give up the claim, if the engine is not going to be built."""
         self.claim.release()
 
 
@@ -105,7 +105,7 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
 
 
 def _alone(config: EngineConfig) -> EngineConfig:
-    """The draft model's config: adapters are only for the main model, and drafts change no bit of an answer."""
+    """Return the draft model's config. Adapters are only for the main model, and drafts change no bit of an answer."""
     return replace(config, max_loras=0, batch_invariant=False)
 
 
@@ -118,7 +118,7 @@ def _claimed(
     draft: DraftCheckpoint | None,
     engines: int,
 ) -> tuple[ResolvedConfig, Claim]:
-    """The resolved config, and a claim on the memory for it, so that no other engine of this machine counts it as
+    """Return the resolved config and a claim on its memory, so that no other engine of this machine counts that as
     free."""
     dtype, _ = resolve_dtype(config, device[0])
     drafts = None if draft is None else draft.model
@@ -147,7 +147,7 @@ def _keep_freed_memory() -> None:
 def _builder(
     model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, kernels: Choice
 ) -> ModelBuilder[Model]:
-    """The builder for a checkpoint on `kernels`. resolved: the engine's, which may have another main model."""
+    """Return the builder for a checkpoint on `kernels`. resolved: the engine's, whose main model may be another."""
     if model.vision is not None:
         from engine.build.encoder import encoder_builder  # not needed for text models
 
@@ -204,7 +204,7 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
 
 
 def _unfit(on: Facts) -> str | None:
-    """Why the native kernels cannot run this model with these settings, regardless of its shape."""
+    """Say why the native kernels cannot run this model with these settings, whatever its shape. None if they can."""
     conflict = find_conflict(on, feature=features.NATIVE)
     if conflict is None:
         return None
@@ -212,8 +212,8 @@ def _unfit(on: Facts) -> str | None:
 
 
 def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:
-    """Choose the draft model's kernels, before any weights are loaded. Refuses one that reads less far than the
-    model."""
+    """Choose the draft model's kernels before any weights are loaded. Refuse a draft model whose context is shorter
+    than `max_model_len`."""
     check_length(draft, max_model_len)
     try:
         return _kernels(draft.model, config)

@@ -1,4 +1,4 @@
-"""Owns the checks of a draft model before it is loaded: that it can run here, and that it has the model's tokens.
+"""Owns the checks on a draft model before it is loaded: that it can run here, and that it has the model's tokens.
 Never loads its weights, and never accepts a draft model with another vocabulary."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.models.config import ModelConfig, read_model_config
 
 TOKENIZER_FILE = "tokenizer.json"
 LEAST_COST = 0.02
-"""Minimum cost of a pass of the draft model, as a share of a step: part of it is Python's. A guess."""
+"""Minimum cost of a pass of the draft model, as a share of a step, because part of a pass is Python. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DraftCheckpoint:
 
 
 def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> DraftCheckpoint | None:
-    """The draft model that `config.speculative` asks for beside `model` in `model_dir`; None if it asks for none.
+    """Return the draft model that `config.speculative` asks for, to draft for `model` in `model_dir`, or None.
 
     Raises:
         ModelError: the draft model cannot be found or read.
@@ -76,8 +76,8 @@ def check_length(draft: DraftCheckpoint, max_model_len: int) -> None:
 
 
 def _difference(draft: Path, model: Path) -> str | None:
-    """Describe the first token that differs. None if all are the same, or if a directory has no tokenizer, as with
-    random weights."""
+    """Describe the first token that differs. None if all are the same, or if a directory has no tokenizer, as it may
+    not with random weights."""
     if not (draft.is_file() and model.is_file()):
         return None
     theirs, ours = _tokens(draft), _tokens(model)
@@ -89,7 +89,7 @@ def _difference(draft: Path, model: Path) -> str | None:
 
 
 def _tokens(path: Path) -> dict[int, str]:
-    """All tokens by id, special ones included."""
+    """Return all tokens by id, special ones included."""
     from tokenizers import Tokenizer
 
     vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)

@@ -1,5 +1,5 @@
-"""Owns what a model with an encoder needs in addition: the encoder's weights, and the limits of its inputs.
-Never runs on a GPU or on the native kernels: such a model is refused there by name."""
+"""Owns what a model with an encoder needs in addition: the encoder's weights, and the limits on its inputs.
+Never runs on a GPU or on the native kernels, where such a model is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 def encoder_builder(
     model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig
 ) -> ModelBuilder[EncodingModel]:
-    """The builder of a decoder with its encoder. resolved: see with_inputs.
+    """Return the builder of a decoder with its encoder. resolved: see with_inputs.
 
     Raises:
         CheckpointError: the checkpoint's description of images cannot be read.
@@ -43,7 +43,7 @@ def encoder_builder(
 
 
 def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
-    """The checkpoint's description of images; its file may be missing."""
+    """Read the checkpoint's description of images; its file may be missing."""
     path = model_dir / PROCESSOR_FILE
     try:
         return read_pixels(read_json(path) if path.exists() else {}, vision)
@@ -52,7 +52,7 @@ def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
 
 
 def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig) -> ResolvedConfig:
-    """Add the limits of images, and how many encoded image tokens are kept. resolved: the decoder's alone.
+    """Add the limits on images, and how many encoded image tokens are kept. resolved: the decoder's config alone.
 
     Raises:
         CheckpointError: the checkpoint's description of images cannot be read.

@@ -1,4 +1,4 @@
-"""Owns the assembly of an engine from a config. The one place where the core meets torch, and only when it is needed.
+"""Owns the assembly of an engine from a config: the one place where the core meets torch, and only if torch is needed.
 Never runs on import: nothing heavy is loaded until `build_engine` is called."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.step import Executor
 
 logger = logging.getLogger(__name__)
 
-# The fake executor's vocabulary: one token a byte, then the special tokens of the byte-level tokenizer.
+# The fake executor's vocabulary: one token per byte, then the byte-level tokenizer's special tokens.
 FAKE_EOS_TOKEN_ID = 256
 FAKE_VOCAB_SIZE = 272
 FAKE_MAX_MODEL_LEN = 4096
@@ -29,14 +29,14 @@ FAKE_IMAGES = InputKind(
     name="image", token_id=262, side=28, min_pixels=28 * 28, max_pixels=28 * 28 * 64, chunkable=False
 )
 FAKE_MODEL_COST = 0.1
-"""The draft model's cost: about what small models cost, compared with the models that they draft for."""
+"""The draft model's cost, as a share of a step: about what small models cost relative to those they draft for."""
 FAKE_EMBEDDING_BYTES = 1024
-"""Memory that an encoded token is assumed to take."""
+"""Assumed memory of an encoded token, in bytes."""
 _FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 
 
 def build_engine(model: str, config: EngineConfig, engines: int = 1) -> AsyncEngine:
-    """Start an engine for `model`, a name or directory that `prepare_model` takes; the fake executor needs none.
+    """Start an engine for `model`, a name or directory that `prepare_model` takes; the fake executor ignores it.
     engines: how many share this machine's memory; see engine.host.shares.
 
     Raises:
@@ -65,9 +65,9 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
 
 
 def _build_torch(model: str, config: EngineConfig, engines: int) -> tuple[Executor, ResolvedConfig]:
-    # torch reads this once, when it is loaded. By default its threads spin while they wait, which takes the cores from
-    # server and proxy: on two busy cores a step of 16 streams took 900 to 2,500 ms, and 400 ms without spinning. The
-    # native kernels have threads of their own.
+    # torch reads this once, when it is loaded. By default its threads spin while they wait, which takes cores from the
+    # server and the proxy: on two busy cores a step of 16 streams took 900 to 2,500 ms, and 400 ms without spinning.
+    # The native kernels have threads of their own.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.build.executor import create_executor
 

@@ -1,5 +1,5 @@
-"""Owns the choice between the executor for a CPU and the one for a GPU, and the call that makes either.
-Never reads a checkpoint: the device's own start does, and only the chosen one is imported."""
+"""Owns the choice between the executors for a CPU and for a GPU, and the call that makes either.
+Never reads a checkpoint: the device's own start does, and only the chosen start is imported."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from engine.execution.executor import ModelExecutor
 
 
 class Start(Protocol):
-    """An engine that is ready to start on some device: all is checked and chosen, but no weight is read yet."""
+    """An engine that is ready to start on a device: everything is checked and chosen, but no weight has been read."""
 
     @property
     def resolved(self) -> ResolvedConfig:
-        """The config that is served. On a GPU, `build` has yet to measure the number of KV blocks."""
+        """The config that is served. On a GPU, `build` measures the number of KV blocks only later."""
 
     def build(self) -> tuple[ModelExecutor, ResolvedConfig]: ...
 
     def release(self) -> None:
-        """Give up what was reserved, because the engine is not built."""
+        """Give up what was reserved, if the engine is not going to be built."""
 
 
 def create_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> tuple[ModelExecutor, ResolvedConfig]:
-    """Load the checkpoint of `model_dir` (only its config.json with load_format `dummy`) and make it ready to run.
+    """Load the checkpoint in `model_dir` (with load_format `dummy`, only its config.json) and make it ready to run.
     engines: how many share this machine's memory.
 
     Raises:

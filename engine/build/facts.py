@@ -1,5 +1,5 @@
 """Owns the description of a model in terms of engine.features, so that conflicting settings can be refused.
-Never refuses anything itself, and knows no settings."""
+Never refuses anything itself, and never knows settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.models.description import ModelConfig
 
 
 def facts_of(model: ModelConfig) -> dict[Feature, str]:
-    """The features that `model` has, each with a clause that names its architecture."""
+    """Return the features that `model` has, each with a clause that names its architecture."""
     clauses = {
         EXPERTS: (bool(model.expert_sizes), "is a mixture of experts"),
         LINEAR_ATTENTION: (model.needs_linear_attention_pass, "has linear attention"),

@@ -1,4 +1,4 @@
-"""Owns the start of an engine on a GPU: weights, a trial step of the largest size, KV blocks in the rest, captures.
+"""Owns the start of an engine on a GPU: weights, trial steps of the largest size, KV blocks in the rest, captures.
 Never computes a request's step, and never guesses what can be measured."""
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from kernels.eager.ops import Ops
 logger = logging.getLogger(__name__)
 
 GPU_MEMORY_UTILIZATION = 0.9
-"""Used unless the config says otherwise."""
+"""The default share of the GPU's memory."""
 
 DECODE_CONTEXT = 4096
-"""Tokens of each row but one in the trial decode step: enough that the step mostly reads K and V."""
+"""Tokens of each row but the first in the trial decode step: enough that the step mostly reads K and V."""
 SHORT_CONTEXT = 256
-"""Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys, which would be another
-kernel."""
+"""Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys, as a different kernel
+would."""
 
 # Controls need a copy of the logits in float32.
 _CONTROLS = LogitControls(
@@ -76,7 +76,7 @@ _DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, 
 
 
 def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> GpuStart:
-    """Check and choose everything before a weight is read. reason: why this device.
+    """Check and choose everything before a weight is read. reason: why this device was chosen.
 
     Raises:
         CheckpointError: the checkpoint is not supported.
@@ -109,7 +109,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
 
 
 class GpuStart:
-    """An engine that is ready to start on a GPU: all is checked and chosen, but no weight is read yet."""
+    """An engine that is ready to start on a GPU: everything is checked and chosen, but no weight has been read."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class GpuStart:
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
 
     def build(self) -> tuple[DeviceExecutor, ResolvedConfig]:
-        """Load the weights straight to the device, measure the memory that steps take, and give the rest to KV blocks.
+        """Load the weights directly to the device, measure the memory that steps take, and give the rest to KV blocks.
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
@@ -146,7 +146,7 @@ class GpuStart:
         return DeviceExecutor(model, self._device, num_threads=resolved.num_threads, grammars=grammars), resolved
 
     def release(self) -> None:
-        """Nothing was reserved: one engine has the GPU to itself."""
+        """Do nothing: no memory was reserved, because one engine has the GPU to itself."""
 
     def _load(self, free: int, total: int) -> Decoder:
         """Load the weights. free, total: the device's memory beforehand, in bytes."""
@@ -162,7 +162,7 @@ class GpuStart:
         return decoder
 
     def _attach(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
-        """Make the model with a KV cache of `num_blocks` and the spare blocks for padding."""
+        """Make the model, with a KV cache of `num_blocks` and the spare blocks for padding."""
         num_blocks += self._spare_blocks
         try:
             with device_faults():
@@ -197,12 +197,12 @@ class GpuStart:
             _run(executor, plan)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
-        # Before any capture: kernels choose their configurations for good at their first launch, and the first step of
-        # a capture consists of padding.
+        # Before any capture: kernels choose their configurations for good at their first launch, and a capture's first
+        # step consists of padding.
         with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
             _run(executor, longest_decode_step(resolved, num_blocks))
             _run(executor, short_decode_step(resolved, num_blocks))
-        # torch keeps the memory of these steps for the next ones, so what is free now is free whatever they are.
+        # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
             use = self._measure_captures(probe, use, before)
@@ -213,13 +213,13 @@ class GpuStart:
         return use
 
     def _measure_captures(self, probe: DeviceModel, use: MemoryUse, before: int) -> MemoryUse:
-        """Measure what captures keep, which no step can use, and what running them takes. before: bytes free before any
+        """Measure what captures keep, which no step can use, and what running them takes. before: free bytes before any
         step."""
         device = self._device
         with self._captures_fit(use, "the largest step"):
             probe.warm_up(self._buckets)
             use = replace(use, activations=max(use.activations, before - device.memory()[0]))
-            # A capture would do this, and memory that steps had cached would hide what captures keep.
+            # A capture would release it, and memory that steps had cached would hide what captures keep.
             device.release_unused()
             released = device.memory()[0]
             probe.capture(self._buckets)
@@ -228,7 +228,7 @@ class GpuStart:
 
     @contextmanager
     def _captures_fit(self, use: MemoryUse, beside: str) -> Iterator[None]:
-        """Raise ConfigError if the device runs out of memory in the body. beside: what has memory then, for the
+        """Raise ConfigError if the device runs out of memory in the body. beside: what else has memory then, for the
         message."""
         try:
             with device_faults():
@@ -274,7 +274,7 @@ def _run(executor: DeviceExecutor, plan: StepPlan) -> None:
 
 
 def largest_step(config: ResolvedConfig) -> StepPlan:
-    """A step with the maximum of tokens, rows and samples, each sampled in the most expensive way except for
+    """Return a step with the most tokens, rows and samples, each sampled in the most expensive way except for
     grammars."""
     num_rows = config.max_num_seqs
     longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
@@ -289,11 +289,11 @@ def largest_step(config: ResolvedConfig) -> StepPlan:
 
 
 def decode_blocks(config: ResolvedConfig, num_blocks: int | None) -> list[int]:
-    """How many of `num_blocks` KV blocks each row of the longest decode step has. None: there is no end of them.
+    """Return how many of `num_blocks` KV blocks each row of the longest decode step has. None: blocks are unlimited.
 
-    The first is as long as a row may be, the others have up to DECODE_CONTEXT tokens. Where blocks are few these are
-    shorter, lest two rows read the same: that would come from the chip's own cache, and kernels would be timed on what
-    no step is like. They are not shorter than SHORT_CONTEXT.
+    The first row is as long as a row may be, the others have up to DECODE_CONTEXT tokens. With few blocks, the others
+    are shorter, so that no two rows read the same block: it would come from the chip's own cache, and kernels would be
+    timed on a step unlike any real one. They are never shorter than SHORT_CONTEXT.
     """
     longest, most, least = (
         -(-min(config.max_model_len, length) // config.block_size)
@@ -305,7 +305,7 @@ def decode_blocks(config: ResolvedConfig, num_blocks: int | None) -> list[int]:
 
 
 def longest_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
-    """A decode row for each seat, as long as `decode_blocks` says, with blocks of its own while there are any."""
+    """Return a decode row per seat, as long as `decode_blocks` says, with blocks of its own while there are any."""
     rows, first = [], 0
     for number, count in enumerate(decode_blocks(config, num_blocks)):
         length = min(config.max_model_len, count * config.block_size)
@@ -317,7 +317,7 @@ def longest_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
 
 
 def short_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
-    """A decode row of up to SHORT_CONTEXT tokens for each seat, likewise."""
+    """Return a decode row of up to SHORT_CONTEXT tokens per seat, with blocks as in `longest_decode_step`."""
     return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)), num_blocks)
 
 
@@ -355,7 +355,7 @@ def _buckets(
 
 
 def _uncaptured(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
-    """Which of these features a captured step could not have."""
+    """Return those of these features that a captured step cannot have, each with a clause that names it."""
     by_torch = "torch's operators compute"
     found = {
         UNCAPTURED_ATTENTION: (ops.capturable, f"attention is {attention.name}"),

@@ -19,9 +19,9 @@ from engine.models.weights import weight_bytes
 GIB = 2**30
 KV_SHARE = 0.8
 """Share of the remaining memory that the KV cache takes if no setting says how much. It is never given back, and the
-page cache, the HTTP side and other programs need some, too."""
+page cache, the HTTP side and other programs also need memory."""
 MEMORY_GIB = 2.0
-"""Memory for KV blocks if neither the config nor the system says how much there is."""
+"""Memory for KV blocks if neither the config nor the system says how much there is to use."""
 
 META = torch.device("meta")
 
@@ -41,7 +41,7 @@ class HostUse:
         return self.weights + self.step + self.encoder_cache + self.adapters
 
     def text(self) -> str:
-        """Every part in GiB, named by the setting that determines it."""
+        """Return every part in GiB, named by the setting that determines it."""
         parts = {
             "weights": self.weights,
             "a step of max_num_batched_tokens": self.step,
@@ -57,13 +57,13 @@ class HostBudget:
 
     use: HostUse
     room: Room | None
-    """None: the system does not say how much is free."""
+    """None if the system does not say how much is free."""
 
     def blocks(self, config: EngineConfig, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
-        """The number of KV blocks, and the reason. most: more than that would be of no use.
+        """Return the number of KV blocks, and the reason. most: more blocks would be of no use.
 
         Raises:
-            ConfigError: there is no memory for what the config asks for, or for a single block beside the rest.
+            ConfigError: there is no memory for what the config asks for, or for a single block in addition to the rest.
         """
         self._check_use()
         asked = _asked_bytes(config, block_bytes, state_bytes)
@@ -130,8 +130,8 @@ def _asked_bytes(config: EngineConfig, block_bytes: int, state_bytes: int) -> tu
 def host_use(
     checkpoints: list[tuple[Path, ModelConfig]], config: EngineConfig, dtype: torch.dtype, *, native: bool
 ) -> HostUse:
-    """The memory that an engine on the CPU takes. checkpoints: the model, and the draft model if there is one. native:
-    on the native kernels, which keep matrices of 8 bits and pack a tied LM head into memory of its own.
+    """Return the memory that an engine on the CPU takes. checkpoints: the model, and the draft model if there is one.
+    native: whether on the native kernels, which keep 8-bit matrices and pack a tied LM head into memory of its own.
 
     Raises:
         CheckpointError: a checkpoint's files cannot be read.
@@ -163,14 +163,15 @@ def _vision_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """In float32: for each token the rows that a layer makes, for each seat its logits and the sampler's copies."""
+    """Estimate a step's bytes in float32: per token, the rows that a layer makes; per seat, its logits and the
+    sampler's copies."""
     row = 4 * model.hidden_size + 2 * model.intermediate_size + 2 * model.num_heads * model.head_dim
     return 4 * (config.max_num_batched_tokens * row + 4 * config.max_num_seqs * model.vocab_size)
 
 
 def _adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Adapters have two thin matrices beside each of a layer's matrices; three beside stacked ones (queries, keys,
-    values)."""
+    """Estimate the adapters' bytes. Each of a layer's matrices counts as one thin matrix for its outputs and three for
+    its inputs, as if it were stacked (queries, keys, values)."""
     if not config.max_loras:
         return 0
     layers = allocate(model, dtype, META).layers

@@ -1,5 +1,5 @@
 """Owns the assembly of a model, the same on every device: weights, decoder, KV cache, recurrent state, and a runner.
-Never chooses a device or kernels, and never asks whether there is memory: the device's start has done so."""
+Never chooses a device or kernels, and never checks for memory: the device's start has done so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Runner = Callable[[Decoder, KVCache, RecurrentState | None], M_co]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBuilder(Generic[M_co]):
-    """All that a model is built from. Devices and kernels differ only in `runner` and the fields after it."""
+    """Everything a model is built from. Devices and kernels differ only in `runner` and the fields after it."""
 
     model_dir: Path
     model: ModelConfig
@@ -48,7 +48,7 @@ class ModelBuilder(Generic[M_co]):
         return torch_dtype(self.resolved.dtype)
 
     def load(self) -> Decoder:
-        """Read the weights, or make them up with load_format `dummy`.
+        """Read the weights, or fill them randomly with load_format `dummy`.
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.

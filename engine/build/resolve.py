@@ -1,4 +1,4 @@
-"""Owns how the config becomes what is served: limits, types, threads and blocks, each with its reason.
+"""Owns how the config is resolved to what is served: limits, types, threads and blocks, each with its reason.
 Never allocates or loads anything: it reads a few small files and the machine's description."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def resolve(
 ) -> ResolvedConfig:
     """Resolve `config` for this machine and this checkpoint.
 
-    device: with the reason for it. memory: how much KV blocks may take, or their number and the reason for it. draft: a
-    draft model and its cost; see SpeculativeConfig.model_cost.
+    device: with the reason for it. memory: how much KV blocks may take, or their number and its reason. draft: a draft
+    model and its cost; see SpeculativeConfig.model_cost.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
@@ -85,7 +85,7 @@ def resolve(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type that ResolvedConfig.dtype names."""
+    """Return the torch type that ResolvedConfig.dtype names."""
     return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
 
 
@@ -104,7 +104,7 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
 
 
 def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
-    """The type of weights and KV cache, and the reason for it."""
+    """Return the type of weights and KV cache, and the reason for it."""
     if config.dtype != "auto":
         return torch_dtype(config.dtype), "asked for"
     if device.capability is not None:
@@ -120,7 +120,7 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
 
 
 def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
-    """Bytes of a KV block, including the draft model's block of the same number."""
+    """Return the bytes of a KV block, including the draft model's block of the same number."""
     kept = cache_dtype(config.kv_cache_dtype, dtype)
     return sum(bytes_per_block(shape, config.block_size, kept) for shape in (model, draft) if shape is not None)
 
@@ -141,20 +141,20 @@ def _num_blocks(
 
 
 def weights_read(model: ModelConfig) -> int:
-    """How many weights a step reads for one token, including the LM head's."""
+    """Count the weights that a step reads for one token, including the LM head's."""
     return model.num_layers * _products(model) + model.vocab_size * model.hidden_size
 
 
 def _products(model: ModelConfig) -> int:
-    """How many multiplications a layer's matrices take for a token."""
+    """Count the multiplications that a layer's matrices take per token."""
     size = model.num_heads * model.head_dim
     projections = model.hidden_size * (2 * size + 2 * model.num_kv_heads * model.head_dim)
     return projections + 3 * model.hidden_size * model.multiplied_intermediate_size
 
 
 def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfig, str]:
-    """The scheduler's config, with `chunk_halving_context` set to where attending to the context costs as much as a
-    token's matrix products."""
+    """Return the scheduler's config, with `chunk_halving_context` set to where attending to the context costs as much
+    as a token's matrix products."""
     asked = config.scheduler
     if asked.chunk_owner == "engine":
         return asked, "chunk_owner engine does not cut prompts"
@@ -162,7 +162,7 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
         return asked, "asked for"
     size, products = model.num_heads * model.head_dim, _products(model)
     attending = model.num_attention_layers
-    # q·k and p·v: two products of `size` for each token of the context, in the layers with attention.
+    # q·k and p·v: two products of `size` per token of the context, in the layers with attention.
     context = max(1, products * model.num_layers // (2 * size * attending))
     where = "" if attending == model.num_layers else f" in {attending} of {model.num_layers} layers"
     return replace(asked, chunk_halving_context=context), (
@@ -196,7 +196,7 @@ def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 
 
 def _weights(packed: Quantization, config: EngineConfig, dtype: torch.dtype, native: bool) -> str:
-    """How the weights of a packed checkpoint are computed with."""
+    """Say how a packed checkpoint's weights are used."""
     name = str(dtype).removeprefix("torch.")
     if config.load_format == "dummy":
         return f"random numbers in {name}, where the checkpoint has {packed.summary}"
@@ -220,7 +220,7 @@ def _num_threads(config: EngineConfig) -> tuple[int, str]:
 
 
 def _cpu_quota() -> float | None:
-    """How many cores the container may use, by cgroup v2; None if it has no limit."""
+    """Return how many cores the container may use, by cgroup v2, or None if it has no limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         return None if quota == "max" else int(quota) / int(period)
@@ -229,7 +229,7 @@ def _cpu_quota() -> float | None:
 
 
 def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """The end tokens: generation_config.json has the chat model's own, config.json often only the base model's."""
+    """Read the end tokens. generation_config.json has the chat model's own, config.json often only the base model's."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         document = read_json(path) if path.exists() else {}

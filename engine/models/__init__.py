@@ -1,2 +1,2 @@
-"""Model definitions, one file for each family; `registry` maps a checkpoint's architecture to one of them.
+"""Model definitions, one file per family; `registry` maps a checkpoint's architecture to a family.
 Importing this package imports nothing else."""

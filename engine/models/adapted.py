@@ -1,4 +1,4 @@
-"""Owns a model in which each row may have a LoRA adapter of its own (arXiv 2106.09685).
+"""Owns a model in which each row may have its own LoRA adapter (arXiv 2106.09685).
 Never changes a row without an adapter: its results are bit for bit those of the same step without adapters."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class AdaptedPass(EagerPass):
 
 
 def tokens_by_adapter(rows: Sequence[ScheduledRequest]) -> dict[str, Tokens]:
-    """Digest -> the indices of its rows' tokens within the step."""
+    """Map each adapter's digest to the indices of its rows' tokens within the step."""
     begins = accumulate((len(row.token_ids) for row in rows[:-1]), initial=0)
     spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for row, begin in zip(rows, begins, strict=True):

@@ -1,4 +1,4 @@
-"""Owns the reading of a LoRA adapter in PEFT's format, into the deltas that are added to a decoder's stacked matrices.
+"""Owns the reader of LoRA adapters in PEFT's format, as deltas that are added to a decoder's stacked matrices.
 Never guesses: an adapter that would not be computed as it was trained is refused by the name of its key or tensor."""
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ _HARMLESS = (
 )  # fmt: skip
 _NEUTRAL: tuple[object, ...] = (None, False, "none", [], {})
 _PLAIN_STARTS: tuple[object, ...] = (True, False, None, "gaussian", "eva")
-"""Values of `init_lora_weights` that leave the base model as it is; with others, training changes the base model,
-too."""
+"""Values of `init_lora_weights` that leave the base model unchanged; with others, training changes it, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The adapter's part of one stacked matrix: y += (x a^T) b^T."""
+    """The adapter's part in one stacked matrix: y += (x a^T) b^T."""
 
     a: Tensor  # [ranks, inputs]: the ranks of the stack's parts one after another
     b: Tensor  # [outputs, ranks]: zero except where a part's ranks meet its own outputs; includes the scale
@@ -78,7 +77,7 @@ def read_adapter(directory: Path, model: ModelConfig, dtype: torch.dtype, max_ra
         AdapterError: there is no adapter, it needs something that is not supported, or it is for a model of another
             shape.
     """
-    if not os.path.isdir(directory):  # Path's own raises for names that are too long
+    if not os.path.isdir(directory):  # Path.is_dir raises for names that are too long
         raise AdapterError("There is no such directory on the engine's machine: expected an adapter there.")
     config, weights = _bytes_of(directory / CONFIG_FILE), _bytes_of(directory / WEIGHTS_FILE)
     digest = blake2b(len(config).to_bytes(8, "little") + config + weights, digest_size=16).hexdigest()
@@ -133,7 +132,7 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[_Place, _Pair]:
-    """The two factors of each adapted module, by the module's place."""
+    """Return the two factors of each adapted module, by the module's place."""
     places = _places(model)
     sides: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in sorted(tensors.items()):  # sorted, so that the same mistake is always reported first
@@ -163,7 +162,7 @@ def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scalin
 
 
 def _places(model: ModelConfig) -> dict[str, _Place]:
-    """The places of all modules that may be adapted, by the module's name."""
+    """Return the places of all modules that may be adapted, by name."""
     found = {}
     for name, kind in FAMILIES[model.architecture].names.items():
         if "{layer}" not in name or "{expert}" in name:

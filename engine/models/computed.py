@@ -1,5 +1,5 @@
-"""Owns the results of a forward pass that the choice of tokens needs.
-Never outlives the step: the next pass may use the same memory."""
+"""Owns the results of a forward pass from which tokens are chosen.
+Never outlives the step: the next pass may reuse the memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Computed:
     """Indices of tokens [n] -> their logits [n, vocab]."""
     best: tuple[Tensor, Tensor] | None = None
     """(each place's most likely token, its logit), if the pass has computed them. Ties go to the lower token id. The
-    logit is not finite if the place's logits are no distribution."""
+    logit is not finite if the place's logits have no distribution."""
     draw: Draw | None = None
     """Draws tokens instead of torch; see engine.batch.sampler."""
     rewind: Rewind | None = None
-    """Set if the model has recurrent state and rows have drafts: it must be told how many of each row's tokens
-    count."""
+    """Set if the model has recurrent state and rows have drafts: it must be told how many of each row's tokens are
+    kept."""
 
     @classmethod
     def by_torch(cls, hidden: Tensor, sampled: Tensor, lm_head: Tensor, rewind: Rewind | None = None) -> Computed:

@@ -1,5 +1,5 @@
-"""Owns the reading of a checkpoint's config.json, by the family that it names.
-Never guesses: a setting that would change answers and is not supported is refused by name."""
+"""Owns the reader of a checkpoint's config.json, by the family that it names.
+Never guesses: an unsupported setting that would change answers is refused by name."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """The decoder that `model_dir/config.json` describes.
+    """Read the decoder that `model_dir/config.json` describes.
 
     Raises:
-        CheckpointError: a field is missing or of the wrong kind, or a feature is not supported. The message says which
-            are.
+        CheckpointError: a field is missing or of the wrong kind, or a feature is not supported. The message says what
+            is supported.
     """
     path = model_dir / "config.json"
     raw = read_json(path)

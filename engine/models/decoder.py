@@ -1,5 +1,5 @@
 """Owns the forward pass of the pre-norm decoder that all families share.
-Never holds state of a request or a step, and never says how an operation is computed: the ForwardPass does."""
+Never holds the state of a request or a step, and never says how an operation is computed: the ForwardPass does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Decoder:
         return self.weights.embedding.dtype
 
     def _turns_of(self, rope: RopeConfig | None, max_model_len: int) -> tuple[Tensor, Tensor | float]:
-        """Inverse frequencies of a rotation, and the factor of its cos and sin."""
+        """Return the inverse frequencies of a rotation, and the factor of its cos and sin."""
         head_dim, device = self.config.head_dim, self.weights.embedding.device
         if rope is None:  # angles of zero: nothing is rotated
             return torch.zeros(head_dim // 2, device=device), 1.0
@@ -44,8 +44,8 @@ class Decoder:
         return frequencies, rope.attention_factor if whole else rotation_factors(rope, head_dim).to(device)
 
     def forward(self, run: ForwardPass, cache: KVCache, state: RecurrentState | None = None) -> Array:
-        """Write the step's K and V into the cache and advance the states of its rows. Returns the final hidden state of
-        each token. # [num_tokens, hidden]
+        """Write the step's K and V into the cache and advance its rows' states. Return each token's final hidden state.
+        # [num_tokens, hidden]
 
         run: must also be a LinearAttentionPass for models with linear attention, gated attention or a shared expert.
         """
@@ -94,7 +94,7 @@ class Decoder:
         layer: LayerWeights,
         state: tuple[Tensor, Tensor],
     ) -> Array:
-        """state: the convolution's and the delta rule's."""
+        """state: (the convolution's, the delta rule's)."""
         assert layer.linear is not None
         more, heads, weights = _with_linear_attention(run), linear_config.heads, layer.linear
         sizes = (heads.channels, heads.value_size, heads.num_value_heads, heads.num_value_heads)
@@ -104,7 +104,7 @@ class Decoder:
         return run.linear(more.gated_rms_norm(x, gate, weights.norm, self.config.rms_norm_eps), layer.output)
 
     def _add_shared(self, run: ForwardPass, x: Array, shared: SharedExpertWeights, routed: Array) -> Array:
-        """Add the output of the shared expert, times its own gate, to that of the routed experts."""
+        """Add the shared expert's output, times its gate, to the routed experts' output."""
         common = run.linear(run.gated_linear(x, shared.gate_up, self.config.activation), shared.down)
         return _with_linear_attention(run).sigmoid_gate(common, run.linear(x, shared.gate), routed)
 
@@ -120,5 +120,5 @@ class Decoder:
 
 
 def _with_linear_attention(run: ForwardPass) -> LinearAttentionPass:
-    """The same pass with its wider type: models that need it are never run on another pass; see engine.build.facts."""
+    """Return the pass under its wider type. Models that need it never run on another pass; see engine.build.facts."""
     return cast(LinearAttentionPass, run)

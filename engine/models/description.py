@@ -1,4 +1,4 @@
-"""Owns the description of a decoder: its shapes, its switches, and what each of its layers does.
+"""Owns the description of a decoder: its shapes, its switches, and what each layer does.
 Never reads a file: families make the description from a config.json, and all other code only reads it."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Experts:
     intermediate_size: int
     routing: Routing
     shared_size: int = 0
-    """Intermediate size of the shared expert, an MLP with a gate of its own that every token also passes; 0: none."""
+    """Intermediate size of the shared expert, an MLP with its own gate that every token also passes; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def expert_sizes(self) -> tuple[int, ...]:
-        """Different intermediate sizes of the layers' experts; empty if no layer has any."""
+        """Distinct intermediate sizes of the layers' experts; empty if no layer has any."""
         return tuple({layer.experts.intermediate_size: None for layer in self.layers if layer.experts})
 
     @property

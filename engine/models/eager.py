@@ -1,5 +1,5 @@
-"""Owns a model that runs its operations one by one, on tensors allocated anew in each step.
-Never keeps anything of a step but K and V and recurrent states."""
+"""Owns a model that runs its operations one by one, on tensors that are newly allocated in each step.
+Never keeps anything of a step except K, V and recurrent states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EagerModel:
 
 
 def _state_rows(inputs: StepInputs) -> StateRows | None:
-    """The step's rows for layers with recurrent state; None if the model has none."""
+    """Return the step's rows for layers with recurrent state, or None if the model has none."""
     if not inputs.state_slots:
         return None
     rows, index = inputs.rows, torch.tensor(inputs.state_slots)
@@ -64,7 +64,7 @@ def _state_rows(inputs: StepInputs) -> StateRows | None:
 
 
 def _rewind(plan: StepPlan, states: StateRows | None) -> Rewind | None:
-    """None if no row has drafts, so that no state may have to be taken back."""
+    """Return the step's rewind, or None if no row has drafts, so no state may have to be rolled back."""
     if states is None:
         return None
     num_drafted = sum(row.kind is RowKind.DECODE for row in plan.rows) - states.num_decode

@@ -1,4 +1,4 @@
-"""Owns a decoder with an encoder, which fills spans of prompts: embeddings of contents, and positions of three parts.
+"""Owns a decoder with an encoder that fills spans of prompts: embeddings of contents, and three-part positions.
 Never decides what is encoded or dropped: plans say so, and a row whose input is not encoded breaks their contract."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EncodingModel:
 
 
 class SectionedPass(EagerPass):
-    """An EagerPass that rotates each pair of a head by a position of its own. positions: [num_tokens, pairs]"""
+    """An EagerPass that rotates each pair of a head by its own position. positions: [num_tokens, pairs]"""
 
     def __init__(self, ops: Ops, *, filled: Sequence[Filled], **step: Any) -> None:
         super().__init__(ops, **step)
@@ -93,8 +93,8 @@ class SectionedPass(EagerPass):
 
 
 def rotary_positions(plan: StepPlan, indices: Tensor) -> Tensor:
-    """Frame, row and column of each token. For text all three are the token's index, shifted because of inputs before
-    it. indices: [num_tokens], each token's index in its request; # [3, num_tokens] int64"""
+    """Return the frame, row and column of each token. For text, all three are the token's index, shifted by the inputs
+    before it. indices: [num_tokens], each token's index in its request; # [3, num_tokens] int64"""
     counts = torch.tensor([len(row.token_ids) for row in plan.rows])
     shifts = torch.tensor([row.inputs.shift if row.inputs else 0 for row in plan.rows]).repeat_interleave(counts)
     positions = (indices + shifts).repeat(3, 1)
@@ -109,11 +109,11 @@ def rotary_positions(plan: StepPlan, indices: Tensor) -> Tensor:
 
 
 def _grid_positions(grid: Grid) -> Tensor:
-    """Frame, row and column of each token of a grid. # [3, frames * rows * columns]"""
+    """Return the frame, row and column of each token of a grid. # [3, frames * rows * columns]"""
     places = torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij")
     return torch.stack([place.flatten() for place in places])
 
 
 def _row_begins(plan: StepPlan) -> list[int]:
-    """The index of each row's first token within the step."""
+    """Return the index of each row's first token within the step."""
     return list(accumulate((len(row.token_ids) for row in plan.rows[:-1]), initial=0))

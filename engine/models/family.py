@@ -33,7 +33,7 @@ LLAMA_NAMES = ATTENTION_NAMES | MLP_NAMES
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Models that one description covers."""
+    """The models that one description covers."""
 
     architecture: str
     """The name that config.json lists under `architectures`."""
@@ -45,8 +45,8 @@ class ModelFamily:
 
     `{layer}` and `{expert}` stand for numbers; names with `{expert}` are only in layers with experts."""
     unused: tuple[str, ...] = ()
-    """Prefixes of tensors in checkpoints that the decoder does not use."""
+    """Prefixes of the checkpoint's tensors that the decoder does not use."""
     nested: str | None = None
-    """The prefix that replaces `model.` in a checkpoint that was taken out of a larger model."""
+    """The prefix that replaces `model.` in a checkpoint that was extracted from a larger model."""
     stacked: Mapping[str, str] = field(default_factory=dict)
-    """For checkpoints that store all experts of a layer in one tensor: the tensor's name -> `gate_up` or `down`."""
+    """For checkpoints that store all of a layer's experts in one tensor: the tensor's name -> `gate_up` or `down`."""

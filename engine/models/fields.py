@@ -1,5 +1,5 @@
 """Owns what all families read from a config.json in the same way: sizes, windows, and refusals of unsupported fields.
-Never knows a family: each says what is different about it."""
+Never knows a family: each family says how it differs."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def read_decoder(
 
 
 def read_experts(*, count: int, intermediate_size: int, routing: Routing, shared_size: int = 0) -> Experts:
-    """Raises ValueError if a token has more experts than there are."""
+    """Describe a mixture of experts. Raises ValueError if a token has more experts than there are."""
     if routing.per_token > count:
         raise ValueError(f"num_experts_per_tok is {routing.per_token}, but there are {count} experts.")
     return Experts(count=count, intermediate_size=intermediate_size, routing=routing, shared_size=shared_size)
 
 
 def sparse_layers(raw: Fields, layers: Sequence[LayerConfig], experts: Experts) -> tuple[LayerConfig, ...]:
-    """The layers with `experts` in every `decoder_sparse_step`-th one, except those that `mlp_only_layers` names."""
+    """Return the layers with `experts` in every `decoder_sparse_step`-th one, except those in `mlp_only_layers`."""
     step, dense = integer(raw, "decoder_sparse_step", 1), sequence(raw, "mlp_only_layers")
     return tuple(
         layer if number in dense or (number + 1) % step else replace(layer, experts=experts)
@@ -88,7 +88,7 @@ def sparse_layers(raw: Fields, layers: Sequence[LayerConfig], experts: Experts) 
 
 
 def expect(raw: Fields, key: str, *supported: Any) -> None:
-    """Raise ValueError if `key` exists and is none of `supported`. The first of these is the default."""
+    """Raise ValueError if `key` exists and is not one of `supported`, whose first value is the default."""
     found = raw.get(key, supported[0])
     if found not in supported:
         raise ValueError(f"{key} {found!r} is not supported; supported is {supported[0]!r}.")
@@ -113,13 +113,13 @@ def expect_kinds(raw: Fields, *supported: str) -> None:
 
 
 def one_window(raw: Fields, window: int | None) -> Windows:
-    """The windows of layers that all have the same one."""
+    """Return the windows of layers that all have the same one."""
     expect_kinds(raw, FULL if window is None else SLIDING)
     return [_checked(window)] * integer(raw, "num_hidden_layers")
 
 
 def windows_by_kind(raw: Fields, kinds: Sequence[str], window: int | None) -> Windows:
-    """The windows of layers: `window` for those of kind SLIDING. kinds: used if the config has no `layer_types`."""
+    """Return the layers' windows: `window` for kind SLIDING, else None. kinds: used if there is no `layer_types`."""
     expect_kinds(raw, FULL, SLIDING)
     found = raw.get("layer_types") or kinds
     if len(found) != integer(raw, "num_hidden_layers"):

@@ -14,19 +14,19 @@ from kernels.cpu.narrow_cache import stored_size
 
 
 def cache_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of K and V in the cache if the engine computes in `dtype`. asked: EngineConfig.kv_cache_dtype."""
+    """Return the type of K and V in the cache if the engine computes in `dtype`. asked: EngineConfig.kv_cache_dtype."""
     return {"auto": dtype, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}[asked]
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of K and V of `block_size` tokens in all layers with attention, including the scales of a narrow
+    """Return the bytes of K and V of `block_size` tokens in all layers with attention, including the scales of a narrow
     `dtype`."""
     row = stored_size(model.head_dim, dtype) * dtype.itemsize
     return 2 * model.num_attention_layers * block_size * model.num_kv_heads * row
 
 
 def blocks_in(memory_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
-    """How many whole blocks fit into `memory_gib` besides recurrent states.
+    """Return how many whole blocks fit into `memory_gib` besides recurrent states.
 
     Raises:
         ConfigError: not one fits.
@@ -45,7 +45,7 @@ def blocks_in(memory_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
 class KVCache:
     """(K, V) of each layer that has them, each [num_blocks, block_size, kv_heads, stored_size(head_dim)].
 
-    Slot = block * block_size + offset. The native kernels order the same bytes within a block in another way; see
+    Slot = block * block_size + offset. The native kernels order the bytes within a block differently; see
     kernels/cpu/native/cache.h.
     """
 
@@ -60,8 +60,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> KVCache:
-        """Allocate zeroed memory, which touches every page: if memory is short, this fails at start and not under
-        load."""
+        """Allocate zeroed memory, which touches every page: if memory is short, this fails at start, not under load."""
         shape = (num_blocks, block_size, model.num_kv_heads, stored_size(model.head_dim, dtype))
 
         def zeros() -> Tensor:

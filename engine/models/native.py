@@ -1,5 +1,5 @@
 """Owns a model as a program of the native library: operations are recorded once, and each step is a single call.
-Never runs Python between operations, and keeps nothing of a step but K and V."""
+Never runs Python between operations, and never keeps anything of a step except K and V."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Recorded:
 class NativeModel:
     """An engine.models.computed.Model that records `decoder`. It takes over the decoder's weights and repacks them.
 
-    K and V lie in `cache` in the library's own order; see cache.h.
+    K and V are in `cache` in the library's own order; see cache.h.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NativeModel:
         quantize: bool = False,
     ) -> None:
         """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
-        quantize: use matrices of 8 bits a weight; see kernels.cpu.native.program.pack."""
+        quantize: use 8-bit matrices; see kernels.cpu.native.program.pack."""
         decoder.weights = _packed(decoder.weights, quantize)
         self.decoder = decoder
         self.cache = cache
@@ -85,7 +85,7 @@ class NativeModel:
         return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw)
 
     def _logits_at(self, index: Tensor) -> Tensor:
-        """Logits of the step's tokens `index`. # [len(index), vocab]"""
+        """Return the logits of the step's tokens `index`. # [len(index), vocab]"""
         found, recorded = [], self._recorded
         for first in range(0, len(index), SCORED_POSITIONS):
             piece = index[first : first + SCORED_POSITIONS].tolist()
@@ -104,7 +104,8 @@ class NativeModel:
         return draw_rows(self.team, logits, rows)
 
     def _with_room(self, num_tokens: int, num_sampled: int) -> _Recorded:
-        """The programs, recorded anew if the step is larger than all before. If memory runs out, the old ones stay."""
+        """Return the programs, recorded again if the step is larger than any before. If memory runs out, the old ones
+        stay."""
         now = self._recorded
         if num_tokens > now.num_tokens or num_sampled > now.num_sampled:
             self._recorded = self._record(max(num_tokens, now.num_tokens), max(num_sampled, now.num_sampled))

@@ -1,5 +1,5 @@
-"""Owns the filling of packed weights: several tensors of the checkpoint make up each matrix.
-Never knows a format (`engine.models.packing` does), and never takes a tensor that does not fit: it is refused by
+"""Owns the loading of packed weights: several tensors of the checkpoint make up each matrix.
+Never knows a format (`engine.models.packing` does), and never takes a tensor that does not fit, but refuses it by
 name."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """All tensors of a checkpoint, which are read only on demand."""
+    """All tensors of a checkpoint, read only on demand."""
 
     files: Mapping[str, tuple[Path, Any]]
     """Tensor name -> (the file that holds it, the opened file)."""
@@ -35,7 +35,7 @@ class Stored:
     @classmethod
     @contextmanager
     def open(cls, files: Sequence[Path], device: torch.device) -> Iterator[Stored]:
-        """Open all files. Raises CheckpointError if one is no readable safetensors file."""
+        """Open all files. Raises CheckpointError if one is not a readable safetensors file."""
         found: dict[str, tuple[Path, Any]] = {}
         with ExitStack() as opened:
             for file in files:
@@ -45,7 +45,7 @@ class Stored:
             yield cls(found)
 
     def kind(self, name: str) -> str:
-        """The tensor's type, as safetensors spells it."""
+        """Return the tensor's type, as safetensors spells it."""
         file, tensors = self.files[name]
         return str(_reading(file, lambda: tensors.get_slice(name).get_dtype()))
 
@@ -67,8 +67,8 @@ def _reading(file: Path, read: Callable[[], _T]) -> _T:
 
 
 def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing]:
-    """The packing of each packed module, by the module's name. A module is packed if the checkpoint has any part of a
-    packing for it.
+    """Return the packing of each packed module, by name. A module is packed if the checkpoint has any part of a packing
+    for it.
 
     Raises:
         CheckpointError: a module is packed, but the config says that it is not.
@@ -92,13 +92,13 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
 
 
 _ANY_SIZE = (32, 32)
-"""Any size of a matrix will do: the names of the parts do not depend on it."""
+"""Any matrix size will do, because the names of the parts do not depend on it."""
 
 
 def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str, Tensor]) -> frozenset[str]:
-    """Fill those weights of `missing` that are packed, and remove them from it. Returns the names of the tensors used.
+    """Fill those weights of `missing` that are packed, and remove them from it. Return the names of the tensors used.
 
-    An int8 view gets the values as they are stored, and the module's `weight_scale` gets their scales.
+    An int8 view gets the values as stored, and the module's `weight_scale` gets their scales.
 
     Raises:
         CheckpointError: a part is missing, of another shape or type, or contradicts another.
@@ -126,7 +126,7 @@ def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str
 
 
 def _read_parts(stored: Stored, module: str, packing: Packing, view: Tensor) -> tuple[dict[str, Tensor], set[str]]:
-    """Read the parts of one matrix. Returns them by part, and their full names."""
+    """Read the parts of one matrix. Return them by part, and their full names."""
     try:
         wanted = packing.parts(*view.shape)
     except ValueError as error:
@@ -158,8 +158,8 @@ def _check(stored: Stored, name: str, expected: Part, packing: Packing) -> None:
 
 
 def _leftovers(stored: Stored, module: str, missing: Mapping[str, Tensor]) -> set[str]:
-    """Other tensors of a module that change nothing: scales of activations, and a bias of zeros if the model has no
-    bias, which some packers write for every matrix."""
+    """Return a module's other tensors that change nothing: scales of activations, and an all-zero bias where the model
+    has none, which some packers write for every matrix."""
     found = {f"{module}.{name}" for name in _UNUSED} & stored.files.keys()
     bias = f"{module}.bias"
     if bias in stored.files and bias not in missing and not bool(stored.read(bias).any()):
@@ -168,6 +168,6 @@ def _leftovers(stored: Stored, module: str, missing: Mapping[str, Tensor]) -> se
 
 
 def _file(stored: Stored, module: str, packing: Packing) -> str:
-    """The file that holds a matrix, or any part of it."""
+    """Return the file that holds a matrix, or any part of it."""
     parts = [packing.main, *packing.parts(*_ANY_SIZE)]
     return str(next(stored.files[name][0] for part in parts if (name := f"{module}.{part}") in stored.files))

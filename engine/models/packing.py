@@ -14,7 +14,7 @@ INT8, INT32, FP8 = "I8", "I32", "F8_E4M3"
 """Types, as safetensors spells them."""
 _SCALES = ("F16", "BF16", "F32")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of eight outputs, which group of four bits of an int32 holds it."""
+"""For each of eight outputs, which group of four bits in an int32 holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """An unpacked matrix: each value is multiplied by the scale of its output and input."""
+    """An unpacked matrix: each value is to be multiplied by the scale of its output and input."""
 
     values: Tensor
     """[outputs, inputs] float32: q - zero"""
@@ -44,11 +44,11 @@ class Unpacked:
     """[inputs]: each input's column of `scales`"""
 
     def weight(self) -> Tensor:
-        """The matrix itself. # [outputs, inputs] float32"""
+        """Return the matrix itself. # [outputs, inputs] float32"""
         return self.values * self.scales[self.rows][:, self.columns]
 
     def by_output(self) -> tuple[Tensor, Tensor]:
-        """The values [outputs, inputs] int8, and a scale for each output.
+        """Return the values [outputs, inputs] int8, and a scale for each output.
 
         Raises:
             ValueError: a value does not fit into 8 bits.
@@ -71,20 +71,19 @@ class Packing(Protocol):
 
     @property
     def by_output(self) -> bool:
-        """Whether it has 8 bits and one scale for each output. Kernels can use such a matrix as it is stored."""
+        """Whether values have 8 bits and each output has one scale. Kernels can use such a matrix as stored."""
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
-        """Name -> the part that is stored. Raises ValueError if a matrix of this size cannot be packed in this way."""
+        """Return the stored parts by name. Raises ValueError if a matrix of this size cannot be packed in this way."""
 
     def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
         """Unpack the tensors that `parts` lists. Raises ValueError if numbers contradict each other; its text begins
-        with the name of the part."""
+        with the part's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """One value per element, or several in an int32, and a scale for each cell of a grid: `compressed-tensors`,
-    `fp8`."""
+    """One value per element, or several per int32, and a scale per cell of a grid: `compressed-tensors`, `fp8`."""
 
     summary: str
     kind: str
@@ -147,13 +146,13 @@ class Grid:
         return Unpacked(wide, parts[self.scale].float().view(sizes), rows, columns)
 
     def _from_int32(self, packed: Tensor) -> Tensor:
-        """[rows, n] -> [rows, n * per_int], signed. Values are stored with half their range added."""
+        """Unpack [rows, n] to [rows, n * per_int], signed. Values are stored with half their range added."""
         return bits_of(packed, self.bits).flatten(1) - (1 << self.bits - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gptq:
-    """[inputs, outputs], several inputs in an int32 (arXiv 2210.17323)."""
+    """[inputs, outputs], several inputs per int32 (arXiv 2210.17323)."""
 
     bits: int
     group_size: int | None
@@ -202,7 +201,7 @@ class Gptq:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awq:
-    """[inputs, outputs] of 4 bits, eight outputs in an int32 in a special order (arXiv 2306.00978, `gemm`)."""
+    """[inputs, outputs] of 4 bits, eight outputs per int32 in a special order (arXiv 2306.00978, `gemm`)."""
 
     group_size: int | None
 
@@ -247,7 +246,7 @@ def bits_of(packed: Tensor, bits: int) -> Tensor:
 
 
 def checked_groups(name: str, found: Tensor, count: int) -> Tensor:
-    """Raises ValueError if `found` names a group that does not exist."""
+    """Return `found` as indices. Raises ValueError if it names a group that does not exist."""
     if bool((found < 0).any()) or bool((found >= count).any()):
         raise ValueError(f"{name} names groups {int(found.min())} to {int(found.max())}, and there are {count}")
     return found.long()

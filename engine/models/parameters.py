@@ -71,8 +71,8 @@ def allocate(
 ) -> DecoderWeights:
     """Allocate tensors of the right shapes with undefined contents. device: None means the CPU.
 
-    kept: modules, by their names in the checkpoint, that have int8 weights with a scale for each output. A stacked
-    matrix is int8 only if all modules in it are."""
+    kept: modules, by their names in the checkpoint, that have int8 weights with a scale per output. A stacked matrix is
+    int8 only if all its modules are."""
     names = FAMILIES[config.architecture].names if kept else {}
     embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     return DecoderWeights(
@@ -101,7 +101,7 @@ _STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_u
 def _kept_places(
     names: Mapping[str, str], number: int, layer_config: LayerConfig, kept: frozenset[str]
 ) -> frozenset[str]:
-    """Which of a layer's `qkv`, `output`, `gate_up` and `down` have all their modules in `kept`."""
+    """Return which of a layer's `qkv`, `output`, `gate_up` and `down` have all their modules in `kept`."""
     modules: dict[str, list[str]] = {}
     for name, place in names.items():
         of_expert = layer_config.experts is not None and place in _MLP_PLACES
@@ -115,7 +115,8 @@ def _kept_places(
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
-    """With an offset, float32: the sum of a weight near 0 and the offset needs more bits than the weight."""
+    """Return float32 if norms have an offset: the sum of a weight near 0 and the offset needs more bits than the
+    weight."""
     return torch.float32 if config.norm_offset else dtype
 
 
@@ -156,20 +157,20 @@ def _allocate_layer(
 
 
 def _projected_size(config: ModelConfig, layer_config: LayerConfig) -> int:
-    """Number of rows of `qkv`."""
+    """Return the number of rows of `qkv`."""
     if layer_config.linear is not None:
         return layer_config.linear.projected_size
     return sum(qkv_sizes(config))
 
 
 def qkv_sizes(config: ModelConfig) -> list[int]:
-    """Numbers of rows of queries (including the gates that are stored with them), of keys, and of values."""
+    """Return the numbers of rows of queries (including the gates stored with them), of keys, and of values."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return [2 * q if config.attention_gate else q, kv, kv]
 
 
 def attended_size(config: ModelConfig, layer_config: LayerConfig) -> int:
-    """Number of columns of `output`."""
+    """Return the number of columns of `output`."""
     return config.num_heads * config.head_dim if layer_config.linear is None else layer_config.linear.heads.value_size
 
 
@@ -195,7 +196,7 @@ def _allocate_shared(hidden: int, size: int, linear: Callable[..., Linear]) -> S
 
 
 def settle(config: ModelConfig, weights: DecoderWeights) -> None:
-    """Convert weights from the checkpoint's layout to the one that the block computes with, in place."""
+    """Convert weights from the checkpoint's layout to the one that the block uses, in place."""
     if config.norm_offset:
         for norm in _norms(weights):
             norm.add_(config.norm_offset)
@@ -215,7 +216,7 @@ def settle(config: ModelConfig, weights: DecoderWeights) -> None:
 
 
 def settle_qkv(config: ModelConfig, stacked: Tensor) -> None:
-    """Reorder the outputs of a query, key and value projection, [outputs, ...], as the block needs them, in place."""
+    """Reorder the outputs of a query, key and value projection, [outputs, ...], for the block, in place."""
     size, head_dim = config.num_heads * config.head_dim, config.head_dim
     if config.attention_gate:  # from query, gate, query, gate ... to all gates, all queries
         queries = stacked[: 2 * size]
@@ -229,7 +230,7 @@ def settle_qkv(config: ModelConfig, stacked: Tensor) -> None:
 
 
 def _pair_order(config: ModelConfig, device: torch.device) -> Tensor | None:
-    """The order of a head's elements if it is rotated partially; None if they stay as they are stored."""
+    """Return the order of a head's elements if heads are rotated partially, or None to leave them as stored."""
     partial = config.rope.rotated_size(config.head_dim) < config.head_dim
     return pairs_side_by_side(config.rope, config.head_dim).to(device) if partial else None
 
@@ -263,9 +264,8 @@ LAYER_PLACES = (
     "mlp_norm", "router", "gate_up", "gate", "up", "down", "mlp_post_norm",
     "shared_gate", "shared_up", "shared_down", "shared_share",
 )  # fmt: skip
-"""The places that a family's tensors may have. For a stacked matrix, a family names either the whole or its parts. If
-attention is gated, `q` includes the gates. Layers with linear attention have `linear_*` instead of attention's
-places."""
+"""The places that a family's tensors may have. For a stacked matrix, a family names either the whole or its parts. In
+gated attention, `q` includes the gates. Layers with linear attention have `linear_*` instead of attention's places."""
 _MLP_PLACES = ("gate_up", "gate", "up", "down")
 
 
@@ -280,7 +280,8 @@ _Place = Linear | Tensor | _Bare | None
 
 
 def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, Tensor]:
-    """Name of a checkpoint's tensor -> the view that it fills. Exactly one name fills each element of `weights`."""
+    """Map each name of a checkpoint's tensor to the view that it fills. Exactly one name fills each element of
+    `weights`."""
     names = FAMILIES[config.architecture].names
     head = None if config.tie_word_embeddings else weights.lm_head
     model: dict[str, _Place] = dict(zip(MODEL_PLACES, (weights.embedding, weights.norm, head), strict=True))
@@ -295,8 +296,8 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
 
 
 def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
-    """Name of a tensor with all of a layer's experts -> (the view that it fills, the names of `checkpoint_table` that
-    it replaces)."""
+    """Map each name of a tensor with all of a layer's experts to (the view that it fills, the names in
+    `checkpoint_table` that it replaces)."""
     family = FAMILIES[config.architecture]
     table: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
     for number, (layer_config, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
@@ -334,7 +335,7 @@ def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
 
 
 def num_bytes(config: ModelConfig, weights: DecoderWeights) -> int:
-    """Bytes of all tensors; a tied one counts once."""
+    """Return the bytes of all tensors. A tied one counts once."""
     return sum(tensor.nbytes for tensor in _tensors(config, weights))
 
 

@@ -1,4 +1,4 @@
-"""Owns the reading of a config.json's `quantization_config`: which packing a matrix has.
+"""Owns the reader of a config.json's `quantization_config`: which packing a matrix has.
 Never guesses: a format that would be unpacked wrongly is refused by name, with the list of supported ones."""
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _WEIGHTS_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """The packings of a checkpoint. The checkpoint's tensors show which of the matrices they cover are really
-    packed."""
+    """The packings of a checkpoint. Its tensors show which of the covered matrices are really packed."""
 
     groups: tuple[tuple[tuple[str, ...], Packing], ...]
     """(targets, their packing). A target is a module's name, a pattern `re:...`, or `Linear`, which means all."""
@@ -35,7 +34,7 @@ class Quantization:
     """How the checkpoint wants activations rounded; empty: not at all."""
 
     def packing(self, module: str) -> Packing | None:
-        """The packing of a module, by its name in the checkpoint; None if it is not packed."""
+        """Return the packing of a module, by its name in the checkpoint, or None if it is not packed."""
         if any(_matches(target, module) for target in self.ignored):
             return None
         for exact in (True, False):
@@ -46,7 +45,7 @@ class Quantization:
 
     @property
     def by_output(self) -> tuple[bool, ...]:
-        """For each packing, whether kernels can use it as it is stored; see Packing.by_output."""
+        """For each packing, whether kernels can use it as stored; see Packing.by_output."""
         return tuple(packing.by_output for _, packing in self.groups)
 
     @property
@@ -137,9 +136,9 @@ _METHODS: dict[str, Callable[[Fields], Quantization]] = {
 
 
 def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
-    """The packing of a group, from its `weights`."""
+    """Read the packing of a group from its `weights`."""
     kind_of = _one_of(weights, where, "type", "int", "float")
-    if stored_as == "naive-quantized":  # the same as the other two: each value is an element of its own
+    if stored_as == "naive-quantized":  # the same as the other two: one element per value
         stored_as = f"{kind_of}-quantized"
     if not isinstance(stored_as, str) or stored_as not in _WEIGHTS_OF:
         raise ValueError(
@@ -168,7 +167,7 @@ def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
 
 
 def _cell(weights: Fields, where: str) -> tuple[tuple[int | None, int | None], str]:
-    """(how many outputs and inputs share a scale, a description for messages)"""
+    """Return (how many outputs and inputs share a scale, a description for messages)."""
     size = weights.get("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = weights.get("strategy") or default
@@ -188,7 +187,7 @@ def _cell(weights: Fields, where: str) -> tuple[tuple[int | None, int | None], s
 
 
 def _group_size(found: Fields, where: str, key: str) -> int | None:
-    """None: all inputs."""
+    """Read a group size. None means all inputs."""
     size = found.get(key, 128)
     if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
         raise ValueError(f"quantization_config ({where}): {key} is {size!r}: expected a positive integer, or -1.")
@@ -203,7 +202,7 @@ def _block(found: Any, where: str) -> tuple[int, int]:
 
 
 def _one_of(found: Fields, where: str, key: str, *supported: Any) -> Any:
-    """The field, which must be one of `supported`; the first of these if it is left out."""
+    """Return the field, which must be one of `supported`, or the first of these if it is left out."""
     value = found.get(key, supported[0])
     if value is None and None not in supported:
         value = supported[0]
@@ -221,7 +220,7 @@ def _none_of(found: Fields, where: str, key: str) -> None:
 
 
 def _object(found: Fields, where: str, key: str) -> Fields:
-    """An object in `found`; empty if there is none."""
+    """Return an object in `found`, empty if there is none."""
     value = found.get(key) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"quantization_config ({where}): {key} is {value!r}: expected an object.")

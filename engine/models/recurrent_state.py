@@ -1,4 +1,4 @@
-"""Owns the memory of recurrent states: a slot for each running request, and snapshots, in every layer that has states.
+"""Owns the memory of recurrent states: a slot per running request, and snapshots, in every layer that has states.
 Never knows which request has a slot: the scheduler assigns slots, and a plan says what to copy."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.step import StepPlan
 
 
 def bytes_per_slot(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one request's states in all layers; 0 for a model without states. dtype: the activations'."""
+    """Return the bytes of one request's states in all layers; 0 for a model without states. dtype: the activations'."""
     return sum(
         (linear.kernel - 1) * linear.channels * dtype.itemsize
         + linear.heads.num_value_heads * linear.heads.key_dim * linear.heads.value_dim * torch.float32.itemsize
@@ -27,12 +27,12 @@ def num_snapshots(scheduler: SchedulerConfig) -> int:
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig | ResolvedConfig, dtype: torch.dtype) -> int:
-    """Bytes of all slots and snapshots."""
+    """Return the bytes of all slots and snapshots."""
     return bytes_per_slot(model, dtype) * (config.max_num_seqs + num_snapshots(config.scheduler))
 
 
 def memory_summary(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> str:
-    """Describes how much memory the states take, and whether there can be prefix hits."""
+    """Describe how much memory the states take, and whether there can be prefix hits."""
     size, snapshots = bytes_per_slot(model, dtype), num_snapshots(config.scheduler)
     stride = config.scheduler.state_snapshot_tokens
     kept = f"{snapshots} snapshots, one every {stride} tokens, which prefix hits start from"
@@ -77,7 +77,7 @@ class RecurrentState:
         return tuple(zip(self.conv.unbind(), self.delta.unbind(), strict=True))
 
     def place(self, plan: StepPlan) -> None:
-        """Make the copies that come before all else in a step. They allocate no memory, so they cannot fail."""
+        """Make the copies that come first in a step. They allocate no memory, so they cannot fail."""
         for source, target in plan.state_moves:
             self._copy(source, target)
         for row in plan.rows:

@@ -1,5 +1,5 @@
 """Owns rotary position embedding: a checkpoint's settings, and the frequencies that follow from them.
-Never depends on a request's length: chunking and the prefix cache need a key to depend on nothing but its position."""
+Never depends on a request's length: for chunking and the prefix cache, a key must depend only on its position."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RopeConfig:
     """Factors of each pair's wavelength: `short_factors` within the original context, `long_factors` beyond it
     (LongRoPE)."""
     rotated: float = 1.0
-    """Share of a head that is rotated, from its beginning; the rest is left as it is."""
+    """Share of a head that is rotated, from its beginning; the rest is left unchanged."""
 
     def rotated_size(self, head_dim: int) -> int:
         return int(head_dim * self.rotated)
@@ -152,7 +152,7 @@ def _attention_factor(rope_type: str, spec: Mapping[str, Any], factor: float, or
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
-    """Radians per position of each pair, 0 for pairs that are not rotated. # [head_dim / 2] float32
+    """Return each pair's radians per position, 0 for pairs that are not rotated. # [head_dim / 2] float32
 
     `dynamic` (NTK) scaling derives the base from the current length, so a cached key would depend on when it was
     computed. Here the base is computed once, for the longest length served, max(max_model_len, original): it is the
@@ -165,14 +165,14 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> 
 
 
 def rotation_factors(rope: RopeConfig, head_dim: int) -> Tensor:
-    """The factor of each pair's cos and sin; 1 for pairs that are not rotated. # [head_dim / 2]"""
+    """Return the factor of each pair's cos and sin, 1 for pairs that are not rotated. # [head_dim / 2]"""
     factors = torch.ones(head_dim // 2)
     factors[: rope.rotated_size(head_dim) // 2] = rope.attention_factor
     return factors
 
 
 def pairs_side_by_side(rope: RopeConfig, head_dim: int) -> Tensor:
-    """The order of a head's elements that makes all pairs (i, i + head_dim / 2). # [head_dim]
+    """Return the order of a head's elements that makes all pairs (i, i + head_dim / 2). # [head_dim]
 
     If half of a head of 8 is rotated, checkpoints have the pairs (0, 2) and (1, 3), and leave 4 to 7 as they are. The
     order is then 0, 1, 4, 5, 2, 3, 6, 7.
@@ -184,7 +184,7 @@ def pairs_side_by_side(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _rotated_frequencies(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
-    """Inverse frequencies of the rotated part of a head, which has size `head_dim`. # [head_dim / 2] float32"""
+    """Return the inverse frequencies of a head's rotated part, of size `head_dim`. # [head_dim / 2] float32"""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = rope.theta
     if rope.rope_type == "dynamic":
@@ -222,6 +222,6 @@ def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    span = high - low if high != low else 0.001  # a ramp of no width would divide by zero
+    span = high - low if high != low else 0.001  # a ramp of zero width would divide by zero
     stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
     return plain * (1.0 - stretched) + plain / rope.factor * stretched

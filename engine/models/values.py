@@ -1,4 +1,4 @@
-"""Owns the type checks of single values in a config.json: a field of the wrong type is refused by its name.
+"""Owns the type checks of single values in a config.json: a field of the wrong type is refused by name.
 Never knows what a field is for: its callers do."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Fields = Mapping[str, Any]
 
 
 def integer(raw: Fields, key: str, default: int | None = None) -> int:
-    """A positive integer. Raises ValueError if the field is none."""
+    """Read a positive integer. Raises ValueError if the field is not one."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -20,7 +20,7 @@ def integer(raw: Fields, key: str, default: int | None = None) -> int:
 
 
 def number(raw: Fields, key: str, default: float | None = None) -> float:
-    """A positive, finite number. Raises ValueError if the field is none."""
+    """Read a positive, finite number. Raises ValueError if the field is not one."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -29,12 +29,12 @@ def number(raw: Fields, key: str, default: float | None = None) -> float:
 
 
 def numbers(raw: Fields, key: str) -> tuple[float, ...]:
-    """A list of positive, finite numbers. Raises ValueError if the field is something else."""
+    """Read a list of positive, finite numbers. Raises ValueError if the field is something else."""
     return tuple(number({key: value}, key) for value in sequence(raw, key))
 
 
 def sequence(raw: Fields, key: str) -> Sequence[Any]:
-    """A list; empty if the field is missing. Raises ValueError if it is something else."""
+    """Read a list, empty if the field is missing. Raises ValueError if it is something else."""
     value = raw.get(key)
     if value is not None and not isinstance(value, list | tuple):
         raise ValueError(f"{key} is {value!r}: expected a list.")
@@ -42,7 +42,7 @@ def sequence(raw: Fields, key: str) -> Sequence[Any]:
 
 
 def section(raw: Fields, key: str) -> Fields:
-    """An object; empty if the field is missing. Raises ValueError if it is something else."""
+    """Read an object, empty if the field is missing. Raises ValueError if it is something else."""
     value = raw.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{key} is {value!r}: expected an object.")

@@ -1,5 +1,5 @@
-"""Owns the image encoder of Qwen2.5-VL (arXiv 2502.13923): from an image's pixels to embeddings of its tokens.
-Never keeps anything of an image, and never encodes two at once, so that the result depends on the image alone."""
+"""Owns the image encoder of Qwen2.5-VL (arXiv 2502.13923): from an image's pixels to its tokens' embeddings.
+Never keeps anything of an image, and never encodes two at once, so the result depends on the image alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VisionEncoder:
         self._ops = ops
         self._mean, self._std = torch.tensor(pixels.mean), torch.tensor(pixels.std)
         self._scale = pixels.scale
-        half = config.head_dim // 2  # one half of these is rotated by the patch's row, the other by its column
+        half = config.head_dim // 2  # half of the pairs are rotated by the patch's row, half by its column
         self._frequencies = config.rope_theta ** (-torch.arange(0, half, 2, dtype=torch.float32) / half)
 
     def encode(self, grid: Grid, data: bytes) -> Tensor:
@@ -43,7 +43,7 @@ class VisionEncoder:
         return self._merge(x)[torch.argsort(order)]
 
     def _patches(self, rows: int, columns: int, data: bytes) -> Tensor:
-        """Normalised patches, ordered by token. # [patches, patch_values] float32"""
+        """Return normalised patches, ordered by token. # [patches, patch_values] float32"""
         config = self.config
         merge, size = config.merge_size, config.patch_size
         pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -54,7 +54,7 @@ class VisionEncoder:
         return values.reshape(-1, config.patch_values)
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
-        """The order of tokens by window [rows * columns], and how many patches each window has."""
+        """Return the order of tokens by window [rows * columns], and how many patches each window has."""
         side = self.config.window_size // self.config.side
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         window = (row // side * -(-columns // side) + column // side).flatten()
@@ -68,7 +68,7 @@ class VisionEncoder:
         return by_token[order].flatten(0, 1)
 
     def _rotations(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """cos and sin for each patch's row and column, each [patches, head_dim / 2] float32."""
+        """Return cos and sin for each patch's row and column, each [patches, head_dim / 2] float32."""
         merge = self.config.merge_size
         places = torch.meshgrid(torch.arange(rows * merge), torch.arange(columns * merge), indexing="ij")
         angles = []
@@ -79,7 +79,7 @@ class VisionEncoder:
         return both.cos(), both.sin()
 
     def _attention(self, x: Tensor, layer: VisionLayer, rotations: tuple[Tensor, ...], spans: list[int]) -> Tensor:
-        """Attention within each window. spans: how many consecutive patches each window has. # [patches, hidden]"""
+        """Attend within each window. spans: how many consecutive patches each window has. # [patches, hidden]"""
         cos, sin = rotations
         by_head = _linear(x, layer.qkv).view(len(x), 3 * self.config.num_heads, self.config.head_dim)
         q_and_k, v = by_head[:, : 2 * self.config.num_heads], by_head[:, 2 * self.config.num_heads :]

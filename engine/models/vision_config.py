@@ -1,4 +1,4 @@
-"""Owns the description of an image encoder: its shapes, how pixels are prepared for it, and where its outputs go.
+"""Owns the description of an image encoder: its shapes, how pixels are prepared, and where its outputs go.
 Never computes, and never reads a file."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VisionConfig:
     output_size: int
     rope_theta: float
     token_id: int
-    """The id of the prompt's tokens that an image replaces."""
+    """The id of the prompt tokens that an image replaces."""
     position_sections: tuple[int, int, int]
     """How many pairs of the decoder's heads are rotated by a token's frame, row and column (M-RoPE, arXiv
     2409.12191)."""
@@ -64,10 +64,10 @@ class PixelConfig:
 
 
 def read_pixels(raw: Mapping[str, Any], vision: VisionConfig) -> PixelConfig:
-    """Read the parsed file. Missing fields have the values of the published checkpoints.
+    """Read the parsed file. Missing fields get the values of the published checkpoints.
 
     Raises:
-        ValueError: the file asks for other patches than the encoder's, or for another way to prepare images.
+        ValueError: the file asks for patches other than the encoder's, or for another way to prepare images.
     """
     expected = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
     expected |= {"merge_size": vision.merge_size, "resample": 3}
@@ -87,10 +87,10 @@ def read_pixels(raw: Mapping[str, Any], vision: VisionConfig) -> PixelConfig:
 
 
 def image_kind(vision: VisionConfig, pixels: PixelConfig, most_tokens: int) -> InputKind:
-    """The kind of images that the engine accepts for this model. most_tokens: the engine's limit for one image.
+    """Return the kind of images that the engine accepts for this model. most_tokens: the engine's limit for one image.
 
     Raises:
-        ValueError: the limit is less than the smallest image of this model has.
+        ValueError: the limit is below this model's smallest image.
     """
     area = vision.side**2
     if most_tokens * area < pixels.min_pixels:

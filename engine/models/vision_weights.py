@@ -25,8 +25,7 @@ class VisionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionWeights:
-    """The encoder's weights. The merger turns merge_size x merge_size neighbouring patches into one token of the
-    decoder."""
+    """The encoder's weights. The merger turns merge_size x merge_size neighbouring patches into one decoder token."""
 
     patches: Tensor  # [hidden, channels, temporal_patch_size, patch_size, patch_size]
     layers: tuple[VisionLayer, ...]
@@ -36,7 +35,7 @@ class VisionWeights:
 
 
 def allocate_vision(config: VisionConfig, dtype: torch.dtype) -> VisionWeights:
-    """Tensors of the right shapes with undefined contents."""
+    """Allocate tensors of the right shapes with undefined contents."""
     hidden, merged = config.hidden_size, config.hidden_size * config.merge_size**2
 
     def tensor(*shape: int) -> Tensor:
@@ -66,7 +65,7 @@ def allocate_vision(config: VisionConfig, dtype: torch.dtype) -> VisionWeights:
 
 
 def vision_table(weights: VisionWeights) -> dict[str, Tensor]:
-    """Checkpoint tensor name -> the tensor that it fills."""
+    """Map each name of a checkpoint's tensor to the tensor that it fills."""
     table = {
         "visual.patch_embed.proj.weight": weights.patches,
         "visual.merger.ln_q.weight": weights.merger_norm,

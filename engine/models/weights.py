@@ -1,4 +1,4 @@
-"""Owns the filling of weight tensors: from safetensors files, or with seeded random numbers.
+"""Owns the loading of weights: from safetensors files, or as seeded random numbers.
 Never computes with them, and never leaves a tensor unfilled: a checkpoint that does not fit is refused by tensor
 name."""
 
@@ -38,9 +38,9 @@ def load_weights(
 ) -> DecoderWeights:
     """Load the checkpoint's weights in `dtype` on `device`.
 
-    Each tensor is copied straight from its file into its place, so that the host never holds more of the model than one
-    tensor. others: tensors besides the decoder's to fill, by name. keep_int8: keep matrices that are stored in 8 bits
-    with a scale for each output as they are.
+    Each tensor is copied straight from its file to its place, so the host never holds more of the model than one
+    tensor. others: further tensors to fill, by name. keep_int8: keep matrices as they are if they are stored in 8 bits
+    with a scale per output.
 
     Raises:
         CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
@@ -68,7 +68,7 @@ def load_weights(
 
 
 def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, *, keep_int8: bool) -> int:
-    """How many bytes load_weights takes, from the headers of the files alone. model_dir: None means dummy_weights.
+    """Return how many bytes load_weights takes, reading only the files' headers. model_dir: None means dummy_weights.
 
     Raises:
         CheckpointError: a file is missing or not readable.
@@ -81,15 +81,15 @@ def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype
 
 
 def _kept(packed: Mapping[str, Packing]) -> frozenset[str]:
-    """Modules whose weights the native kernels use as they are stored."""
+    """Return the modules whose weights the native kernels use as stored."""
     return frozenset(module for module, packing in packed.items() if packing.by_output)
 
 
 def dummy_weights(
     config: ModelConfig, dtype: torch.dtype, seed: int = DUMMY_SEED, *, device: torch.device = CPU
 ) -> DecoderWeights:
-    """Random weights of the model's shapes, scaled so that activations stay near one at any depth. On the same kind of
-    device, the same seed gives the same weights."""
+    """Make random weights of the model's shapes, scaled so that activations stay near one at any depth. On the same
+    kind of device, the same seed gives the same weights."""
     weights = allocate(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, view in checkpoint_table(config, weights).items():
@@ -171,14 +171,14 @@ def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, view: Tenso
 
 
 def _own_name(stored: str, config: ModelConfig) -> str:
-    """The tensor's name in the family's table."""
+    """Return the tensor's name in the family's table."""
     nested = FAMILIES[config.architecture].nested
     return f"model.{stored.removeprefix(nested)}" if nested and stored.startswith(nested) else stored
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor may be ignored. Old checkpoints store RoPE frequencies; tied ones may store lm_head, although it
-    is the embedding."""
+    """Return whether a tensor may be ignored. Old checkpoints store RoPE frequencies; tied ones may store lm_head,
+    although it is the embedding."""
     frequencies, tied = name.endswith("rotary_emb.inv_freq"), name == "lm_head.weight" and config.tie_word_embeddings
     return frequencies or tied or name.startswith(FAMILIES[config.architecture].unused)
 

@@ -1,5 +1,5 @@
-"""Owns one request's progress: its tokens, its cursors, its blocks, and the checks it passed to get in. What few
-requests have hangs on it in one object each (`request_parts`).
+"""Owns one request's progress: its tokens, cursors and blocks, and the checks it passed on entry. What few requests
+have is one separate object each (`request_parts`).
 Never decides what runs next; the planner does."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Request:
         0 ........... cached ........ computed ....... scheduled ...... target     len(token_ids)
         | prefix hit  | KV present    | in flight      | still to do    |          | + sampled tokens
 
-    Progress is one number, `computed`, that chases `target`; there is no prefill phase to fall out of. Without overlap
-    and drafts, `scheduled` and `computed` are equal between steps.
+    Progress is one number, `computed`, which chases `target`; there is no separate prefill phase. Without overlap and
+    drafts, `scheduled` and `computed` are equal between steps.
     """
 
     request_id: str
@@ -39,7 +39,7 @@ class Request:
     row_sampling: RowSampling
     stop_token_ids: frozenset[int]
     answer_start: int
-    """Where the answer begins in `token_ids`: before `prompt_len` if another engine began it."""
+    """Where the answer begins in `token_ids`: before `prompt_len` if another engine began the answer."""
     priority: int = 0
     tenant: str = ""
     target: int = 0
@@ -51,34 +51,34 @@ class Request:
     num_pending: int = 0
     """Sampled tokens in flight: 1 between a step that samples and its results."""
     epoch: int = 0
-    """Changes when the request loses its memory: results of rows that were launched before are not its own any more."""
+    """Changes when the request loses its memory: results of rows launched before that are no longer its own."""
     block_ids: tuple[int, ...] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     prefix_root: bytes = ROOT
     """What the hash of the first block builds on."""
     num_published: int = 0
     place: tuple[int, int] = (0, 0)
-    """Among the requests of one priority and tenant, the lowest is served first. It is (arrival_index, 0), unless a
-    preemption put it elsewhere. No two are equal, and it stays while the request waits."""
+    """Among the requests of one priority and tenant, the lowest is served first. It is (arrival_index, 0) unless a
+    preemption moved it. No two are equal, and it does not change while the request waits."""
     was_scheduled: bool = False
-    """The Scheduled event was sent; a preemption does not send it again."""
+    """Whether the Scheduled event was sent. A preemption does not send it again."""
     waiting_since: float = 0.0
-    """Monotonic seconds of the arrival, or of the last chunk: how long this prompt has stood still."""
+    """Monotonic seconds of the arrival or the last chunk, which tell how long this prompt has made no progress."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
-    """(epoch of the caches, matched blocks): a waiting request looks its prefix up once an epoch, not once a step."""
+    """(epoch of the caches, matched blocks): a waiting request looks up its prefix once an epoch, not once a step."""
 
-    # What few requests have: a value, or an object where several belong together.
+    # What few requests have: a value, or an object if several belong together.
     early_sampling: RowSampling | None = None
-    """Before `min_tokens`: stop tokens are banned. None where there is no such limit."""
+    """Used before `min_tokens`: stop tokens are banned. None if there is no such limit."""
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
     num_overtakes: int = 0
     """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
     adapter: str = ""
-    """The digest of the adapter that computes it; "": none does."""
+    """The digest of the request's adapter; "" for none."""
     spans: PromptSpans | None = None
     scoring: Scoring | None = None
-    """None where nobody asked for it, and once it was sent."""
+    """None if nobody asked for scores, or once they were sent."""
     pooling: Pooling | None = None
     drafts: Drafts | None = None
 
@@ -88,12 +88,12 @@ class Request:
 
     @property
     def lifetime_tokens(self) -> int:
-        """Positions whose KV is ever written: the last sampled token is not fed back."""
+        """Positions whose KV is ever written. The last sampled token is not fed back."""
         return self.prompt_len + max(self.max_tokens, 1) - 1
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens of the next decode row; 0 when the tokens in flight are the last."""
+        """Tokens of the next decode row; 0 if the tokens in flight are the last."""
         left = self.prompt_len + self.max_tokens - len(self.token_ids) - self.num_pending
         if left <= 0:
             return 0
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def most_drafts(self) -> int:
-        """How far drafts may go: as far as the answer may, but for its last token, which needs none after it."""
+        """Most drafts of a row: as many tokens as the answer may still have, less the last, which is never drafted."""
         early = self.num_output < self.sampling.min_tokens  # stop tokens are banned at one position a row
         return 0 if early else self.max_tokens - self.num_output - 1
 
@@ -109,7 +109,7 @@ class Request:
         return Usage(self.prompt_len, self.num_output + stop_token, self.cached)
 
     def next_sampling(self) -> RowSampling | None:
-        """How the next token is chosen; None for a request that only has its prompt computed."""
+        """Return how the next token is chosen, or None for a request that only has its prompt computed."""
         if not self.max_tokens:
             return None
         if self.early_sampling is None:
@@ -118,11 +118,11 @@ class Request:
         return self.early_sampling if early else self.row_sampling
 
     def answer(self) -> tuple[int, ...]:
-        """The answer's tokens so far, up to the one in flight."""
+        """Return the answer's tokens so far, up to the one in flight."""
         return (*self.token_ids[self.answer_start :], *(PENDING_TOKEN,) * self.num_pending)
 
     def next_tokens(self, count: int) -> tuple[int, ...]:
-        """`count` tokens from `scheduled` on: known ones, then what is in flight or drafted."""
+        """Return `count` tokens from `scheduled` on: known ones, then the one in flight or the drafts."""
         known = tuple(self.token_ids[self.scheduled : self.scheduled + count])
         if len(known) == count:
             return known
@@ -132,8 +132,8 @@ class Request:
 
     @property
     def num_reusable(self) -> int:
-        """Tokens that a prefix hit may cover. The last one is computed for its logits, and so is what is not scored or
-        summed yet."""
+        """Tokens that a prefix hit may cover. The last one is computed for its logits, as are those that are not scored
+        or summed yet."""
         count = len(self.token_ids) - 1
         if self.scoring is not None:
             count = min(count, len(self.scoring.logprobs))
@@ -142,13 +142,13 @@ class Request:
         return count
 
     def to_score(self, end: int) -> PromptScoring | None:
-        """The prompt tokens that the next positions, up to `end`, predict and that have no log-probability yet."""
+        """Return the prompt tokens that the next positions, up to `end`, predict and that lack a log-probability."""
         if self.scoring is None:
             return None
         return self.scoring.of_chunk(self.token_ids, self.prompt_len, self.scheduled, end)
 
     def extend_hashes(self, num_tokens: int, block_size: int) -> None:
-        """Hash the full blocks among the first `num_tokens` tokens that are not hashed yet."""
+        """Hash the full blocks within the first `num_tokens` tokens that are not hashed yet."""
         inputs = () if self.spans is None else self.spans.inputs
         extend_chain(self.block_hashes, self.token_ids, num_tokens // block_size, block_size, self.prefix_root, inputs)
 
@@ -156,10 +156,10 @@ class Request:
 def create_request(submission: Submission, config: ResolvedConfig, arrival_index: int) -> Request:
     """Check a submission against what this engine can ever serve, and make its request.
 
-    The prompt is hashed here, by whoever submits it: that takes milliseconds, and a step must not wait for it.
+    The prompt is hashed here, on the submitter's time: that takes milliseconds, and a step must not wait for it.
 
     Raises:
-        RequestRejected: with the field, the limit and the value.
+        RequestRejected: names the field, the limit and the value.
     """
     prompt, params = submission.prompt_token_ids, submission.sampling
     _check_prompt(prompt, params, config)
@@ -208,7 +208,7 @@ def create_request(submission: Submission, config: ResolvedConfig, arrival_index
 
 
 def _spans(atomic: tuple[tuple[int, int], ...], inputs: tuple[SpanInput, ...], root: bytes) -> PromptSpans | None:
-    """None for a prompt that is text alone, to be cut anywhere."""
+    """Return the prompt's spans, or None for text alone, which can be cut anywhere."""
     return PromptSpans(atomic, inputs, place_inputs(inputs, root)) if atomic or inputs else None
 
 
@@ -229,7 +229,7 @@ def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: Resolve
 
 
 def _check_controls(params: SamplingParams, stops: frozenset[int], vocab_size: int) -> None:
-    """Every id is one of the vocabulary, something is left to sample, and what a grammar ends can end."""
+    """Check that every id is in the vocabulary, something is left to sample, and a grammar's end can end the answer."""
     if params.grammar is not None and params.ignore_eos:
         raise RequestRejected(
             ErrorCode.INVALID_PARAMETER,
@@ -254,7 +254,7 @@ def _check_controls(params: SamplingParams, stops: frozenset[int], vocab_size: i
 
 
 def _controls(submission: Submission) -> LogitControls | None:
-    """None where the logits stay as they are."""
+    """Return the controls, or None if the logits stay as they are."""
     params = submission.sampling
     repeats = params.repetition_penalty != 1.0
     controls = LogitControls(
@@ -309,7 +309,7 @@ def _resolve_max_tokens(prompt_len: int, asked: int | None, config: ResolvedConf
         )
     answer = max(max_tokens, 0 if asked == 0 else 1)
     kept = prompt_len + max(answer, 1) - 1  # the last token's KV is never written
-    longest = config.max_request_tokens - (asked == 0)  # and without an answer there is no such token
+    longest = config.max_request_tokens - (asked == 0)  # without an answer there is no such token
     if max_tokens < answer or kept > config.num_kv_blocks * config.block_size:
         raise RequestRejected(
             ErrorCode.KV_CAPACITY_EXCEEDED,

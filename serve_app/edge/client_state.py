@@ -1,6 +1,6 @@
-"""Owns what the ingress tells the outermost ASGI layer about its client. Only seen where both run in one process: Ray's
-proxy sends a copy of the scope.
-Never decides when a client is given up; serve_app.api.http.asgi does."""
+"""Owns what the ingress tells the outermost ASGI layer about its client. It is only seen if both run in one process,
+because Ray's proxy sends a copy of the scope.
+Never decides when to give a client up; serve_app.api.http.asgi does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEY = "serve_app.client_state"
 @dataclass(slots=True)
 class ClientState:
     is_gone: bool = False
-    """There is nobody to answer: the client left, or takes nothing of its answer."""
+    """There is nobody to answer: the client left, or does not read its answer."""
 
 
 def track_client(scope: Scope) -> ClientState:

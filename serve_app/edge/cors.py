@@ -1,6 +1,6 @@
-"""Owns which web pages may read what HAProxy, Ray or an HTTP server refuses without the app (CORS): the applications'
-own settings, as `serve run` hands them on.
-Never speaks for an answer of the app, which names the page itself, see serve_app.api.http.cors."""
+"""Owns which web pages may read the refusals of HAProxy, Ray or an HTTP server, made without the app (CORS): the
+applications' own settings, as `serve run` hands them on.
+Never covers an answer of the app, which names the page itself, see serve_app.api.http.cors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "CHUNKSERVE_CORS"
-"""JSON: for each route prefix of ours its policy. Without it no refusal names a page."""
+"""JSON: each of our route prefixes with its policy. Without the variable, no refusal names a page."""
 
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 EXPOSED = ("x-request-id", "request-id", "x-chunkserve-ignored", "openai-processing-ms", "retry-after")
 
 _PREFIX = re.compile(r"/[^\s\"'\\#{}]*")
-"""HAProxy's configuration, by Ray and by us, has it as a bare word."""
+"""Ray and we write the prefix into HAProxy's configuration as a bare word."""
 RAYS_OWN = "/-/"
 PREFLIGHT_VARY = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers"
 
@@ -93,7 +93,7 @@ def _is_line(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Holds the part of a refused request that says which page wants to read the refusal."""
+    """Holds the parts of a refused request that say which page wants to read the refusal."""
 
     method: str
     path: str
@@ -110,7 +110,7 @@ class Told:
 
     headers: dict[str, str]
     is_granted: bool = False
-    """It refuses a preflight, and says 200 instead: the browser sends the request, whose refusal the page can read."""
+    """A refused preflight is answered with 200: the browser then sends the request, whose refusal the page can read."""
 
 
 def told(policies: Sequence[Policy], asked: Asked) -> Told:

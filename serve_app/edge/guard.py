@@ -1,4 +1,4 @@
-"""Owns the outermost ASGI layer, around Ray Serve's own: headers that Ray reads, and what Ray says or leaves unsaid.
+"""Owns the outermost ASGI layer, around Ray Serve's own: headers that Ray reads, and errors that Ray reports or omits.
 Never changes an answer of our app, and buffers nothing but Ray's one-line texts."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve")
 
 RESPONSES_PATH = "/v1/responses"
 LAST_WORD_S = 10
-"""How long the client may take to accept what is said here: its socket may be full, and nobody else watches it."""
+"""How long the client may take to accept an answer from here: its socket may be full, and nobody else watches it."""
 
 _RAYS_OWN = ("/-/healthz", "/-/routes")
 """Paths on which Ray's plain texts are what probes expect."""
@@ -41,13 +41,13 @@ _DECODED = {
     b"traceparent",
     b"tracestate",
 }
-"""Headers that Ray decodes as UTF-8, and fails on, with `-` for `_`."""
+"""Headers, with `-` for `_`, that Ray decodes as UTF-8 and fails on if they are not."""
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d{1,18})')
 
 
 class Guard:
-    """`speaks_for_ray`: put what Ray says, and what it leaves unsaid when a replica is lost, in the API's shape. Only
-    where all applications are ours: others may answer with texts."""
+    """`speaks_for_ray`: put Ray's errors, and what it omits when a replica is lost, into the API's shape. Only if all
+    applications are ours, because others may answer with plain texts."""
 
     def __init__(self, app: ASGIApp, *, speaks_for_ray: bool, cors: Sequence[Policy] = ()) -> None:
         self._app = app
@@ -75,9 +75,9 @@ class Guard:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Raised, while nobody has cancelled us: how Ray leaves a request that took longer than `request_timeout_s`.
+            # Raised although nobody cancelled us: this is how Ray ends a request that exceeded `request_timeout_s`.
             await answer.complete(_TOO_LONG)
-        except Exception as error:  # uvicorn would answer with a text, and log nothing
+        except Exception as error:  # uvicorn would answer with plain text, and log nothing
             logger.error("a request failed in Ray Serve", exc_info=error)
             text = "The server failed unexpectedly."
             await answer.complete(ApiError(500, text, type="server_error", code="internal_error"))
@@ -131,14 +131,14 @@ class _Answer:
         await self._say(start, {"type": "http.response.body", "body": body})
 
     async def _say(self, *messages: Message) -> None:
-        with suppress(TimeoutError):  # the server closes the connection of an answer that is not complete
+        with suppress(TimeoutError):  # the server closes the connection of an incomplete answer
             async with asyncio.timeout(LAST_WORD_S):
                 for message in messages:
                     await self._send(message)
 
     async def complete(self, error: ApiError) -> None:
-        """Say what has happened where Ray did not: in an answer, or in the last frame of a stream. An answer that is
-        neither is left to the server, which closes the connection, so that nobody takes it for whole. So is one whose
+        """Report what happened if Ray did not: as the answer, or in the last frame of a stream. Any other answer that
+        has begun is left to the server, which closes the connection, so that nobody takes it for whole. So is one whose
         client the ingress has given up: nothing was lost."""
         if self._is_complete or self._client.is_gone:
             return
@@ -149,7 +149,7 @@ class _Answer:
             await self._say({"type": "http.response.body", "body": self._frames(error)})
 
     def _instead_of(self, message: Message) -> tuple[ApiError, dict[str, str]] | None:
-        """Our app's errors are JSON; a text is Ray's."""
+        """Return what to send instead of Ray's error. Our app's errors are JSON; a plain text is Ray's."""
         status = message["status"]
         if status < 400 or self._path.endswith(_RAYS_OWN) or not _content_type(message).startswith("text/plain"):
             return None
@@ -160,7 +160,7 @@ class _Answer:
         return error, {name: kept[name] for name in ("x-request-id", "retry-after") if name in kept}
 
     def _is_on(self, path: str) -> bool:
-        """Whatever the prefix: in a proxy, the path still has it."""
+        """Ignore the route prefix, which the path still has in a proxy."""
         return self._path.endswith(path) or f"{path}/" in self._path
 
     def _told(self, error: ApiError) -> dict[str, Any]:
@@ -185,8 +185,8 @@ def _content_type(message: Message) -> str:
 
 
 def _keep_valid_id(headers: list[tuple[bytes, bytes]]) -> None:
-    """Drop X-Request-Id unless there is one and it is well formed: Ray echoes and logs it, and makes one if there is
-    none."""
+    """Drop X-Request-Id unless there is exactly one and it is well formed. Ray echoes and logs it, and makes one if
+    there is none."""
     given = [value for name, value in headers if name == _ID]
     if given and (len(given) > 1 or not REQUEST_ID.fullmatch(given[0].decode("latin-1"))):
         headers[:] = [(name, value) for name, value in headers if name != _ID]

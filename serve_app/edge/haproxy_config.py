@@ -1,4 +1,4 @@
-"""Owns what is changed in the configuration that Ray Serve writes for HAProxy: limits, and answers in the API's shape.
+"""Owns the edits to the configuration that Ray Serve writes for HAProxy: limits, and answers in the API's shape.
 Never writes a file and never starts HAProxy; `launcher` does."""
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ PAGES: dict[int, Refusal] = {
     503: NO_REPLICA,
     504: REPLICA_LATE,
 }
-"""What HAProxy says by itself, by the status that it would have. Ray gives it a plain text for the last three."""
+"""HAProxy's own answers, by the status that it would send. Ray gives it a plain text for the last three."""
 
-# HAProxy answers headers that it has no room for with a page that cannot be changed. So it has room for more than are
-# allowed, and a rule refuses them. Buffers are taken when they are needed, and only what is written to is resident.
+# HAProxy answers headers that it has no room for with a page that cannot be changed. So it gets room for more than are
+# allowed, and a rule refuses them. Buffers are allocated on demand, and only what is written to is resident.
 _BUFFER_BYTES = 128 * 1024
 _ROOM_FOR_HEADERS = 8192
 
 _SMALL_BODY_BYTES = 32 * 1024
-"""A body that goes to a replica when all of it is here: a request that is kept whole can be sent to another."""
+"""A body up to this size goes to a replica once it is complete, so that the request can be sent to another replica."""
 _SMALL_BODY_S = math.ceil(BODY_STALL_S + _SMALL_BODY_BYTES / MIN_BODY_BYTES_PER_S)
-"""What the app's pace gives the largest of these: HAProxy cuts none that the app would take."""
+"""The time that the app's minimum rate allows the largest such body: HAProxy cuts off none that the app would take."""
 
 _MARK = "# Edited by serve_app.edge.\n"
 _BUFFER = re.compile(r"^( *)tune\.bufsize (\d+)$", re.MULTILINE)
@@ -59,7 +59,7 @@ _DEFAULTS = re.compile(r"^defaults$", re.MULTILINE)
 _FRONTEND = re.compile(r"^frontend http_frontend\n *bind .*$", re.MULTILINE)
 _ERROR_FILE = re.compile(r"^ *errorfile .*\n", re.MULTILINE)
 _NO_ROUTE = re.compile(r"^( *)http-request return status 404 content-type text/plain .*$", re.MULTILINE)
-# Ray binds HAProxy's pages about itself to ports of all interfaces, and has no switch.
+# Ray binds HAProxy's pages about itself to ports on all interfaces, and has no setting to change that.
 _OWN_PAGES = {
     "RAY_SERVE_HAPROXY_METRICS_PORT": re.compile(r"^(frontend (prometheus)\n *bind) .*$", re.MULTILINE),
     "RAY_SERVE_HAPROXY_STATS_PORT": re.compile(r"^(listen (stats)\n *bind) .*$", re.MULTILINE),
@@ -67,12 +67,12 @@ _OWN_PAGES = {
 
 
 class EdgeError(Exception):
-    """A setting is wrong, or Ray writes another configuration than the one that this was made for."""
+    """A setting is wrong, or Ray's configuration is not the one that this module was written for."""
 
 
 def edited(config: str, directory: Path, environ: Mapping[str, str]) -> str:
-    """Ray's configuration with our limits. `directory` has the error pages and lists of origins, and is where HAProxy's
-    own pages go, unless `environ` gives them a port.
+    """Return Ray's configuration with our limits. `directory` has the error pages and lists of origins. HAProxy's own
+    pages are served from sockets in it, unless `environ` gives them a port.
 
     Raises:
         EdgeError: the message says which setting or which part of the configuration.
@@ -93,10 +93,10 @@ def edited(config: str, directory: Path, environ: Mapping[str, str]) -> str:
 
 
 def per_source_limit(environ: Mapping[str, str], maxconn: int) -> int:
-    """How many connections one source may hold; 0 is no limit. Half of what there are, unless it is set.
+    """Return how many connections one source may hold, 0 for no limit. The default is half of `maxconn`.
 
     Raises:
-        EdgeError: the setting is no whole number, or negative.
+        EdgeError: the setting is not a whole number, or is negative.
     """
     given = environ.get(PER_SOURCE, "").strip()
     if not given:
@@ -107,7 +107,7 @@ def per_source_limit(environ: Mapping[str, str], maxconn: int) -> int:
 
 
 def cors_policies(environ: Mapping[str, str]) -> tuple[Policy, ...]:
-    """Raises EdgeError if they are none."""
+    """Read the policies. Raises EdgeError if the variable is wrong."""
     try:
         return policies_in(environ)
     except CorsError as error:
@@ -121,7 +121,7 @@ def _room(found: re.Match[str]) -> str:
 
 def _defaults(directory: Path) -> list[str]:
     pages = [f"errorfile {status} {page_path(directory, status)}" for status in PAGES]
-    # A connection on which nothing was sent, such as a browser opens ahead of time, is closed without a word.
+    # A connection on which nothing was sent, such as one that a browser opens ahead of time, is closed silently.
     return [f"timeout http-request {HEAD_TIMEOUT_S}s", "option http-ignore-probes", *pages]
 
 
@@ -134,7 +134,7 @@ def _frontend(limit: int) -> list[str]:
     ]
     if not limit:
         return rules
-    # Rejected when it is accepted: no buffer, no session. A network of IPv6 is one source, as people have one each.
+    # Rejected on accept: no buffer, no session. An IPv6 /64 is one source, because each subscriber gets at least one.
     return [
         "stick-table type ipv6 size 100k expire 10m store conn_cur",
         "tcp-request connection track-sc0 src,ipmask(32,64)",
@@ -149,7 +149,7 @@ def _returned(refusal: Refusal) -> str:
 
 
 def page_path(directory: Path, status: int) -> Path:
-    """Not Ray's `500.http`, which it writes once."""
+    """Return a path other than Ray's `500.http`, which Ray writes only once."""
     return directory / f"says-{status}.http"
 
 

@@ -1,5 +1,5 @@
-"""Owns HAProxy's rules for CORS: its own refusals name the page that may read them, and a preflight that it refuses
-succeeds, so that the browser sends the request and reads why it is refused.
+"""Owns HAProxy's rules for CORS. Its own refusals name the page that may read them. A preflight that it refuses gets
+200, so that the browser sends the request and the page reads why it is refused.
 Never touches what a replica has answered."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PREFLIGHT = f"{_ALLOWED} {{ var(txn.cors_preflight) -m found }}"
 
 
 def cors_rules(policies: Sequence[Policy], directory: Path) -> list[str]:
-    """For the frontend, before any rule that refuses. `directory` has what `pattern_files` says."""
+    """Write the frontend's rules, which go before any rule that refuses. `directory` has the `pattern_files`."""
     if not policies:
         return []
     chosen = [rule for number, policy in enumerate(policies) for rule in _choice(number, policy, directory)]
@@ -32,14 +32,14 @@ def cors_rules(policies: Sequence[Policy], directory: Path) -> list[str]:
 
 
 def pattern_files(policies: Sequence[Policy], directory: Path) -> Iterator[tuple[Path, str]]:
-    """Files that the rules name, and what is in them: in a configuration an expression would have to be quoted."""
+    """Yield the files that the rules name, with their contents. In the configuration, a regex would need quoting."""
     for number, policy in enumerate(policies):
         for method, patterns in _patterns(policy).items():
             yield _pattern_file(directory, number, method), "".join(f"{pattern}\n" for pattern in patterns)
 
 
 def _patterns(policy: Policy) -> dict[str, list[str]]:
-    """By HAProxy's method of matching."""
+    """Return the patterns by HAProxy's matching method."""
     expression = [] if policy.allow_origin_regex is None else [f"^(?:{policy.allow_origin_regex})$"]
     return {"str": list(policy.allow_origins), "reg": expression}
 
@@ -49,7 +49,7 @@ def _paths(policy: Policy) -> list[str]:
 
 
 def _choice(number: int, policy: Policy, directory: Path) -> Iterator[str]:
-    """The policy of the longest prefix is the only one that counts."""
+    """Yield the rules that apply a policy. Only the policy of the longest matching prefix counts."""
     mine = f"{{ var(txn.cors_policy) -m int {number} }} {{ var(txn.cors_origin) -m found }}"
     yield (
         f"http-request set-var(txn.cors_policy) int({number}) "

@@ -1,4 +1,4 @@
-"""Owns the limits that uvicorn has not: how long and how large the head of a request may be, and what is answered.
+"""Owns the limits that uvicorn lacks: how long and how large the head of a request may be, and what is answered.
 Never reads a body; the app limits those, see serve_app.api.http.asgi."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serve_app.edge.limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADERS, M
 from serve_app.edge.refusals import HEAD_TOO_LARGE, HEAD_TOO_SLOW, MALFORMED, URL_TOO_LONG, Refusal
 
 LINGER_S = 10
-"""How long the rest of a body is read and thrown away whose request was answered without it."""
+"""How long the rest of a body is read and discarded after its request was answered without it."""
 
 _FIELD_BYTES = 4  # ": " and the end of the line
 
@@ -25,16 +25,16 @@ class _Refused(Exception):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. What it refuses is answered in the API's shape, and ends the connection."""
+    """One connection. Refusals are in the API's shape, and end the connection."""
 
     cors: tuple[Policy, ...] = ()
-    """Of this process: Ray makes the connections."""
+    """Set once per process, because Ray makes the connections."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._in_head = True
         self._began_head = False  # in the read that is being parsed
-        self._head_bytes = 0  # of a head that is not complete
+        self._head_bytes = 0  # of an incomplete head
         self._refusal = MALFORMED
         self._timer: asyncio.TimerHandle | None = None
 
@@ -59,7 +59,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._began_head, self._head_bytes = True, True, 0
-        if self.cycle is not None:  # the time of a connection's first head began with the connection
+        if self.cycle is not None:  # a connection's first head is timed from the connection's start
             self._stop_timer()
 
     def on_headers_complete(self) -> None:
@@ -75,7 +75,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        unread = self.cycle.more_body and not self.pipeline  # of one that is pipelined, the one before was read whole
+        unread = self.cycle.more_body and not self.pipeline  # one that a pipelined request follows was read whole
         super().on_response_complete()
         if unread and not self.transport.is_closing():
             self._start_timer(LINGER_S, self.transport.close)
@@ -85,8 +85,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(self._refusal)
 
     def _check_unfinished(self, num_read: int) -> None:
-        # A read may begin with the body of the request before, so the read in which a head begins is not counted. On a
-        # connection's first head nothing is before it.
+        # A read may begin with the previous request's body, so the read in which a head begins is not counted. Nothing
+        # comes before a connection's first head.
         if not self._began_head or self.cycle is None:
             self._head_bytes += num_read
         if self._head_bytes > MAX_HEAD_BYTES + MAX_URL_BYTES:
@@ -95,8 +95,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
 
     def _is_idle(self) -> bool:
-        """Whether nothing would end the connection. uvicorn stops its keep-alive timer at every read, and starts it
-        after answers only: not after a body that came behind its answer, nor after an empty line."""
+        """Return whether nothing would end the connection. uvicorn stops its keep-alive timer at every read, and starts
+        it only after an answer: not after a body that arrives later than its answer, nor after an empty line."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         return is_answered and self._timer is None and self.timeout_keep_alive_task is None
 
@@ -108,11 +108,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            # The request before is not answered yet, and nothing may have been read meanwhile: no fault of the client.
+            # The previous request is unanswered, and nothing may have been read meanwhile: not the client's fault.
             self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
         elif self._head_bytes or self.headers is not None:
             self._refuse(HEAD_TOO_SLOW)
-        else:  # nothing was sent, as by a browser that connects ahead of time
+        else:  # nothing was sent, as when a browser connects ahead of time
             self.transport.close()
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -123,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _told(self, refusal: Refusal) -> bytes:
-        """Write the refusal. The part of the head that was read says which page asks."""
+        """Write the refusal. The part of the head that was read says which page is asking."""
         if not self.headers or not self.url:
             return refusal.response()
         named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}

@@ -14,18 +14,18 @@ from serve_app.edge.http_protocol import BoundedHttpProtocol
 
 
 def guard_ours() -> list[Middleware]:
-    """Guard a cluster that serves our applications and no others. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names
-    this."""
+    """Guard a cluster that serves only our applications. `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this
+    function."""
     return _guarded(speaks_for_ray=True)
 
 
 def guard_shared() -> list[Middleware]:
-    """Guard our applications beside somebody else's, whose answers are left as they are."""
+    """Guard our applications in a cluster with others', whose answers are left as they are."""
     return _guarded(speaks_for_ray=False)
 
 
 def _guarded(*, speaks_for_ray: bool) -> list[Middleware]:
     policies = policies_in(os.environ)
     BoundedHttpProtocol.cors = policies
-    auto.AutoHTTPProtocol = BoundedHttpProtocol  # what uvicorn takes where nobody names a protocol, as Ray does not
+    auto.AutoHTTPProtocol = BoundedHttpProtocol  # uvicorn's default if no protocol is named, and Ray names none
     return [Middleware(Guard, speaks_for_ray=speaks_for_ray, cors=policies)]

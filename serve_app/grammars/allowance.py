@@ -1,4 +1,4 @@
-"""Owns the limits of the work that the translation of one grammar may be: counted, and so the same on every machine.
+"""Owns the limits on the work of translating one grammar, which is counted and so the same on every machine.
 Never knows what the work is."""
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from serve_app.grammars.notation import GrammarRefused
 
 MAX_STATES = 2048
-"""Limits the states of all automata made within one allowance, and so the time they take."""
+"""Limits the states of all automata built under one allowance, and so the time they take."""
 MAX_RUN_CHARS = 2**20
 """Limits the characters written on the way to the regexes."""
 MAX_WAYS = 1500
-"""Limits the ways from one state to another, over all automata. llguidance looks at no more than 2,000 at one place of
-a text."""
+"""Limits the ways from one state to another, over all automata. llguidance looks at no more than 2,000 at any one place
+in a text."""
 MAX_STEPS = 2**16
-"""Limits the steps of all loops over states, transitions and letters together. It is at most 50 ms of a core, with the
-interpreter's lock held."""
+"""Limits the steps of all loops over states, transitions and letters together. They take at most 50 ms of a core, with
+the interpreter's lock held."""
 
 
 @dataclass(slots=True)

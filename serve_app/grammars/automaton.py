@@ -1,4 +1,4 @@
-"""Owns the states of a regex, and the regexes of what leads from one to another by certain letters alone.
+"""Owns the states of a regex, and the regexes of what leads from one state to another by certain letters alone.
 Never makes them deterministic: a parser tries all ways."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SHORTS = re.compile("([\U000f0000-\U000ffffd])\\1*")
 
 @dataclass(slots=True)
 class Automaton:
-    """Holds the states of a regex. A state is a place of the regex at which a letter was read. `sets` has the letters
-    that each state reads; the start reads none."""
+    """Holds the states of a regex. A state is a place in the regex where a letter has been read. `sets` has the letters
+    that each state reads; the start state reads none."""
 
     sets: list[Ranges] = field(default_factory=lambda: [()])
     following: list[set[int]] = field(default_factory=lambda: [set()])
@@ -103,8 +103,7 @@ class _Builder:
         yield _Part(one.first, one.last, one.may_be_empty or not least)
 
     def _up_to(self, tree: Tree, count: int) -> _Part:
-        """Repeat a tree at most `count` times. Only the last repetitions can be left out, so that few states follow
-        each state."""
+        """Repeat a tree at most `count` times. Only the last repetitions can be left out, so few states follow each."""
         whole, before = _Part(), frozenset[int]()
         for _ in range(count):
             one = self.part(tree)
@@ -148,7 +147,7 @@ class Runs:
         for state in states:
             self._look_on_from(state)
             for after in self._next(state):
-                if after < state:  # places have the order of the regex, but for repetitions
+                if after < state:  # states are in the regex's order, except where it repeats
                     return None
                 before[after].append(state)
         direct, found = set(self._next(begin)), dict[int, str]()
@@ -189,7 +188,7 @@ class Runs:
         return found
 
     def _regex(self, begin: int, end: int, states: Set[int]) -> str:
-        """Eliminate the states one after another. Write what each stood for on the ways around it."""
+        """Eliminate the states one after another, and write what each stood for on the ways around it."""
         ways = {place: self._steps(state, states) for place, state in ((-1, begin), *((one, one) for one in states))}
         for state in sorted(states - {end}):
             self._take_away(state, ways)
@@ -200,7 +199,7 @@ class Runs:
         return {after: self._short(self._plain[after]) for after in self._next(state) if after in states}
 
     def _short(self, found: Ranges) -> str:
-        """Stand one letter in for a class until the regex is complete."""
+        """Return the letter that stands in for a class until the regex is complete."""
         if found not in self._shorts:
             self._shorts[found] = chr(_FIRST_SHORT + len(self._shorts))
             self._classes.append(as_class(found))

@@ -1,4 +1,4 @@
-"""Owns the question whether llguidance takes a grammar, asked before an engine is: a small memory of answers.
+"""Owns the check that llguidance takes a grammar, made before an engine gets it, and a small cache of the results.
 Never keeps a grammar, only its digest."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from threading import Lock
 from llguidance import LLMatcher
 
 MAX_KEPT = 4096
-"""Each tool's schema is one, and agents bring a thousand. An entry is 32 bytes and a text of at most MAX_CHARS."""
+"""Each tool's schema is an entry, and agents bring a thousand. An entry takes 32 bytes and a text of at most MAX_CHARS.
+"""
 MAX_CHARS = 300
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
@@ -21,7 +22,7 @@ _lock = Lock()
 
 def find_fault(grammar: str) -> str:
     """Return why llguidance refuses a grammar, in words for its author, or an empty string if it is accepted.
-    Takes milliseconds, and at most some seconds in the worst case, because llguidance bounds its own work. Thread-safe.
+    Takes milliseconds, and a few seconds at worst, because llguidance bounds its own work. Thread-safe.
     """
     key = hashlib.sha256(grammar.encode()).digest()
     with _lock:
@@ -40,7 +41,8 @@ def _ask(grammar: str) -> str:
     try:
         is_fault, told = LLMatcher.validate_grammar_with_warnings(grammar)
     except BaseException as error:
-        # Seen with 1.9.1: a message cut inside a letter of four bytes. It is no Exception, and would end the thread.
+        # Seen with 1.9.1: it cuts a message inside a four-byte character. The panic is not an Exception, and would end
+        # the thread.
         if type(error).__name__ != "PanicException":
             raise
         return "it cannot be read"
@@ -48,7 +50,7 @@ def _ask(grammar: str) -> str:
 
 
 def readable(told: str) -> str:
-    """Put llguidance's text on one line, without the lines of the grammar that it repeats."""
+    """Put llguidance's message on one line, without the lines of the grammar that it repeats."""
     if match := _UNIMPLEMENTED.search(told):
         return f"the schema's keywords are not all supported: {match[1]}"[:MAX_CHARS]
     lines = [line.strip() for line in told.splitlines()]

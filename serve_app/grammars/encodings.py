@@ -1,5 +1,5 @@
-"""Owns how a text is written where it stands inside a call: escaped in a JSON string, or as it is up to a tag.
-Never knows which family writes which."""
+"""Owns how a text is written inside a call: escaped in a JSON string, or verbatim up to a tag.
+Never knows which model family writes which."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from serve_app.grammars.notation import escaped
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """`units`: letters that are lexemes of their own, and the regexes of how they are written; every other letter is
-    written as it is. `end`: a text that may be nowhere inside; its first letter is a unit, and none of the others is.
+    """`units`: letters that are lexemes of their own, each with the regex of its written form; every other letter is
+    written as it is. `end`: a text that must not occur inside; its first letter is a unit, and its others are not.
 
     A lexer that looks one byte ahead can then tell where a lexeme ends, whatever follows it.
     """
@@ -36,9 +36,9 @@ def _escape(letter: str) -> str:
 
 
 JSON_STRING = Encoding(MappingProxyType({letter: _escape(letter) for letter in (*map(chr, range(0x20)), '"', "\\")}))
-"""Between the quotes, with the escapes that `json.dumps` writes."""
+"""The text between the quotes, with the escapes that `json.dumps` writes."""
 
 
 def as_it_is(end: str, frame: str) -> Encoding:
-    """Up to the tag `end`, with `frame` before it."""
+    """Return the encoding of verbatim text up to the tag `end`, with `frame` before it."""
     return Encoding({letter: escaped(letter) for letter in {*frame, end[0]}}, end)

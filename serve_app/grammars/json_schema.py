@@ -1,5 +1,5 @@
-"""Owns what is asked of a JSON schema before it becomes a grammar, and how JSON is written: on one line.
-Never reads what a schema means; llguidance does, and names the keywords that it does not know."""
+"""Owns the checks on a JSON schema before it becomes a grammar, and how JSON is written: on one line.
+Never interprets a schema; llguidance does, and names the keywords that it does not know."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from serve_app.grammars.schema_parts import bare, dicts, inside, subschemas, tex
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_NESTING = 32
-"""Of a schema's objects and lists, one in the other: the readers on the way recurse."""
+"""Limits how deep a schema's objects and lists are nested, because its readers recurse."""
 
 WRITTEN = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
-"""As `json.dumps` writes it, and as chat templates show it. Free white space is where small models do not find out."""
+"""As `json.dumps` writes it, and as chat templates show it. Small models never get out of free white space."""
 
 _WITHOUT_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
-r"""Of `\u0061` llguidance does not know that it is an `a`: beside the keys that a schema names, it would be another."""
+r"""llguidance does not know that `\u0061` is an `a`, and would take it for a key that the schema does not name."""
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Letters that JSON writes as codes alone."""
+"""Characters that JSON can only write as codes."""
 
 _IGNORED = ("nullable", "x-guidance")
-"""By llguidance in silence, or its own, which a client shall not set."""
+"""Keywords that llguidance silently ignores, or that are its own and not for clients to set."""
 
 
 def json_schema(schema: Json) -> Grammar:
@@ -85,8 +85,8 @@ def _written(schema: Json) -> Json:
 
 
 def _admits_further_keys(schema: Json) -> bool:
-    """Whether an object may have keys beside some that have schemas of their own. A reference may lead anywhere, so
-    everything that looks like an object's schema counts as one."""
+    """Return whether an object may have further keys besides those that have schemas of their own. A reference may lead
+    anywhere, so everything that looks like an object's schema counts as one."""
     return any(
         any(part.get(name) for name in ("properties", "patternProperties", "required"))
         and part.get("additionalProperties") is not False
@@ -95,7 +95,7 @@ def _admits_further_keys(schema: Json) -> bool:
 
 
 def with_fragments(schema: Json) -> Json:
-    """The schema, a copy if need be, in which every reference is as `fragment` writes it."""
+    """Return the schema, copied if need be, with every reference as `fragment` writes it."""
     if not any(_is_rootless(part.get("$ref")) for part in subschemas(schema)):
         return schema
     written = deepcopy(schema)
@@ -106,8 +106,8 @@ def with_fragments(schema: Json) -> Json:
 
 
 def fragment(reference: str) -> str:
-    """A reference to `/$defs/...` as `#/$defs/...`: litellm sends them so to Anthropic's API, and they name no document
-    that a server could read."""
+    """Write a reference to `/$defs/...` as `#/$defs/...`. litellm sends the former to Anthropic's API, and it names no
+    document that a server could read."""
     return f"#{reference}" if _is_rootless(reference) else reference
 
 

@@ -1,5 +1,5 @@
-"""Owns the reading of a grammar in Lark: its rules as trees of texts, references, sequences, choices and repetitions.
-Never says what they match. What is no more than a language's description is read; all else is refused by name."""
+"""Owns the reader of Lark grammars: rules become trees of texts, references, sequences, choices and repetitions.
+Never says what they match. Reads what describes the language, and refuses everything else by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIBRARY = "common."
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """What a regex does."""
+    """Matches what a regex does."""
 
     regex: str
 
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """`times`: as a regex writes it."""
+    """`times`: as in a regex."""
 
     item: Node
     times: str
@@ -61,14 +61,14 @@ class Lark:
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def told(self, name: str) -> str:
-        """A rule or terminal, for a refusal."""
+        """Describe a rule or terminal, for a refusal."""
         line = f"line {self.lines[name]}: " if name in self.lines else ""
         kind = "terminal" if is_terminal(name) else "rule"
         return f"{line}the {kind} {name.removeprefix(_LIBRARY)[:50]!r}"
 
 
 def is_terminal(name: str) -> bool:
-    """Whether it is one of letters alone, in which nothing is ignored."""
+    """Return whether the name is a terminal's. Nothing is ignored inside a terminal."""
     return name.removeprefix(_LIBRARY).lstrip("_")[:1].isupper()
 
 
@@ -118,7 +118,7 @@ NEWLINE: (CR? LF)+
 def read_lark(text: str) -> Lark:
     """
     Raises:
-        GrammarRefused: it has what is no description of a language, or what this reader does not know.
+        GrammarRefused: it has something that does not describe a language, or that this reader does not know.
     """
     reader = _Reader(text)
     try:
@@ -134,7 +134,7 @@ def _common() -> Rules:
 
 @cache
 def _library() -> Rules:
-    """The same among a grammar's own rules."""
+    """Return the common rules under the names that they have among a grammar's own."""
     return MappingProxyType({f"{_LIBRARY}{name}": _renamed(body) for name, body in _common().items()})
 
 
@@ -150,7 +150,7 @@ class _Reader:
 
     @property
     def line(self) -> int:
-        """That which is being read."""
+        """The line that is being read, from 1."""
         return self._source.count("\n", 0, self._read_to) + 1
 
     def lark(self) -> Lark:
@@ -263,7 +263,7 @@ def _unreadable(token: re.Match[str]) -> GrammarRefused:
 
 
 def _renamed(node: Node) -> Node:
-    """The same among a grammar's own rules."""
+    """Prefix the names that a common rule refers to, as `_library` names them."""
     match node:
         case Refers(name):
             return Refers(f"{_LIBRARY}{name}")
@@ -287,7 +287,7 @@ _ESCAPE = re.compile(r"\\(x(?=[0-9a-fA-F]{2})|.)")
 
 
 def _as_json(escape: re.Match[str]) -> str:
-    """JSON has all of Lark's escapes but one. An escaped backslash begins none."""
+    """Translate an escape. JSON has all of Lark's but `\\x`. An escaped backslash does not begin one."""
     return r"\u00" if escape[1] == "x" else escape[0]
 
 
@@ -306,7 +306,7 @@ _ESCAPE_OR_CLASS = re.compile(r"\\[\s\S]|\[\^?\]?|\]|[\^$]")
 def refuse_anchors(regex: str) -> None:
     """
     Raises:
-        GrammarRefused: it has one.
+        GrammarRefused: the regex has an anchor.
     """
     depth = 0
     for part in _ESCAPE_OR_CLASS.findall(regex):

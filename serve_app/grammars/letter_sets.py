@@ -11,14 +11,14 @@ from functools import cache, lru_cache
 from typing import TypeAlias
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Ascending, apart from one another, both ends included. No surrogates: they are no letters of a text."""
+"""Ascending, not adjacent, both ends included. Has no surrogates, which do not occur in a text."""
 
 _SURROGATES = (0xD800, 0xDFFF)
 LAST = sys.maxunicode
 
 
 def ranges(found: Iterable[tuple[int, int]]) -> Ranges:
-    """The union of any ranges."""
+    """Return the union of any ranges."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(found):
         if merged and first <= merged[-1][1] + 1:
@@ -64,7 +64,7 @@ def has(found: Ranges, letter: str) -> bool:
 
 
 def as_class(found: Ranges) -> str:
-    """Write a set as a class of a regex."""
+    """Write a set as a regex's character class."""
     if len(found) == 1 and found[0][0] == found[0][1]:
         return _written(found[0][0])
     parts = [_written(first) + (f"-{_written(last)}" if last > first else "") for first, last in found]
@@ -77,7 +77,7 @@ def _written(code: int) -> str:
 
 
 def in_both_cases(found: Ranges) -> Ranges:
-    """Add to a set the letters that differ from its own only in case."""
+    """Add the letters that differ from a set's own only in case."""
     codes, groups = _alike()
     spans = [groups[bisect_left(codes, first) : bisect_left(codes, last + 1)] for first, last in found]
     alike = dict.fromkeys(group for span in spans for group in span)
@@ -92,7 +92,7 @@ def num_alike(found: Ranges) -> int:
 
 @cache
 def _alike() -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The letters that fold to the same one as another does, ascending, and for each of them all such letters."""
+    """Return, in ascending order, the letters that share their case folding with another, each with its whole group."""
     groups: dict[str, str] = {}
     for code in range(0x20000):
         letter = chr(code)
@@ -111,7 +111,7 @@ SPACE = ranges([(9, 13), (0x2000, 0x200A), *((code, code) for code in _SPACES)])
 
 @lru_cache(256)
 def of_category(name: str) -> Ranges:
-    """The letters of one of Unicode's general categories, such as `L` or `Lu`; () where there is none."""
+    """Return the letters of a Unicode general category such as `L` or `Lu`, or () if there is no such category."""
     found = [some for short, some in _categories().items() if name in (short, short[0])]
     return ranges(one for some in found for one in some)
 

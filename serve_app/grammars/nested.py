@@ -1,4 +1,4 @@
-"""Owns grammars in Lark whose rules nest, for text inside a call: rules stay rules, and terminals are written anew.
+"""Owns Lark grammars whose rules nest, for text inside a call: rules stay rules, and terminals are rewritten.
 Never approximates: what cannot be kept is refused by the name of its rule."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_CHARS = 128 * 2**10
 
 
 def nested_rules(grammar: Lark, encoding: Encoding) -> str:
-    """What stands in a rule for a text of the grammar.
+    """Write what stands for a text of the grammar in a rule.
 
     Raises:
-        GrammarRefused: a rule, or a terminal, cannot be kept.
+        GrammarRefused: a rule or a terminal cannot be kept.
     """
     allowance = Allowance()
     terminals = Terminals(grammar, allowance)
@@ -35,7 +35,7 @@ def nested_rules(grammar: Lark, encoding: Encoding) -> str:
 
 
 class Terminals:
-    """The trees of a grammar's terminals."""
+    """Reads the trees of a grammar's terminals, each once."""
 
     def __init__(self, grammar: Lark, allowance: Allowance) -> None:
         self._grammar = grammar
@@ -46,7 +46,7 @@ class Terminals:
     def tree(self, node: Matches | Refers) -> Tree:
         """
         Raises:
-            GrammarRefused: it has what is not known here.
+            GrammarRefused: it has something that is not known here.
         """
         if node not in self._trees:
             self._trees[node] = self._read(node)
@@ -70,9 +70,9 @@ class _Writer:
         self._units = letters(encoding.units)
         self._allowance = allowance
         self._names: dict[str, str] = {}
-        """Of the rules that are referred to."""
+        """The new names of the rules that are referred to."""
         self._waiting: list[str] = []
-        """Those of them that are still to be written."""
+        """The rules among them that are still to be written."""
         self._written: dict[Matches | Refers, str] = {}
         self._lexemes: dict[str, str] = {}
         self._lines: list[str] = []
@@ -135,7 +135,7 @@ class _Writer:
         return "skipped"
 
     def _ignored(self, node: Node) -> str:
-        """Write what is ignored. Nothing is skipped between its parts."""
+        """Write an ignored node. Nothing is skipped between its parts."""
         match node:
             case Matches() | Refers():
                 return self._terminal(node)
@@ -172,7 +172,8 @@ class _Writer:
 
 
 class _Ways:
-    """The rules of a terminal: what it has read in each of its states, from the left, so that a parser keeps few."""
+    """Builds a terminal's rules: what it has read in each of its states. They recurse on the left, so that a parser
+    keeps few items."""
 
     def __init__(
         self, name: str, automaton: Automaton, units: Ranges, encoding: Encoding, allowance: Allowance
@@ -187,7 +188,7 @@ class _Ways:
             state for state in range(len(automaton.sets)) if state in automaton.ends or self._after(state)
         }
         self._found: dict[str, list[tuple[str, tuple[str, str]]]] = {}
-        """By rule: the rule of what was read before, and a lexeme."""
+        """For each rule, its options: the rule of what was read before, and a lexeme."""
 
     def found(self) -> Mapping[str, list[tuple[str, tuple[str, str]]]]:
         waiting = [(START, "")]
@@ -211,8 +212,8 @@ class _Ways:
         return f"{self._name}_{state}{kind}"
 
     def _steps(self, state: int, kind: str) -> Iterator[tuple[int, str, tuple[str, str]]]:
-        """`kind`: of how the state was come to: by a run (`r`), by the first letter of the end (`e`), by another unit
-        (`u`). A run is all that a lexeme can be, so none follows it."""
+        """`kind`: how the state was reached: by a run (`r`), by the first letter of the end (`e`), by another unit
+        (`u`). A run is as long as its lexeme can be, so no run follows a run."""
         for after, unit, regex in self._after(state):
             yield after, unit, (regex, "")
         if kind != "r":

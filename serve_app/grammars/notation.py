@@ -1,4 +1,4 @@
-"""Owns llguidance's notation: quoting, references to special tokens, and grammars that are made of others.
+"""Owns llguidance's notation: quoting, references to special tokens, and grammars composed of others.
 Never decides what an answer may be."""
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 Json = dict[str, Any]
 Specials = Mapping[str, int]
-"""The texts of tokens that no text matches, special ones and others in angle brackets: a grammar names them by id."""
+"""The ids of tokens that no text matches, special ones and others in angle brackets: a grammar names them by id."""
 
 MAX_GRAMMAR_BYTES = 1023 * 2**10
-"""Of what a request's constraint becomes, all tools' schemas together; thoughts before it take some more. Engines take
-1 MiB unless their `max_grammar_bytes` says otherwise."""
+"""Limits what a request's constraint becomes, with the schemas of all its tools. Thoughts before it take some more.
+Engines take 1 MiB unless their `max_grammar_bytes` says otherwise."""
 
 MAX_UNASKED_BYTES = 255 * 2**10
-"""Of the schemas of tools that do not say whether they are strict: beyond it none of them is."""
+"""Limits the schemas of tools that do not say whether they are strict. Beyond it, none of them is."""
 
 
 class GrammarRefused(ValueError):
-    """What was asked for cannot be honoured. `place`: where inside the field, as a dotted name; may be empty."""
+    """What was asked for cannot be honoured. `place`: the place inside the field, as a dotted name; may be empty."""
 
     def __init__(self, text: str, place: str = "") -> None:
         super().__init__(text)
@@ -32,7 +32,7 @@ class GrammarRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`entries`: the first is where the text begins; the others it refers to as `@name`."""
+    """`entries`: the text begins with the first, which refers to the others as `@name`."""
 
     entries: tuple[Json, ...]
 
@@ -71,15 +71,15 @@ def named(name: str, grammar: Grammar) -> Json:
 
 
 def quoted(text: str) -> str:
-    """Quote a text, letter for letter."""
+    """Quote a text so that it is matched verbatim."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
-_CONTROL = re.compile("[\x7f-\x9f]")  # which JSON leaves as they are, and Lark does not read
+_CONTROL = re.compile("[\x7f-\x9f]")  # JSON leaves them as they are, and Lark does not read them
 
 
 def literal(text: str, specials: Specials) -> str:
-    """A text in which special tokens are written as such, as they are in a prompt."""
+    """Write a text with its special tokens as tokens, as in a prompt."""
     found = [one for one in specials if one and one in text]
     if not found:
         return quoted(text)
@@ -98,7 +98,7 @@ def escaped(text: str) -> str:
 
 
 def any_of(*texts: str) -> str:
-    """One of these texts, inside a regex: for `without`, much cheaper than each of them alone."""
+    """Return the regex of any one of these texts. For `without`, one such regex is much cheaper than one per text."""
     return f"({'|'.join(map(escaped, texts))})"
 
 
@@ -106,9 +106,9 @@ ANY = "(?s:.*)"
 
 
 def until(tag: str, specials: Specials, name: str, text: str = ANY, besides: str = "") -> str:
-    """Rules by which `name` is a text, of those that the regex `text` takes, up to the tag's end where it first is.
+    """Write the rules by which `name` is a text that the regex `text` matches, through the first occurrence of the tag.
 
-    `besides`: what else a rule's regex is followed by, from `without`.
+    `besides`: a further suffix of the rule's regex, from `without`.
     """
     rule = name.upper()
     if tag in specials:
@@ -122,10 +122,10 @@ def without(*patterns: str) -> str:
 
 
 def heads(tags: Sequence[str], specials: Specials) -> str:
-    """Rules of free text (`TEXT`), and of free text up to one of the tags (`head_0` and so on).
+    """Write the rules of free text (`TEXT`), and of free text up to one of the tags (`head_0` and so on).
 
-    A tag that is a special token cannot be written with letters: who reads the text could not tell them apart. Of any
-    other, the letters are the tag.
+    A tag that is a special token must not be spelled out, because a reader of the text could not tell the two apart.
+    Any other tag is its spelling.
     """
     besides = without(*(escaped(tag) for tag in tags if tag in specials))
     rules = [until(tag, specials, f"head_{number}", besides=besides) for number, tag in enumerate(tags)]

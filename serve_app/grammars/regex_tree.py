@@ -1,5 +1,5 @@
-"""Owns the reading of a regex: a tree of sets of letters, sequences, choices and repetitions.
-Never approximates: what it does not know is refused by name, though llguidance may know it."""
+"""Owns the reader of regexes: a tree of sets of letters, sequences, choices and repetitions.
+Never approximates: what it does not know is refused by name, even if llguidance knows it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from serve_app.grammars.letter_sets import EVERY, Ranges, as_class, in_both_case
 from serve_app.grammars.notation import GrammarRefused
 
 MAX_DEPTH = 200
-"""Bounds nested groups: the reader recurses, and so does whoever reads the tree."""
+"""Bounds nested groups: the reader recurses, and so do the readers of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """One letter of a set."""
+    """Matches one letter of a set."""
 
     found: Ranges
 
@@ -48,14 +48,14 @@ Tree: TypeAlias = Letters | Row | Either | Times
 def read_regex(text: str, allowance: Allowance) -> Tree:
     """
     Raises:
-        GrammarRefused: it has what is not known here, or is too long.
+        GrammarRefused: it has something that is not known here, or is too long.
     """
     allowance.take_steps(len(text))
     return _Reader(text, allowance).tree()
 
 
 def regex_of(tree: Tree) -> str:
-    """The tree as a regex, in which no letter stands that a grammar in Lark would read as another."""
+    """Write the tree as a regex, without any letter that Lark would read as another."""
     match tree:
         case Letters(found):
             return as_class(found)
@@ -117,7 +117,7 @@ class _Reader:
         return options[0] if len(options) == 1 else Either(tuple(options))
 
     def _changed(self, flags: _Flags) -> _Flags | None:
-        """The flags after `(?i)` and the like; None where there is none."""
+        """Return the flags after `(?i)` and the like, or None if none stands here."""
         group = _GROUP.match(self._text, self._place)
         if group is None or group["end"] != ")":
             return None
@@ -187,7 +187,7 @@ class _Reader:
         return self._escape() if letter == "\\" else letter_sets.letters(letter)
 
     def _escape(self) -> Ranges:
-        """What stands after a backslash."""
+        """Read what stands after a backslash."""
         if code := _CODE.match(self._text, self._place):
             self._place = code.end()
             return letter_sets.letters(chr(int(next(filter(None, code.groups())), 16)))

@@ -1,5 +1,5 @@
-"""Owns the language of a grammar in Lark as one regex: for text that stands inside other text, as in a JSON string.
-Never approximates. A rule that refers to itself, but for a repetition, is no regular language and refused by name."""
+"""Owns the language of a Lark grammar as one regex, for text inside other text such as a JSON string.
+Never approximates. A rule that refers to itself other than as a repetition is not regular, and is refused by name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from serve_app.grammars.texts import regex, with_ascii_classes
 MAX_REGEX_CHARS = 24 * 2**10
 MAX_NESTED_RULES = 64
 MAX_NESTED = 200
-"""Rules, brackets and repetitions inside one another: the writer recurses."""
+"""Limits rules, brackets and repetitions inside one another, because the writer recurses."""
 
 
 def lark_pattern(grammar: Lark) -> str:
-    """The texts that the grammar describes, all of each, as a JSON schema's `pattern`.
+    """Write the texts that the grammar describes as a JSON schema's `pattern`, which matches whole texts.
 
     Raises:
         GrammarRefused: it has no such pattern.
     """
     if grammar.ignored:
-        # Where it may stand, between terminals and not inside them, no regex of a rule alone says.
+        # It may stand between terminals and not inside them, which the regex of a single rule cannot say.
         raise GrammarRefused("has %ignore, which no single regex says")
     return whole(with_ascii_classes(Expansion(grammar).of("start")))
 
@@ -34,7 +34,7 @@ def regex_pattern(definition: str) -> str:
     """Write the texts that a regex matches as a JSON schema's `pattern`.
 
     Raises:
-        GrammarRefused: it is no regex.
+        GrammarRefused: it is not a regex, or has something that is not supported here.
     """
     if fault := find_fault(regex(definition).text()):
         raise GrammarRefused(_PLACE.sub("", fault))
@@ -50,7 +50,7 @@ def whole(pattern: str) -> str:
 
 
 def of_whole(pattern: str) -> str | None:
-    """Return what `whole` was given, or None if `whole` did not make the pattern."""
+    """Return the pattern that `whole` was given, or None if `whole` did not make this one."""
     inner = pattern.removeprefix("^(?:").removesuffix(")$")
     is_whole = len(inner) == len(pattern) - 6
     return inner if is_whole and not find_fault(regex(inner).text()) else None
@@ -58,14 +58,14 @@ def of_whole(pattern: str) -> str | None:
 
 _AT_BEGIN = re.compile(r"^(?:\^|\\A)")
 _AT_END = re.compile(r"(?<!\\)((?:\\\\)*)(?:\$|\\z)\Z")
-"""Anchors that say what is so in any case: the regex is of the whole text."""
+"""Redundant anchors: the regex matches the whole text in any case."""
 _SPACED = re.compile(r"\(\?[a-wyzA-Z]*x")
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
-"""In what llguidance made of the regex."""
+"""A place in the regex as llguidance has rewritten it."""
 
 
 class Expansion:
-    """The regexes of one grammar's rules and terminals."""
+    """Expands one grammar's rules and terminals to regexes."""
 
     def __init__(self, grammar: Lark) -> None:
         self._grammar = grammar
@@ -75,7 +75,7 @@ class Expansion:
         self._depth = 0
 
     def of(self, name: str) -> str:
-        """The regex of a rule, or of a terminal.
+        """Return the regex of a rule or a terminal.
 
         Raises:
             GrammarRefused: it has none.
@@ -95,7 +95,7 @@ class Expansion:
         return self._done[name]
 
     def _rule(self, name: str) -> str:
-        """Write a rule's regex. Where the rule repeats itself, separate what is repeated from where that ends."""
+        """Write a rule's regex. If the rule repeats itself, separate what is repeated from what ends it."""
         body, itself = self._rules[name], Refers(name)
         before: list[Node] = []
         after: list[Node] = []
@@ -152,7 +152,7 @@ class Expansion:
 
 
 class _Written:
-    """Text that is written up to its limit, and no further: a rule may be referred to thousands of times."""
+    """Collects text up to a limit, and no further: a rule may be referred to thousands of times."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

@@ -1,4 +1,4 @@
-"""Owns what is asked of a grammar's rules as they are: whether each can end, and what no text of them has inside.
+"""Owns what is checked of a grammar's rules as they stand: that each can end, and that no text contains a tag.
 Never writes a rule."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from serve_app.grammars.notation import GrammarRefused
 from serve_app.grammars.regex_tree import Either, Letters, Row, Times, Tree
 
 MAX_LOOKS = 2**16
-"""At parts of rules, which are looked at again where rules refer to one another in circles."""
+"""Limits looks at parts of rules, which are repeated where rules refer to one another in circles."""
 
 States: TypeAlias = frozenset[tuple[int, bool]]
-"""How many letters of a tag the text ends with, and whether all of them are of one terminal."""
+"""How many letters of a tag the text ends with, and whether a single terminal wrote all of them."""
 _Place = TypeVar("_Place")
 
 
@@ -33,7 +33,7 @@ class _Looks:
 def check_ends(grammar: Lark) -> None:
     """
     Raises:
-        GrammarRefused: a rule that is needed has no text that ends, but goes on with itself for ever.
+        GrammarRefused: a rule that is needed has no finite text.
     """
     names, looks = order(grammar), _Looks()
     ending: set[str] = set()
@@ -65,7 +65,7 @@ def check_ends(grammar: Lark) -> None:
 
 
 def check_never_inside(tag: str, grammar: Lark, tree: Callable[[Matches | Refers], Tree], allowance: Allowance) -> None:
-    """Check that no text of the grammar has the tag inside. No single terminal may have it.
+    """Check that no text of the grammar contains the tag. Assumes that no single terminal writes it.
 
     Raises:
         GrammarRefused: several terminals together can write it, or it is too much work to decide.
@@ -79,7 +79,7 @@ def check_never_inside(tag: str, grammar: Lark, tree: Callable[[Matches | Refers
 
 
 def order(grammar: Lark) -> list[str]:
-    """The rules that are needed, each after those that it refers to, but for circles.
+    """Return the rules that are needed, each after those that it refers to, except in circles.
 
     Raises:
         GrammarRefused: one is missing.
@@ -115,7 +115,7 @@ def _rules_in(node: Node) -> Iterator[str]:
 
 
 class _Walk:
-    """Walks through all texts at once, and tracks how much of the tag they end with."""
+    """Walks through all texts at once, tracking how much of the tag they end with."""
 
     def __init__(self, tag: str, grammar: Lark, tree: Callable[[Matches | Refers], Tree], allowance: Allowance) -> None:
         self._tag = tag
@@ -123,7 +123,7 @@ class _Walk:
         self._tree = tree
         self._order = order(grammar)
         self._known = {(name, before): frozenset[int]() for name in self._order for before in range(len(tag) + 1)}
-        """By a rule and what stands before it: what may stand after it."""
+        """For a rule and how much of the tag stands before it: how much may stand after it."""
         self._looks = _Looks()
         self._allowance = allowance
         self._read: dict[tuple[Matches | Refers, int], frozenset[int]] = {}
@@ -138,7 +138,7 @@ class _Walk:
         return has_grown
 
     def writers(self) -> list[str]:
-        """The rules that write the tag, the innermost first; empty where no text has it."""
+        """Return the rules that write the tag, the innermost first, or an empty list if no text has it."""
         whole = len(self._tag)
         if whole not in self._known["start", 0]:
             return []
@@ -165,7 +165,7 @@ class _Walk:
         return _closure(before, lambda one: self._after_bare(ignored, one)) if self._grammar.ignored else before
 
     def _after_bare(self, node: Node, before: frozenset[int]) -> frozenset[int]:
-        """Follow what is ignored. Nothing is skipped between its parts."""
+        """Follow an ignored node. Nothing is skipped between its parts."""
         match node:
             case Matches() | Refers():
                 return self._after_terminal(node, before)
@@ -206,7 +206,8 @@ class _Walk:
                 return after if least == 0 else self._after_letters(part, after)
 
     def _step(self, read: Letters, place: int, is_own: bool) -> Iterator[tuple[int, bool]]:
-        """The tag's first letter is nowhere else in it. A terminal alone never writes the tag: its lexemes do not."""
+        """Read one letter. The tag's first letter occurs only once in it. No terminal alone writes the tag: its lexemes
+        exclude it."""
         tag = self._tag
         if place == len(tag):
             yield place, False
@@ -222,7 +223,7 @@ class _Walk:
 
 
 def _closure(before: frozenset[_Place], step: Callable[[frozenset[_Place]], frozenset[_Place]]) -> frozenset[_Place]:
-    """`before`, and whatever any number of steps leads to."""
+    """Return `before` and whatever any number of steps leads to."""
     found = before
     while not (after := step(found)) <= found:
         found |= after

@@ -1,5 +1,5 @@
-"""Owns the parts of a JSON schema: the schemas inside it, its texts, and what of it says nothing of a value.
-Never refuses one."""
+"""Owns the parts of a JSON schema: the schemas inside it, its texts, and what says nothing about a value.
+Never refuses a schema."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _KEYWORDS = frozenset({*_ONE, *_MANY, *_NAMED})
 _UNWRITTEN = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
-"""Annotations, which say nothing of a value: most of what a tool's schema is."""
+"""Annotations, which say nothing about a value, and make up most of a tool's schema."""
 
 
 def subschemas(schema: Any) -> Iterator[Json]:
-    """A schema and all inside it, wherever keywords stand; names of properties are none."""
+    """Yield a schema and all schemas inside it, wherever a keyword holds one. Names of properties are not keywords."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -36,7 +36,7 @@ def _schemas_of(name: str, value: Any) -> Iterable[Any]:
 
 
 def bare(schema: Json) -> Json:
-    """The schema without annotations, unless a reference leads into one."""
+    """Return the schema without its annotations, or unchanged if a reference leads into one."""
     references = [part["$ref"] for part in subschemas(schema) if isinstance(part.get("$ref"), str)]
     if any(name in _UNWRITTEN for reference in references for name in reference.split("/")):
         return schema
@@ -67,7 +67,7 @@ def dicts(value: Any) -> Iterator[Json]:
 
 
 def texts(schema: Json) -> Iterator[str]:
-    """What values are compared with."""
+    """Yield the strings that values are compared with."""
     for part in dicts(schema):
         for value in (part.get("const"), *(part["enum"] if isinstance(part.get("enum"), list) else ())):
             yield from (one for one in _scalars(value) if isinstance(one, str))

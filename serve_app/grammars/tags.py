@@ -1,4 +1,4 @@
-"""Owns structural tags: free text in which a trigger begins a structure, whose content a JSON schema describes.
+"""Owns structural tags: free text in which a trigger begins a structure whose content a JSON schema describes.
 Never knows what the structures are for."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Structure:
 
 
 def structural_tags(structures: Sequence[Structure], triggers: Sequence[str], specials: Specials) -> Grammar:
-    """From a trigger on, the text goes on as one of the structures that begin with it; after it, it is free again.
+    """Constrain the text after a trigger to one of the structures that begin with it. After that, it is free again.
 
     Raises:
         GrammarRefused: a structure begins with none of the triggers, or with two; a trigger is never used.

@@ -1,5 +1,5 @@
 """Owns the grammars that a client writes: a regex, a list of texts, Lark, or GBNF.
-Never leaves out what they say; what llguidance's notation lacks is refused by name."""
+Never drops a part of one; what llguidance's notation lacks is refused by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 1000
 MAX_GBNF_BYTES = 32 * 2**10
 MAX_GBNF_RULES = 256
-"""The converter looks at every rule again for each that turns out to be a terminal."""
+"""The converter looks at every rule again for each rule that turns out to be a terminal."""
 _MAX_DEPTH = 32
 MAX_LARK_DEPTH = 1024
-"""Of all rules of a grammar in Lark together, as if each stood in the brackets of the one before: llguidance recurses
-from rule to rule, and the process ends where its stack does."""
+"""Limits the depth of all rules of a Lark grammar together, as if each were inside the brackets of the one before.
+llguidance recurses from rule to rule, and a stack overflow ends the process."""
 
 _LARK_RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^\n]*?:", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
@@ -31,7 +31,7 @@ _TEMPERATURE = re.compile(r"^[ \t]*[\w?!.]+\[[^\]\n]*\btemperature\b", re.MULTIL
 
 
 def regex(pattern: str) -> Grammar:
-    r"""Constrain the whole answer to match the pattern, in which `\d` and `\w` are ASCII, as in a schema's patterns.
+    r"""Constrain the whole answer to the pattern. Its `\d` and `\w` are ASCII, as in a schema's patterns.
 
     Raises:
         GrammarRefused: it is too long.
@@ -46,7 +46,7 @@ _ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 
 
 def with_ascii_classes(pattern: str) -> str:
-    r"""Rust's `\d` is a digit of any script, of which a small model takes the oddest."""
+    r"""Make `\d` and `\w` ASCII. Rust's `\d` is a digit of any script, and a small model picks the oddest."""
     depth = 0
 
     def written(match: re.Match[str]) -> str:
@@ -90,7 +90,7 @@ def grammar(text: str) -> Grammar:
 def check_lark_depth(text: str) -> None:
     """
     Raises:
-        GrammarRefused: its rules may be nested too deep, one in the other.
+        GrammarRefused: its rules may be nested too deep.
     """
     begins = [match.start() for match in _LARK_RULE.finditer(text)]
     rules = [text[begin:end] for begin, end in pairwise([*begins, len(text)])]
@@ -117,7 +117,7 @@ def _lark_of(gbnf: str) -> str:
 
 
 def _plain_escape(match: re.Match[str]) -> str:
-    r"""The converter takes the zeros from `\u0041`, and `\u41` is none in Lark; `\x41` it leaves."""
+    r"""Rewrite `\u0041`. The converter strips the zeros, and Lark does not know `\u41`; it leaves `\x41` alone."""
     digits = match[1] or match[2]
     if digits is None:
         return match[0]
@@ -128,7 +128,7 @@ def _plain_escape(match: re.Match[str]) -> str:
 
 
 def _depth(text: str, opening: str = "(", closing: str = ")") -> int:
-    """Of brackets, strings and classes of letters included: more than there are is on the safe side."""
+    """Return how deep brackets nest. Those in strings and character classes count too, which errs on the safe side."""
     depth = deepest = 0
     for letter in text:
         depth += (letter in opening) - (letter in closing)

@@ -1,4 +1,4 @@
-"""Owns the texts of a client's tools: what a definition in Lark, or a regex, becomes where it stands inside a call.
+"""Owns the texts of a client's tools: what a definition in Lark, or a regex, becomes inside a call.
 Never knows which tool it is."""
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 
 @dataclass(frozen=True, slots=True)
 class ToolText:
-    """`pattern`: a JSON schema's, of all of the text; `nested`: a grammar that no regex says. Without both, the text is
-    free."""
+    """`pattern`: a JSON schema's, for the whole text. `nested`: a grammar that no regex can express. With neither, the
+    text is free."""
 
     pattern: str | None = None
     nested: Lark | None = None
     num_chars: int = 0
-    """Of what it becomes."""
+    """The size of what the definition becomes."""
 
 
 def lark_text(definition: str) -> ToolText:
     """
     Raises:
-        GrammarRefused: it is no grammar, or cannot be kept.
+        GrammarRefused: it is not a grammar, or cannot be kept.
     """
     check_lark_depth(definition)
     if fault := find_fault(lark(definition).text()):
@@ -40,7 +40,7 @@ def lark_text(definition: str) -> ToolText:
     grammar = read_lark(definition)
     if "start" not in grammar.rules:
         raise GrammarRefused("should have a rule `start: ...`")
-    with suppress(GrammarRefused):  # it is no regular language, or a large one
+    with suppress(GrammarRefused):  # the language is not regular, or is large
         pattern = lark_pattern(grammar)
         return ToolText(pattern, num_chars=len(pattern))
     return ToolText(nested=grammar, num_chars=len(nested_rules(grammar, JSON_STRING)))
@@ -49,7 +49,7 @@ def lark_text(definition: str) -> ToolText:
 def regex_text(definition: str) -> ToolText:
     """
     Raises:
-        GrammarRefused: it is no regex.
+        GrammarRefused: it is not a regex that can be kept.
     """
     pattern = regex_pattern(definition)
     return ToolText(pattern, num_chars=len(pattern))

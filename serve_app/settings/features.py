@@ -1,4 +1,4 @@
-"""Lists which settings of an application exclude which others, as engine.features does for an engine.
+"""Owns the table of an application's settings that exclude others, as engine.features has for an engine.
 Never raises: the code that refuses takes the text from here."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ APP_RULES = (
 
 
 def refused_images(images: ImageSettings, model_id: str) -> str | None:
-    """Say why these settings exclude a model that only takes text; None if they are the default."""
+    """Say why these settings exclude a model that only takes text. None if they are the default."""
     on = {TEXT: f"{model_id} takes text alone"}
     if images != ImageSettings():
         on[IMAGES] = "images is set"

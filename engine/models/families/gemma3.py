@@ -1,5 +1,5 @@
 """Owns Gemma 3's text decoder (arXiv 2503.19786): five of six layers see a window; norms before and after; GeGLU.
-Never computes, and knows nothing of the vision tower that larger checkpoints have."""
+Never computes, and never reads the vision tower that larger checkpoints have."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _gemma3(raw: Fields) -> ModelConfig:
 
 
 def _ropes(raw: Fields) -> tuple[RopeConfig, RopeConfig]:
-    """RoPE of the layers that see all tokens, and of those that see a window. The latter is scaled only if the config
-    says so."""
+    """Read the RoPE of layers that see all tokens, and of those that see a window. The latter is scaled only if the
+    config says so."""
     positions = integer(raw, "max_position_embeddings")
     found = section(raw, "rope_parameters")
     if set(found) - {FULL, SLIDING}:

@@ -1,5 +1,5 @@
 """Owns Qwen's hybrids: three of four layers use the gated delta rule (arXiv 2412.06464), the fourth uses attention.
-Never computes, and reads nothing of vision towers or of layers that predict tokens further ahead."""
+Never computes, and never reads vision towers or layers that predict tokens further ahead."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _qwen3_5(raw: Fields) -> ModelConfig:
 
 
 def _qwen3_5_moe(raw: Fields) -> ModelConfig:
-    """Every layer has experts, so the config gives no size of a dense MLP."""
+    """Read a config in which every layer has experts, so that it gives no size of a dense MLP."""
     experts = _experts(raw, count=256, per_token=8, renormalize=True)
     config = _hybrid({**raw, "intermediate_size": experts.intermediate_size}, stacked_by_head=False)
     return replace(config, layers=tuple(replace(layer, experts=experts) for layer in config.layers))
@@ -111,7 +111,7 @@ def _hybrid(raw: Fields, *, stacked_by_head: bool) -> ModelConfig:
 
 
 def _kinds(raw: Fields) -> list[str]:
-    """The kind of each layer."""
+    """Return the kind of each layer."""
     expect_kinds(raw, LINEAR, FULL)
     num_layers, interval = integer(raw, "num_hidden_layers"), integer(raw, "full_attention_interval", 4)
     found = raw.get("layer_types") or [
@@ -125,7 +125,7 @@ def _kinds(raw: Fields) -> list[str]:
 
 
 def _rope(raw: Fields) -> RopeConfig:
-    """Text tokens have the same position in every section of multimodal RoPE, so it equals plain RoPE."""
+    """Read plain RoPE. Multimodal RoPE equals it for text, whose tokens have the same position in every section."""
     fields = {"partial_rotary_factor": 0.25, **raw}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(spec := raw.get(key), dict):
@@ -151,8 +151,8 @@ def _linear_attention(raw: Fields, stacked_by_head: bool) -> LinearAttention:
 
 
 def _of_text(family: ModelFamily, architecture: str) -> ModelFamily:
-    """The same decoder in a vision-language model: its fields are under `text_config`, and its tensors under a prefix.
-    The vision tower is left out, so that the model takes text alone."""
+    """Return the family of the same decoder in a vision-language model: its fields are under `text_config`, and its
+    tensors under a prefix. The vision tower is left out, so the model takes only text."""
 
     def describe(raw: Fields) -> ModelConfig:
         text = raw.get("text_config")

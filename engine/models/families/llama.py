@@ -1,4 +1,4 @@
-"""Owns Llama (arXiv 2302.13971, 2407.21783): the block from which the other families differ.
+"""Owns Llama (arXiv 2302.13971, 2407.21783): the block that the other families vary.
 Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations

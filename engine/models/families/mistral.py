@@ -1,4 +1,4 @@
-"""Owns Mistral (arXiv 2310.06825): Llama with a window of tokens for queries, if the checkpoint has one.
+"""Owns Mistral (arXiv 2310.06825): Llama with sliding-window attention, if the checkpoint has a window.
 Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): stacked matrices, LongRoPE, heads that are rotated in part.
+"""Owns Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): stacked matrices, LongRoPE, partially rotated heads.
 Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _phi3(raw: Fields) -> ModelConfig:
 
 
 def _with_current_names(raw: Fields) -> dict[str, Any]:
-    """The fields with LongRoPE's current name. The first of these checkpoints called it `su` or `yarn`."""
+    """Return the fields with LongRoPE's current name. The first checkpoints called it `su` or `yarn`."""
     fields = dict(raw)
     for key in ("rope_scaling", "rope_parameters"):
         spec = dict(section(raw, key))

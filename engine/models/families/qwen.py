@@ -24,7 +24,7 @@ def _qwen3(raw: Fields) -> ModelConfig:
 
 
 def _windows(raw: Fields) -> Windows:
-    """The layers' windows. Most configs have a window that is switched off; if it is on, it applies from layer
+    """Return the layers' windows. Most configs have a window that is switched off. If it is on, it applies from layer
     `max_window_layers` on."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
     first = integer(raw, "num_hidden_layers") if window is None else raw.get("max_window_layers", 28)

@@ -1,4 +1,4 @@
-"""Owns Qwen2.5-VL (arXiv 2502.13923): Qwen2's decoder with a frame, a row and a column for each token, and an encoder.
+"""Owns Qwen2.5-VL (arXiv 2502.13923): Qwen2's decoder with a frame, row and column per token, and an encoder.
 Never computes: `engine.models.decoder` and `engine.models.vision` do."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from engine.models.vision_config import VisionConfig
 
 
 def _qwen2_5_vl(raw: Fields) -> ModelConfig:
-    """Published checkpoints have the decoder's fields at the top level; transformers 5 writes them under
-    `text_config`."""
+    """Read the decoder and its encoder. Published checkpoints have the decoder's fields at the top level; transformers
+    5 writes them under `text_config`."""
     nested = section(raw, "text_config")
     text = {key: value for key, value in raw.items() if key not in ("text_config", "vision_config")} | dict(nested)
     text["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))

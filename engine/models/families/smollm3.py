@@ -1,4 +1,4 @@
-"""Owns SmolLM3 (huggingface.co/blog/smollm3): Llama in which every fourth layer does not rotate queries and keys.
+"""Owns SmolLM3 (huggingface.co/blog/smollm3): Llama whose every fourth layer does not rotate queries and keys.
 Never computes: `engine.models.decoder` does."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _smollm3(raw: Fields) -> ModelConfig:
 
 
 def _rotated(raw: Fields) -> list[bool]:
-    """Whether each layer rotates. Despite its name, `no_rope_layers` has a 1 for layers that rotate."""
+    """Return whether each layer rotates. Despite its name, `no_rope_layers` has a 1 for layers that rotate."""
     num_layers, interval = integer(raw, "num_hidden_layers"), integer(raw, "no_rope_layer_interval", 4)
     listed = sequence(raw, "no_rope_layers") or [(number + 1) % interval for number in range(num_layers)]
     if len(listed) < num_layers:

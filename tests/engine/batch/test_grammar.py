@@ -1,5 +1,5 @@
-"""Contracts of answers within a grammar: every token keeps to it, whatever the schedule does, and no step waits for it.
-The fake executor's tokens are bytes here, so that a request's answer is its text."""
+"""Owns the contract of answers within a grammar: every token follows it, whatever the schedule, and no step waits.
+The fake executor's tokens are bytes here, so a request's answer is its text."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_masks_follow_the_answer_and_the_drafts_and_allow_the_end_only_where_the
 
 
 def test_a_forgotten_answer_is_replayed() -> None:
-    """Preemption and migration rest on this: the matcher is made anew from the tokens of the answer."""
+    """Preemption and migration rely on this: the matcher is rebuilt from the answer's tokens."""
     grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
     grammar = "start: /[ab]{3}c/"
     for length in range(4):
@@ -145,7 +145,7 @@ def test_the_compiled_grammars_that_are_kept_are_the_latest_used() -> None:
 
 
 def test_the_compiled_grammars_that_are_kept_have_so_many_letters_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are as large as their texts, and those of a thousand tools are half a million letters."""
+    """They are as large as their texts, and those of a thousand tools have half a million characters."""
     texts = [f'start: "{number}" // {"x" * 100}' for number in range(5)]
     monkeypatch.setattr(grammar, "MAX_COMPILED_CHARS", 2 * len(texts[0]))
     grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
@@ -250,7 +250,7 @@ def test_the_grammar_has_the_last_word(controls: dict[str, Any]) -> None:
 
 def test_a_grammar_that_becomes_too_much_work_fails_its_own_request_alone() -> None:
     """The grammar compiles, but its second mask takes more work than one token may cost. That is the client's mistake,
-    and no fault of the engine."""
+    not the engine's fault."""
     core = grammar_core()
     for name in "abc":
         core.send(name, PROMPT, max_tokens=60, grammar=f"start: /{'.?' * 300}/" if name == "b" else WORDS)
@@ -275,7 +275,7 @@ class PanicException(BaseException):
 
 
 def test_a_panic_of_the_library_fails_the_request_that_caused_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen with llguidance 1.9.1. The panic is no Exception:
+    """Seen with llguidance 1.9.1. The panic is not an Exception:
     it would end the thread that runs the steps, and every stream would hang."""
     fill = llguidance.numpy.fill_next_token_bitmask_par
 

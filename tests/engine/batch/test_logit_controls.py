@@ -1,5 +1,4 @@
-"""Owns the contract of what changes logits before a token is chosen: compared with the naive definition, and at the
-seam.
+"""Owns the contract of what changes logits before a token is chosen, against the naive definition and at the seam.
 Never tests what a control does to text; tests/golden compares that with transformers."""
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def test_a_batch_with_grammars_equals_the_definition() -> None:
         rows = [row(random_controls(draw, vocab), draw.choice([(), (0, 4)])) for _ in range(6)]
         limited = draw.sample(range(6), 4)
         allowed = [set(draw.sample(range(vocab), draw.choice([1, 2, vocab]))) for _ in limited]
-        allowed[0] = {0, 4}  # in some rows everything that it allows is banned
+        allowed[0] = {0, 4}  # in some rows, everything that it allows is banned
         want = torch.stack([by_definition(*case) for case in zip(logits, rows, [()] * 6, strict=True)])
         for number, tokens in zip(limited, allowed, strict=True):
             want[number] = reference.keep_within(want[number], logits[number], sorted(tokens))
@@ -146,8 +145,8 @@ def test_a_row_that_does_not_look_back_carries_no_answer(controls: dict[str, Any
 
 
 def test_the_answer_is_the_same_after_a_preemption() -> None:
-    """After a preemption the sampled tokens are computed again as if they were part of the prompt;
-    for penalties they are still the answer."""
+    """After a preemption, the sampled tokens are computed again as if they were part of the prompt.
+    For penalties they are still the answer."""
     policy = SchedulerConfig(reserve_mode="prompt", preempt_policy="lifo", watermark_blocks=0)
     core = RecordingCore(num_kv_blocks=5, max_num_seqs=2, scheduler=policy, enable_prefix_caching=False)
     for name in "ab":

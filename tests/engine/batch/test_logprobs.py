@@ -34,7 +34,7 @@ OTHER_BLOCKS = (1, 2, 4, 5, 6)
 
 
 def oracle(logits: Tensor, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    """Compute the alternatives in double precision and by sorting everything. logits: [vocab]"""
+    """Compute the alternatives in double precision by sorting everything. logits: [vocab]"""
     values = logits.double().log_softmax(-1).tolist()
     order = sorted(range(len(values)), key=lambda other: (-logits[other].item(), other))
     return values[token], [(other, values[other]) for other in order[:count]]
@@ -75,7 +75,7 @@ def test_equal_alternatives_come_in_the_order_of_their_ids() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_has_its_rank_among_all_tokens_wherever_it_is(dtype: torch.dtype) -> None:
-    """In bfloat16 many logits are equal; then the order is that of the alternatives."""
+    """In bfloat16 many logits are equal. Their order is then that of the alternatives."""
     logits = torch.randn(60, 301, generator=torch.Generator().manual_seed(9)).to(dtype)
     tokens = torch.randint(0, 301, (60,), generator=torch.Generator().manual_seed(10)).tolist()
     found = token_logprobs(logits, tokens, [20] * 60, ranked=True)
@@ -121,7 +121,7 @@ def test_only_rows_that_ask_are_computed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
-    """Save a checkpoint, and return what transformers says of TOKENS: the logits of every position.
+    """Save a checkpoint, and return transformers' logits for TOKENS at every position.
     # [len(TOKENS), vocab]"""
     directory = tmp_path_factory.mktemp("qwen3")
     with torch.inference_mode():
@@ -141,7 +141,7 @@ def step(executor: TorchExecutor, *rows: object) -> StepOutput:
 
 
 def assert_scores(got: list[TokenLogprobs], want: Tensor, count: int) -> None:
-    """Check the scores of TOKENS[1:], each of which is there once. want:
+    """Check the scores of TOKENS[1:], each of which occurs once. want:
     transformers' logits of the same positions, [len(TOKENS), vocab]"""
     assert [score.token_id for score in got] == TOKENS[1 : len(got) + 1]
     for score, logits in zip(got, want.double().log_softmax(-1), strict=False):
@@ -155,7 +155,7 @@ def assert_scores(got: list[TokenLogprobs], want: Tensor, count: int) -> None:
 def test_any_partition_of_a_prompt_scores_every_token_once_and_as_transformers_does(
     checkpoint: tuple[Path, Tensor], executor: TorchExecutor, cuts: set[int]
 ) -> None:
-    """S3-R2: the first token of a chunk is predicted by the chunk before,
+    """S3-R2: a chunk's first token is predicted by the previous chunk,
     and nothing predicts the prompt's first token."""
     got = prompt_scores(executor, TOKENS, BLOCKS, [*sorted(cuts), len(TOKENS)], 3)
     assert len(got) == len(TOKENS) - 1
@@ -178,7 +178,7 @@ def test_chunks_of_any_size_score_every_token_once_and_as_transformers_does(
 def test_a_chunk_may_score_from_any_of_its_positions_on(
     checkpoint: tuple[Path, Tensor], executor: TorchExecutor
 ) -> None:
-    """After a preemption a chunk computes again what is already scored, up to some position inside it."""
+    """After a preemption, a chunk recomputes what is already scored, up to some position inside it."""
     before = scored("b", TOKENS, 0, 9, OTHER_BLOCKS)
     row = replace(scored("a", TOKENS, 0, 40, BLOCKS), scoring=PromptScoring(25, tuple(TOKENS[26:36]), 0))
     got = step(executor, before, row).prompt_logprobs
@@ -196,7 +196,7 @@ def test_a_row_that_failed_returns_no_log_probability(executor: TorchExecutor) -
 
 
 def test_one_chunk_equals_the_single_pass_to_the_last_bit(executor: TorchExecutor) -> None:
-    tokens = TOKENS[: SCORED_POSITIONS + 1]  # so that both multiply matrices of one shape
+    tokens = TOKENS[: SCORED_POSITIONS + 1]  # so that both multiply matrices of the same shape
     with torch.inference_mode():
         computed = executor._forward(StepPlan(0, (chunk("a", tokens, 0, len(tokens), BLOCKS),)))
         logprobs = computed.logits_at(torch.arange(len(tokens) - 1)).log_softmax(-1)
@@ -256,7 +256,7 @@ def test_a_mixed_step_gives_every_row_the_log_probabilities_it_gets_alone(execut
 
 
 def test_a_sampled_token_has_the_models_own_log_probability(executor: TorchExecutor) -> None:
-    """The reported value is not that of the distribution the token was drawn from, which bans,
+    """The reported value is not from the distribution that the token was drawn from, which bans,
     temperature and filters have changed."""
     best = int(executor.logits(StepPlan(0, (chunk("a", TOKENS, 0, 9, BLOCKS),)))[-1].argmax())
     changed = replace(greedy(3), temperature=3.0, top_k=4, min_p=0.01, seed=8, banned_token_ids=(best,))

@@ -1,5 +1,5 @@
-"""Contracts of the threads that compute masks: what takes too long is given up alone, and all else is waited for.
-The clock of a thread is the test's own: nothing here depends on how fast a machine is."""
+"""Owns the contract of the threads that compute masks: only what takes too long is given up, all else is waited for.
+Never depends on how fast a machine is: a thread's clock is the test's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 10.0
 
 
 class Clock:
-    """A thread's time stands still, but for that of whoever is in a job that was `wound`."""
+    """A thread's time stands still, except for threads that called `wind`."""
 
     def __init__(self) -> None:
         self._wound: set[threading.Thread] = set()
@@ -24,7 +24,7 @@ class Clock:
         self.on_look: Callable[[int], None] = lambda looks: None
 
     def wind(self) -> None:
-        """The time of the thread that calls this is over from now on."""
+        """Let the calling thread's time be over from now on."""
         self._wound.add(threading.current_thread())
 
     def __call__(self, thread: threading.Thread) -> float:
@@ -37,7 +37,7 @@ class Clock:
 
 @contextmanager
 def stuck(clock: Clock) -> Iterator[Callable[[], str]]:
-    """A job that does not end before the test does, and whose time is over."""
+    """Yield a job that does not end before the test does, and whose time is over."""
     gate = threading.Event()
 
     def work() -> str:
@@ -80,7 +80,7 @@ def test_a_job_within_its_limit_is_waited_for_however_often_it_is_looked_at(coun
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_with_a_job_that_is_given_up_go_those_that_may_wait_for_it(count: int) -> None:
-    """Copies of one grammar share a lock: the time of a thread that waits for it does not pass."""
+    """Copies of one grammar share a lock, and the time of a thread that waits for it does not pass."""
     clock, lock = Clock(), threading.Lock()
 
     def behind() -> str:
@@ -131,7 +131,7 @@ def test_threads_end_with_their_owner() -> None:
 
 
 def test_the_time_that_counts_is_the_threads_own() -> None:
-    """Of a thread that waits none passes, however long that is."""
+    """No time passes for a thread that waits, however long it waits."""
     gate = threading.Event()
     waiting = threading.Thread(target=gate.wait)
     waiting.start()

@@ -1,5 +1,5 @@
-"""Owns the promise that the pages which may read refusals are read from one variable, or refused by its name; and that
-the edge decides about a page as the app does."""
+"""Owns the promise that the pages that may read refusals come from one variable, which is refused by name if wrong, and
+that the edge decides about a page as the app does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the outermost layer makes of what Ray Serve says, and of what it leaves unsaid."""
+"""Owns the contract of the outermost layer: what it makes of errors that Ray Serve reports, and of those it omits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 def says(status: int, body: bytes, content_type: bytes = b"text/plain; charset=utf-8", *more: bytes) -> ASGIApp:
-    """An app that answers so; `more` are further parts of the body, and without a b"" last it never ends."""
+    """Return an app with this answer. `more`: further parts of the body, which never ends unless the last is b""."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", content_type), (b"x-request-id", b"i")]
@@ -33,7 +33,7 @@ def says(status: int, body: bytes, content_type: bytes = b"text/plain; charset=u
 
 
 async def silent(scope: Scope, receive: Receive, send: Send) -> None:
-    """How Ray's proxy leaves a request whose replica ended before it answered."""
+    """Leave a request as Ray's proxy does if the replica ended before it answered."""
 
 
 async def ask(app: ASGIApp, path: str = "/v1/completions", *headers: tuple[str, str], ours: bool = True) -> Answer:
@@ -120,7 +120,7 @@ async def read_by(origin: str, app: ASGIApp, path: str, method: str = "POST", **
 async def test_what_is_said_for_ray_names_the_page_that_may_read_it(
     app: ASGIApp, path: str, origin: str, allowed: str | None, vary: str | None
 ) -> None:
-    """A browser showed a network error, and not what was wrong."""
+    """A browser showed a network error, not what was wrong."""
     answer = await read_by(origin, app, path)
     assert (answer.status, answer.headers.get(OWN), answer.headers.get("vary")) == (503, allowed, vary)
 
@@ -176,12 +176,12 @@ async def test_a_cut_response_ends_with_an_error_event_that_has_the_next_number(
 
 
 async def test_a_whole_answer_that_was_cut_is_left_unfinished() -> None:
-    """The server closes the connection then: JSON with something behind it would be neither."""
+    """The server then closes the connection. JSON followed by an error would be neither."""
     assert (await ask(cut(b'{"id": ', b"application/json"))).parts == [b'{"id": ', b"x"]
 
 
 def stalling(app: ASGIApp) -> tuple[ASGIApp, list[Message]]:
-    """The app, on a server whose client takes the start and one part of an answer; and what it took."""
+    """Return the app on a server whose client takes the start and one part of an answer, and what the client took."""
     taken: list[Message] = []
 
     async def on_a_full_socket(scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,7 +197,7 @@ def stalling(app: ASGIApp) -> tuple[ASGIApp, list[Message]]:
 
 @pytest.mark.parametrize("copied", [False, True])
 async def test_a_client_that_the_ingress_gave_up_is_told_nothing(copied: bool) -> None:
-    """It was told of a lost replica, in a send that waited for it without a limit."""
+    """It was told of a lost replica, by a send that waited for it without limit."""
     ingress = RequestGuard(says(200, b"data: 1\n\n", b"text/event-stream", b"data: 2\n\n", b""), stall_timeout_s=0.02)
 
     async def ray(scope: Scope, receive: Receive, send: Send) -> None:
@@ -276,7 +276,7 @@ async def test_a_well_formed_request_id_is_kept() -> None:
 
 @pytest.mark.parametrize("name", ["X-Session-ID", "X_Session_ID", "X-Request-Timeout-Seconds", "traceparent"])
 async def test_a_header_that_ray_would_fail_to_decode_is_a_400_that_names_it(name: str) -> None:
-    """Ray decodes these as UTF-8, and its exception was a 500 of plain text."""
+    """Ray decodes these as UTF-8, and its exception became a plain-text 500."""
 
     async def send_latin(scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.lower().encode(), b"\xff")]

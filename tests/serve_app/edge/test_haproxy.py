@@ -1,5 +1,5 @@
-"""What HAProxy does with the configuration that Ray Serve writes and the launcher edits, run for real with a replica of
-a few lines behind it."""
+"""Owns the contract of HAProxy under the configuration that Ray Serve writes and the launcher edits.
+Never fakes HAProxy: a real one runs in front of a replica of a few lines."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class _Server(ThreadingTCPServer):
 
 
 class _Replica(StreamRequestHandler):
-    """Answers `ok`; leaves at `/dies` as a replica does that is killed before it has answered, and at
-    the first `/lost` as one of several."""
+    """Answers `ok`. At `/dies` it leaves like a replica that is killed before it has answered, and at the
+    first `/lost` like one of several."""
 
     server: _Server
 
@@ -99,7 +99,7 @@ def replica() -> Iterator[int]:
 
 @contextmanager
 def written_by_ray(directory: Path) -> Iterator[tuple[Path, int]]:
-    """A configuration by Ray's own code, and its port."""
+    """Yield a configuration that Ray's own code wrote, and its port."""
     with replica() as at:
         port = free_port()
         arguments = [str(directory), str(port), str(at), str(free_port())]
@@ -110,9 +110,9 @@ def written_by_ray(directory: Path) -> Iterator[tuple[Path, int]]:
 
 @contextmanager
 def launched(config: Path, port: int, **environ: str) -> Iterator[None]:
-    """An HAProxy that the launcher started, as Ray would."""
+    """Run an HAProxy that the launcher starts, as Ray would."""
     command = [sys.executable, "-m", "serve_app.edge.launcher", "-db", "-f", str(config)]
-    # As Ray has it: the launcher ran itself again and again, as that is what it was told HAProxy is.
+    # As Ray sets it: the launcher ran itself again and again, because this variable told it that it was HAProxy.
     env = {**os.environ, "RAY_SERVE_HAPROXY_BINARY_PATH": sys.executable, **environ}
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=env) as process:
         try:
@@ -171,7 +171,7 @@ def test_requests_within_the_limits_reach_the_replica(front: int) -> None:
     ids=["bytes", "100 kB", "count", "2000"],
 )
 def test_headers_beyond_the_limits_are_a_431_in_the_apis_shape(front: int, headers: dict[str, str]) -> None:
-    """HAProxy's own answer was a 400 of HTML, whose text no configuration changes."""
+    """HAProxy's own answer was an HTML 400, whose text no configuration changes."""
     check_refused(ask(front, headers=headers), 431, "headers_too_large")
 
 
@@ -180,20 +180,20 @@ def test_a_url_beyond_the_limit_is_a_414_in_the_apis_shape(front: int) -> None:
 
 
 def test_a_replica_that_ends_before_it_answers_is_a_503_with_a_retry_after(front: int) -> None:
-    """It was a 500 of plain text, and with our pages a 502."""
+    """It was a plain-text 500, and with our pages a 502."""
     lost = ask(front, f"{PREFIX}/dies")
     check_refused(lost, 503, "replica_lost")
     assert lost.headers["retry-after"] == "1"
 
 
 def test_a_request_that_got_no_answer_from_a_lost_replica_goes_to_another(front: int) -> None:
-    """The client's connection was closed without a word."""
+    """The client's connection was closed silently."""
     assert ask(front).text == "ok", "there is a connection to the replica that is used again"
     with socket.create_connection(("127.0.0.1", front), timeout=_START_S) as client:
         client.sendall(
             f"POST {PREFIX}/lost HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nConnection: close\r\n\r\n".encode()
         )
-        client.sendall(b"body")  # behind its head, as most clients send it
+        client.sendall(b"body")  # after its head, as most clients send it
         assert whole(client).endswith(b"ok")
 
 
@@ -202,7 +202,7 @@ def whole(sock: socket.socket) -> bytes:
 
 
 def test_a_body_that_nobody_waits_for_does_not_hold_the_connection(front: int) -> None:
-    """HAProxy reads on as long as a client may stand still: by Ray's default an hour, after the replica has closed."""
+    """HAProxy keeps reading as long as a client may pause: by Ray's default an hour, after the replica has closed."""
     with socket.create_connection(("127.0.0.1", front), timeout=30) as client:
         client.sendall(f"POST {PREFIX}/unread HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\na".encode())
         assert whole(client).startswith(b"HTTP/1.1 405")
@@ -250,7 +250,7 @@ def test_unfinished_headers_have_ten_seconds(front: int) -> None:
 
 
 def test_a_small_body_that_stalls_is_a_408_in_the_apis_shape(front: int) -> None:
-    """It was HAProxy's page of HTML."""
+    """It was HAProxy's HTML page."""
     with socket.create_connection(("127.0.0.1", front), timeout=60) as client:
         client.sendall(f"POST {PREFIX}/x HTTP/1.1\r\nHost: a\r\nContent-Length: 20000\r\n\r\na".encode())
         head, _, body = whole(client).partition(b"\r\n\r\n")
@@ -263,7 +263,7 @@ def test_a_small_body_that_stalls_is_a_408_in_the_apis_shape(front: int) -> None
 
 
 def test_a_configuration_is_edited_once(written: tuple[Path, int], front: int) -> None:
-    """Ray starts HAProxy again with the same file when it crashed."""
+    """Ray starts HAProxy again with the same file after a crash."""
     config = written[0].read_text()
     assert edited(config, written[0].parent, {}) == config
     assert config.count("tcp-request connection reject") == 1
@@ -271,7 +271,7 @@ def test_a_configuration_is_edited_once(written: tuple[Path, int], front: int) -
 
 @pytest.mark.usefixtures("front")
 def test_a_small_body_has_the_time_that_the_app_gives_it(written: tuple[Path, int]) -> None:
-    """One of 20 kB at 1,250 bytes/s was cut after 10 s."""
+    """One of 20 kB at 1,250 bytes/s was cut off after 10 s."""
     rule = re.search(r"wait-for-body time (\d+)s if .* 1:(\d+) ", written[0].read_text())
     assert rule is not None
     assert int(rule[1]) >= BODY_STALL_S + int(rule[2]) / MIN_BODY_BYTES_PER_S

@@ -1,5 +1,5 @@
-"""Owns the promise that a web page which may use the API can read HAProxy's own refusals, and no other page can; with a
-real HAProxy and the configuration that Ray Serve writes."""
+"""Owns the promise that a web page that may use the API can read HAProxy's own refusals, and no other page can.
+Never fakes HAProxy: a real one runs with the configuration that Ray Serve writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE, LONG = {"x-a": "a" * (MAX_HEAD_BYTES + 1)}, "a" * MAX_URL_BYTES
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of two applications: one that some pages may use, and one that has no replica, which all may use."""
+    """Run HAProxy for two applications: one that some pages may use, and one without a replica, which all may use."""
     policies = written([SEVERAL, Policy("/gone", ("*",))])
     with (
         written_by_ray(tmp_path_factory.mktemp("hap")) as (config, port),
@@ -48,7 +48,7 @@ def ask(
     ],
 )
 def test_a_refusal_names_the_page_that_may_read_it(front: int, path: str, headers: dict[str, str], status: int) -> None:
-    """A browser showed a network error, and not what was wrong."""
+    """A browser showed a network error, not what was wrong."""
     answer = ask(front, path, PAGE, headers=headers)
     assert (answer.status_code, answer.headers[ORIGIN], answer.headers["vary"]) == (status, PAGE, "Origin")
     assert answer.headers["access-control-expose-headers"] == ", ".join(EXPOSED)
@@ -100,7 +100,7 @@ def test_what_a_replica_answers_stays_as_it_is(front: int) -> None:
 
 
 def test_a_preflight_that_is_refused_succeeds_so_that_the_page_reads_the_refusal_itself(front: int) -> None:
-    """A browser sends no request behind a preflight that is no success."""
+    """A browser sends no request after a preflight that fails."""
     asked = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",

@@ -1,4 +1,5 @@
-"""What uvicorn does with unfinished, oversized and malformed requests once Ray Serve has called our callback."""
+"""Owns the contract of uvicorn under unfinished, oversized and malformed requests, once Ray Serve has called our
+callback."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from serve_app.edge.http_server import guard_ours, guard_shared
 from serve_app.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
 
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n"
-TIMEOUT_S = 20  # only ever reached by a failure
+TIMEOUT_S = 20  # only reached on failure
 pytestmark = pytest.mark.anyio
 
 
@@ -33,14 +34,14 @@ OWN = "access-control-allow-origin: " + PAGE
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundedHttpProtocol, "cors", ())
-    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # put back afterwards
+    monkeypatch.setattr(auto, "AutoHTTPProtocol", auto.AutoHTTPProtocol)  # restored afterwards
     (middleware,) = guard_ours()
     assert (middleware.cls, middleware.kwargs) == (Guard, {"speaks_for_ray": True, "cors": ()})
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers GET at once, POST when it has the body, `/unread` without it, `/begins` begins before, and `/waits` does
-    until it may go on."""
+    """Answer GET at once, POST once the body has come, and `/unread` without it. `/begins` begins before the body, and
+    `/waits` waits until it may go on."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.accept"})
         await scope["state"]["may_go_on"].wait()
@@ -60,7 +61,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def serving(may_go_on: asyncio.Event | None = None) -> AsyncIterator[int]:
-    """The port of a server as Ray starts it."""
+    """Yield the port of a server as Ray starts it."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await echo({**scope, "state": {"may_go_on": may_go_on}}, receive, send)
@@ -79,7 +80,7 @@ async def serving(may_go_on: asyncio.Event | None = None) -> AsyncIterator[int]:
 
 
 async def said(port: int, *parts: bytes) -> bytes:
-    """All that the server sends until it closes."""
+    """Return all that the server sends until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for part in parts:
@@ -108,13 +109,14 @@ def check_refused(answer: bytes, status: int, code: str) -> None:
     ids=["bytes", "count", "a value without an end", "headers without an end"],
 )
 async def test_headers_beyond_the_limits_are_a_431(fields: bytes) -> None:
-    """uvicorn has none, and kept whatever was sent in memory."""
+    """uvicorn has no limits, and kept everything in memory."""
     async with serving() as port:
         check_refused(await first_answer(port, GET + fields), 431, "headers_too_large")
 
 
 async def first_answer(port: int, data: bytes) -> bytes:
-    """What a client reads that writes without looking: the end may be a reset, as the server does not read the rest."""
+    """Return what a client reads that writes without looking. The connection may end in a reset, because the server
+    does not read the rest."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:
@@ -135,7 +137,7 @@ async def test_headers_at_the_limits_are_taken() -> None:
 
 
 async def test_a_body_before_a_head_in_the_same_read_is_not_counted_as_one() -> None:
-    """A valid pipelined request was a 431."""
+    """A valid pipelined request got a 431."""
     body = b"a" * 40_000
     first = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 40000\r\n\r\n" + body
     async with serving() as port:
@@ -204,7 +206,7 @@ async def test_the_time_counts_for_every_request_of_a_connection() -> None:
 
 @pytest.mark.usefixtures("hurried")
 async def test_the_time_counts_for_a_head_that_begins_in_the_read_of_the_request_before() -> None:
-    """Such a head had all the time in the world, a byte now and then."""
+    """Such a head had unlimited time, with a byte now and then."""
     async with serving() as port:
         first, _, second = (await said(port, GET + b"\r\nG")).partition(b"ok")
         assert first.startswith(b"HTTP/1.1 200")
@@ -213,7 +215,7 @@ async def test_the_time_counts_for_a_head_that_begins_in_the_read_of_the_request
 
 @pytest.mark.usefixtures("hurried")
 async def test_the_time_does_not_count_while_the_request_before_is_not_answered() -> None:
-    """uvicorn may not read meanwhile. The 408 was sent as that request's answer."""
+    """uvicorn may pause reading meanwhile. The 408 was sent as that request's answer."""
     may_go_on = asyncio.Event()
     async with serving(may_go_on) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -235,7 +237,7 @@ async def test_the_time_does_not_count_while_the_request_before_is_not_answered(
 async def test_an_answered_connection_is_closed_whatever_came_last(
     request_: bytes, then: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """uvicorn's keep-alive had ended, and it stayed open for ever."""
+    """uvicorn's keep-alive timer had been stopped, and the connection stayed open for ever."""
     async with serving() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_)

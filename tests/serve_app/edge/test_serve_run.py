@@ -1,4 +1,4 @@
-"""A real `serve run` under clients that hold connections, and request ids and headers as they reach it."""
+"""Owns the contract of a real `serve run` under clients that hold connections, and of request ids as they reach it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def front(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def upload(server: Server) -> bytes:
-    """Send a request of two megabytes over a line of 30 kB/s, and read the answer."""
+    """Send a request of two megabytes at 30 kB/s, and read the answer."""
     body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 2, "ignore_eos": True}).encode()
     body += b" " * (UPLOAD_BYTES - len(body))
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -45,12 +45,12 @@ def upload(server: Server) -> bytes:
         step = LINE_BYTES_PER_S // 10
         for at in range(0, len(body), step):
             line.sendall(body[at : at + step])
-            time.sleep(0.1)  # the line's pace, which is what is tested
+            time.sleep(0.1)  # the line's rate, which is under test
         return b"".join(iter(lambda: line.recv(4096), b""))
 
 
 def hold(held: ExitStack, server: Server) -> None:
-    """Open connections from one source, each with headers that do not end; some may be refused."""
+    """Open connections from one source, each with headers that never end. Some may be refused."""
     for _ in range(NUM_HELD):
         try:
             sock = held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
@@ -103,7 +103,7 @@ def test_headers_beyond_the_limits_are_a_431(front: Server, headers: dict[str, s
 def test_a_request_id_that_is_not_well_formed_is_replaced_and_the_one_that_counts_can_be_aborted(
     front: Server, given: str
 ) -> None:
-    """Ray echoed and logged it, and /admin/abort knew nothing of it."""
+    """Ray echoed and logged it, and /admin/abort did not know it."""
     body = {"model": MODEL, "prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     url = f"{front.url}/v1/completions"
     with httpx.stream("POST", url, json=body, headers={"X-Request-Id": given}, timeout=60) as answer:

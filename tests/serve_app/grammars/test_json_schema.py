@@ -1,5 +1,5 @@
 """Owns the contract of answers in JSON: what a schema's grammar admits is JSON on one line that the schema allows.
-Never tests llguidance's reading of a keyword alone: random schemas, and a validator of their own, do."""
+Never tests how llguidance reads a single keyword: random schemas, with an independent validator, do."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ELSEWHERE = {"components": {"one": OPEN}, "$ref": "#/components/one"}
     ],
 )
 def test_a_key_that_a_schema_names_is_written_in_one_way_only(schema: Any, text: str, is_admitted: bool) -> None:
-    r"""`\u0061` was a further key beside `a`: a parser keeps the last, which may be of another type."""
+    r"""`\u0061` was allowed as a second key besides `a`: a parser keeps the last, which may be of another type."""
     assert WALKER.admits(json_schema(schema).text(), text) is is_admitted
 
 
@@ -83,7 +83,7 @@ NAMED_SO = {"title": {"type": "integer"}, "description": {"type": "object", "pro
 
 
 def test_annotations_are_not_written_and_what_is_only_named_so_is() -> None:
-    """They are most of a tool's schema, and llguidance reads nothing in them."""
+    """They make up most of a tool's schema, and llguidance ignores them."""
     closed = {"type": "object", "additionalProperties": False, "required": ["title", "description"]}
     schema = closed | {"properties": NAMED_SO, "title": "T", "description": "D", "examples": [{"title": "E"}]}
     (entry,) = json_schema(schema).entries
@@ -172,7 +172,7 @@ def test_a_keyword_that_would_be_ignored_is_refused_wherever_it_is_and_a_propert
 
 
 def test_a_reference_without_a_fragments_mark_is_read_as_one() -> None:
-    """litellm's, of a schema with nested models."""
+    """litellm writes such references for a schema with nested models."""
     note = {"type": "object", "properties": {"line": {"type": "integer"}}, "required": ["line"]}
     note |= {"additionalProperties": False}
     schema = {"type": "object", "properties": {"note": {"$ref": "/$defs/Note"}}, "required": ["note"]}
@@ -185,7 +185,7 @@ def test_a_reference_without_a_fragments_mark_is_read_as_one() -> None:
 
 
 def test_a_schema_on_which_llguidance_panics_is_a_fault_like_any_other() -> None:
-    """1.9.1 cuts its message at a byte, which may be inside a letter: a PanicException, which is no Exception."""
+    """1.9.1 cuts its message at a byte, which may be inside a character: a PanicException, not an Exception."""
     assert find_fault(json_schema({"properties": {"a": ["🔑" * 300]}}).text())
 
 

@@ -1,4 +1,4 @@
-"""Owns the contract of grammars that nest, inside a JSON string: they take what the Lark describes, or are refused.
+"""Owns the contract of nested grammars inside a JSON string: they take what the Lark describes, or are refused.
 Never trusts the translation: Python's `re` says what a terminal matches."""
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def chain(num_rules: int, brackets: int) -> str:
 @pytest.mark.parametrize(("num_rules", "brackets"), [(2500, 0), (500, 25)])
 @pytest.mark.parametrize("read", [grammar, lark_text])
 def test_rules_that_would_end_the_process_are_refused(num_rules: int, brackets: int, read: type) -> None:
-    """llguidance recurses from rule to rule, until its stack ends."""
+    """llguidance recurses from rule to rule until its stack overflows."""
     with pytest.raises(GrammarRefused, match=f"at most {MAX_LARK_DEPTH} rules and brackets"):
         read(chain(num_rules, brackets))
     read(chain(300, 2))
@@ -173,7 +173,7 @@ CASELESS = "(?i:" + "".join(f"[^{chr(0x4E00 + number)}]" for number in range(100
 )
 @pytest.mark.parametrize("encoding", [JSON_STRING, as_it_is("</parameter>", "\n")], ids=["json", "tag"])
 def test_a_translation_is_bounded_work(terminal: str, encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, and not timed: a step is about half a microsecond."""
+    """Work is counted, not timed: a step takes about half a microsecond."""
     grammar, allowances = read_lark(f"{NESTS}A: /{terminal}/\n"), list[Allowance]()
 
     def allowed() -> Allowance:
@@ -181,7 +181,7 @@ def test_a_translation_is_bounded_work(terminal: str, encoding: Encoding, monkey
         return allowances[-1]
 
     monkeypatch.setattr(nested, "Allowance", allowed)
-    in_both_cases(of_category("L"))  # makes tables, once in a process
+    in_both_cases(of_category("L"))  # makes tables, once per process
     num_events = 0
 
     def count(*event: object) -> None:

@@ -1,5 +1,5 @@
-"""Owns the contract of grammars that stand inside other text: the regex has the language of the Lark, or is refused.
-Never trusts the translation: llguidance's own reading of the Lark, and a reader of patches, say what is in it."""
+"""Owns the contract of grammars inside other text: the regex has the language of the Lark, or the Lark is refused.
+Never trusts the translation: llguidance's own reading of the Lark, and a patch parser, decide what is in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MUL: "*"
 """
 DOUBLED = "start: a0 \n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(20)) + 'a20: "x"\n'
 REPEATED = f'start: {"a " * 16_000}\na: "{"x" * 24_000}"\n'
-"""56 kB that would become 384 MB."""
+"""56 kB, which would expand to 384 MB."""
 NESTED = "start: a0\n" + "".join(f'a{i}: ["y" ["z" a{i + 1}]]\n' for i in range(60)) + 'a60: "x"\n'
 CHAIN = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(80)) + 'a80: "x"\n'
 
@@ -170,7 +170,7 @@ def test_only_a_pattern_of_the_whole_text_is_taken_for_one(pattern: str) -> None
 
 
 def test_the_reader_of_patches_agrees_with_the_grammar() -> None:
-    """What judges the walks, judged by another reading of the same grammar."""
+    """Check the judge of the walks against another reading of the same grammar."""
     rng, raw = random.Random(0), lark(patches.GRAMMAR).text()
     for _ in range(100):
         text = patches.draw(rng)

@@ -1,5 +1,5 @@
 """Owns the contract of structural tags: free text up to a trigger, then one of its structures, then free text again.
-Never tests tool calls, which have grammars of their own."""
+Never tests tool calls, which have their own grammars."""
 
 from __future__ import annotations
 

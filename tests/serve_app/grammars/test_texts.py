@@ -1,5 +1,5 @@
-"""Owns the contract of a client's own grammars: a regex, choices, Lark and GBNF admit what they say, and nothing else.
-Never tests how they are written down."""
+"""Owns the contract of a client's own grammars: a regex, choices, Lark and GBNF admit what they say and nothing else.
+Never tests how they are written."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Answer:
         seal: Seal | None = None,
         keeping: Keeping | None = None,
     ) -> None:
-        """`keeping`: of a response that is to be kept."""
+        """`keeping`: None if the response is not to be kept."""
         self._request = request
         self._toolbox = toolbox
         self._answering = answering
@@ -44,11 +44,11 @@ class Answer:
         return self.begun() | ending_json(cut_off=cut_off, blocks=blocks, items=self.items, usage=usage)
 
     async def keep(self, response: Json) -> None:
-        """Keep a response that has ended, if it is to be kept, and let it say whether it is."""
+        """Keep a response that has ended, if it is to be kept. Its `store` then says whether it was."""
         if self._keeping is not None:
             response["store"] = await self._keeping.keep(response)
 
     def failed(self, error: ApiError) -> Json:
-        """OpenAI's own code of it is one of a few; ours is in the error's event."""
+        """Return the failed response. OpenAI allows few error codes here; ours is in the error event."""
         told = {"code": "server_error", "message": error.message}
         return self.begun() | {"status": "failed", "error": told, "store": False}

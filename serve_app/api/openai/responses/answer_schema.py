@@ -18,7 +18,7 @@ class OutputText(Shape):
     annotations: list[dict[str, Any]]
     """Empty."""
     logprobs: list[dict[str, Any]]
-    """Of its tokens, where `include` or `top_logprobs` asks for them."""
+    """One entry per token, if `include` or `top_logprobs` asks for them."""
 
 
 class ReasoningText(Shape):
@@ -61,21 +61,21 @@ class LocalShellItem(_OutputItem):
     type: Literal["local_shell_call"]
     call_id: str
     action: dict[str, Any]
-    """What to run, as OpenAI's tool of that name has it."""
+    """What to run, in the form of OpenAI's tool of that name."""
 
 
 class ShellItem(_OutputItem):
     type: Literal["shell_call"]
     call_id: str
     action: dict[str, Any]
-    """The same."""
+    """What to run, in the form of OpenAI's tool of that name."""
 
 
 class PatchItem(_OutputItem):
     type: Literal["apply_patch_call"]
     call_id: str
     operation: dict[str, Any]
-    """What to do with which file."""
+    """What to do, and with which file."""
 
 
 class ReasoningOutput(_OutputItem):
@@ -84,7 +84,7 @@ class ReasoningOutput(_OutputItem):
     """Empty."""
     content: list[ReasoningText]
     encrypted_content: str = ""
-    """The same, sealed, where `include` asks for it. It can be sent back instead of the content."""
+    """The content, sealed, if `include` asks for it. It can be sent back instead of the content."""
 
 
 Output = Annotated[
@@ -100,7 +100,7 @@ class InputTokensDetails(Shape):
 
 class OutputTokensDetails(Shape):
     reasoning_tokens: int
-    """Tokens before the content begins; 0 for models that do not mark what they think."""
+    """Tokens before the content begins; 0 for models that do not mark their reasoning."""
 
 
 class ResponseUsage(Shape):
@@ -137,9 +137,9 @@ class ResponseAnswer(Shape):
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None]
-    """`effort`, where it has an effect."""
+    """`effort`, if it has an effect."""
     store: bool
-    """Whether it is kept. Until the answer has ended: whether it is meant to be."""
+    """Whether the response is kept. Until the answer has ended: whether it is to be kept."""
     temperature: float
     text: dict[str, Any]
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any]
@@ -168,14 +168,14 @@ class DeletedResponse(Shape):
 class ItemList(Shape):
     object: Literal["list"]
     data: list[dict[str, Any]]
-    """Items as they were sent or answered, each with an id."""
+    """Items as they were sent or returned, each with an id."""
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
 class ResponseEvent(Shape):
-    """One of a stream; which fields there are beside the first two depends on the type."""
+    """One event of a stream. The fields other than the first two depend on the type."""
 
     type: Literal[
         "response.created",

@@ -15,7 +15,8 @@ from serve_app.api.requests.unions import kind_of
 
 
 class ChosenFunction(StrictModel):
-    """The answer is one call of this function. One of a namespace has its own name, or the one that the model reads."""
+    """The answer is one call of this function. A function in a namespace is given by its own name, or by the one that
+    the model reads."""
 
     type: Literal["function"]
     name: str = Field(pattern=FUNCTION_NAME)
@@ -58,7 +59,7 @@ Chosen = Annotated[
 
 
 class ChosenTools(StrictModel):
-    """The model is told of all tools, and can call these."""
+    """The model is told of all tools, and can call only these."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

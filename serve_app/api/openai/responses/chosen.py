@@ -1,4 +1,4 @@
-"""Owns what a Responses request's `tool_choice` is for the chat with the same answer.
+"""Owns the translation of a Responses request's `tool_choice` to a chat request's.
 Never knows how a call is constrained."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CANNOT = "cannot be kept"
 
 
 def choice_of(request: ResponsesRequest, toolbox: Toolbox) -> Any:
-    """The chat's own.
+    """Return the chat's `tool_choice`.
 
     Raises:
-        ApiError: it names what cannot be called, or a call must be made by a grammar that cannot be kept.
+        ApiError: it names a tool that cannot be called, or forces a call whose grammar cannot be kept.
     """
     choice, must, named = _read(request, toolbox)
     names = None if named is None else frozenset(named)
@@ -36,7 +36,7 @@ def choice_of(request: ResponsesRequest, toolbox: Toolbox) -> Any:
 
 
 def _read(request: ResponsesRequest, toolbox: Toolbox) -> tuple[Any, bool, list[str] | None]:
-    """The chat's choice, whether a call must be made, and the functions of which."""
+    """Return the chat's choice, whether a call must be made, and which functions it is limited to, if any."""
     given = request.tool_choice
     if isinstance(given, ChosenFunction | ChosenCustom | ChosenLocal):
         name = _shown(given, toolbox)

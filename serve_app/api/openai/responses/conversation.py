@@ -25,11 +25,11 @@ NAMES = {
     "response_format": "text.format",
     "messages": "input",
 }
-"""What a chat request calls otherwise."""
+"""What a chat request calls differently."""
 
 
 class _Chat(ChatRequest):
-    """One that no client writes."""
+    """A chat request that no client writes."""
 
     hints: ClassVar[Unsupported] = {}
 
@@ -41,10 +41,10 @@ class _Chat(ChatRequest):
 def as_chat(
     request: ResponsesRequest, messages: Sequence[Json], toolbox: Toolbox, template_options: Json | None
 ) -> ChatRequest:
-    """The chat with the same answer. `messages`: what the request's items are, and those that it goes on from.
+    """Return the chat with the same answer. `messages`: the request's items and those that it continues, as messages.
 
     Raises:
-        ApiError: there is none.
+        ApiError: the chat request is not valid.
     """
     system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
     fields = {name: getattr(request, name) for name in _SAME} | {

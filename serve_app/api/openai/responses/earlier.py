@@ -1,4 +1,4 @@
-"""Has what a Responses request goes on from: responses that are kept, and items of theirs that it refers to.
+"""Owns what a Responses request continues: kept responses, and their items that it refers to.
 Never reads an item; `turns` does. What is found counts towards the body's limits, as if the client had sent it."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Earlier:
     conversation: Sequence[Item] = ()
     """What comes before the request's own input."""
     items: Mapping[str, Item] = field(default_factory=dict)
-    """What references stand for that are to none of the request's items."""
+    """The items of references that are not to an item of the request itself."""
     num_bytes: int = 0
 
 
@@ -43,11 +43,11 @@ def own_items(request: ResponsesRequest) -> Sequence[Item]:
 
 
 def whole_input(request: ResponsesRequest, earlier: Earlier) -> Iterator[tuple[str, Item]]:
-    """The request's own items with their places, each reference as what it stands for. An item is repeated once at
-    most: the conversation would else be larger than its body without bound.
+    """Yield the request's own items with their places, and references resolved. An item is repeated at most once,
+    because otherwise no bound on the body would bound the conversation.
 
     Raises:
-        ApiError: another reference names the item already.
+        ApiError: two references name the same item.
     """
     items, referred = own_items(request), set()
     by_id = _by_id(items) | dict(earlier.items)
@@ -65,10 +65,10 @@ def whole_input(request: ResponsesRequest, earlier: Earlier) -> Iterator[tuple[s
 async def recall(
     request: ResponsesRequest, body: bytes, memory: AnswerMemory | None, tenant: str, max_body_bytes: int
 ) -> Earlier:
-    """What `request` refers to that is not in its own `body`. `memory`: None keeps nothing.
+    """Find what `request` refers to outside its own `body`. `memory`: None if nothing is kept.
 
     Raises:
-        ApiError: it is not there, or the conversation is too large with it.
+        ApiError: it is not there, or makes the conversation too large.
     """
     places = _places(own_items(request))
     if request.previous_response_id is None and not places:
@@ -96,7 +96,7 @@ def _read(recalled: Recalled, body: bytes, texts: Sequence[bytes]) -> Earlier:
 
 
 def _places(items: Sequence[Item]) -> dict[str, str]:
-    """The ids that references name and none of the items has, each with the place of the first such reference."""
+    """Return the ids that references name and no item has, each with the place of the first such reference."""
     own, places = _by_id(items), dict[str, str]()
     for number, item in enumerate(items):
         if isinstance(item, ReferenceItem) and item.id not in own:

@@ -49,7 +49,7 @@ class ResponseForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class ResponseReader:
-    """`seal`: without one, thoughts are not told sealed. `memory`: without one, nothing is kept."""
+    """`seal`: without one, thoughts are not returned sealed. `memory`: without one, nothing is kept."""
 
     model: ServedModel
     tokenizer: Tokenizer
@@ -59,9 +59,10 @@ class ResponseReader:
 
     async def read(self, body: bytes, tenant: str) -> Asked[ChatRequest]:
         """Raises:
-        ApiError: the request is wrong, or goes on from what is not there.
+        ApiError: the request is wrong, or continues something that is not there.
         """
-        # A short one may have a tool's grammar, whose translation takes tens of milliseconds: never on the event loop.
+        # Even a short one may have a tool's grammar, whose translation takes tens of milliseconds: never on the event
+        # loop.
         size = max(len(body), INLINE_SIZE + 1)
         given = await run_sized(size, lambda: parse_request(ResponsesRequest, body))
         earlier = await recall(given, body, self.memory, tenant, self.max_body_bytes)

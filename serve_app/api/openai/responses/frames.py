@@ -35,7 +35,7 @@ class ResponseFrames:
         self._scored = scored
         self._items = answer.items
         self._input = InputReader()
-        """Reads the input of the last call of a tool that takes text."""
+        """Reads the input of the latest call of a free-form tool."""
         self._number = 0
         self._cut_off = False
 
@@ -52,7 +52,8 @@ class ResponseFrames:
         return b"".join(frame for step in steps for frame in self._step(step))
 
     async def closing(self) -> bytes:
-        """Write the last event. The response is kept before a client learns that it is whole, and may refer to it."""
+        """Write the last event. The response is kept before the client learns that it is complete and can be referred
+        to."""
         response = self._answer.ended(self._blocks.blocks, cut_off=self._cut_off)
         await self._answer.keep(response)
         return self._frame(f"response.{response['status']}", response=response)
@@ -99,7 +100,7 @@ class ResponseFrames:
         yield self._item("response.output_item.done", block, item)
 
     def _came_whole(self, block: Block, item: Json) -> Iterator[bytes]:
-        """Tell an item whose call came whole. Arguments that do not fit the tool are told as a function's."""
+        """Write the events of an item whose call came whole. Arguments that do not fit the tool become a function's."""
         if item["type"] != "function_call":
             yield self._item("response.output_item.added", block, item | {"status": "in_progress"})
             return

@@ -1,4 +1,4 @@
-"""Owns the values of `include`: what an answer may tell besides.
+"""Owns the values of `include`: what else an answer may report.
 Never adds anything to an answer."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns the input of a free-form tool as a model writes it: the one string of a call's JSON arguments, read as it comes.
+"""Owns a free-form tool's input as a model writes it: the one string in a call's JSON arguments, read as it arrives.
 Never knows where a call begins."""
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ INPUT = "input"
 
 _HEAD = f'{{"{INPUT}":"'
 _GAPS = frozenset({0, 1, _HEAD.index(":"), len(_HEAD) - 1})
-"""Places of the head before which there may be white space."""
+"""Positions in the head before which white space may stand."""
 _PIECE = re.compile(
     r'[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt]'
 )
 
 
 def arguments_of(text: str) -> str:
-    """The JSON of a call with this input."""
+    """Write the JSON arguments of a call with this input."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
-    """All of the input that the arguments have, though they may be cut off."""
+    """Return all of the input that the arguments hold, even if they are cut off."""
     reader = InputReader()
     return reader.push(arguments) + reader.finish()
 
 
 class InputReader:
-    """Reads one call. Arguments of another form, which nothing constrained, are the input when they are whole."""
+    """Reads one call. Unconstrained arguments of another form become the input once they are complete."""
 
     def __init__(self) -> None:
         self._before: list[str] = []
-        """All of the text, until the input begins."""
+        """All of the text until the input begins."""
         self._num_met = 0
-        """Letters of the head that have come."""
+        """How many characters of the head have arrived."""
         self._is_other = False
         self._rest = ""
-        """What an escape may go on from."""
+        """Text that the rest of an escape may follow."""
         self._is_inside = False
         self._has_ended = False
 
     def push(self, text: str) -> str:
-        """What the input goes on with. Takes time in proportion to the text."""
+        """Return what the text adds to the input. Takes time in proportion to the text."""
         if self._has_ended:
             return ""
         if not self._is_inside:
@@ -58,7 +58,7 @@ class InputReader:
         return self._read()
 
     def finish(self) -> str:
-        """The same, and no text follows."""
+        """Return the rest of the input; no more text follows."""
         return "" if self._is_inside else _other("".join(self._before))
 
     def _end_of_head(self, text: str) -> int | None:
@@ -96,7 +96,7 @@ def _unescaped(piece: str) -> str:
 
 
 def _whole(text: str) -> str:
-    """With a replacement for each half of a pair that stands alone, which no answer could be written with."""
+    """Replace lone surrogates, which no answer could be encoded with."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,5 +1,5 @@
-"""Owns the items that a response goes on from: messages, calls and their outputs, thoughts.
-Never translates them; `conversation` does. States of items are accepted and without effect."""
+"""Owns the items that a response continues: messages, calls and their outputs, thoughts.
+Never translates them; `turns` does. States of items are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class ItemText(StrictModel):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[dict[str, Any]] | None = None
-    """What an answer said about its text comes back with it, and is not read: the text is all that the model wrote."""
+    """What an answer said about its text, sent back with it. Not read: the text is all that the model wrote."""
     logprobs: list[dict[str, Any]] | None = None
     """As `annotations`."""
 
 
 class ItemImage(StrictModel):
-    """An image, for models that take any, in a message of the user or an output of a tool."""
+    """An image in a user's message or a tool's output, for models that take images."""
 
     unsupported: ClassVar[Unsupported] = {"file_id": (), "prompt_cache_breakpoint": ()}
     type: Literal["input_image"]
     image_url: str = Field(min_length=1)
-    """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""
+    """`data:image/png;base64,...`, or an http or https URL on a host that the server's settings list."""
     detail: Detail | None = None
 
 
@@ -81,7 +81,7 @@ class MessageItem(_Item):
 
 
 _DIRECT = ({"type": "direct"},)
-"""The model called it, and no program."""
+"""The model made the call, not a program."""
 
 
 class CallItem(_Item):
@@ -91,7 +91,7 @@ class CallItem(_Item):
     name: str
     namespace: str | None = None
     arguments: str
-    """A JSON object as text; what is none is shown to the model as the text that it is."""
+    """A JSON object as text. Anything else is shown to the model as plain text."""
 
 
 class OutputItem(_Item):
@@ -100,7 +100,7 @@ class OutputItem(_Item):
     call_id: str
     output: Content
     """Its images are shown to the model as the user's."""
-    # Its call has them.
+    # The output's call has them.
     name: str | None = None
     namespace: str | None = None
 
@@ -126,15 +126,14 @@ class Thought(StrictModel):
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: Annotated[list[Thought], Field(fail_fast=True)] | None = None
-    """Where there is nothing else, this is what the model reads."""
+    """What the model reads if there is nothing else."""
     content: Annotated[list[Thought], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = None
-    """Read where there is no content, if this server sealed it."""
+    """Read if there is no content and this server sealed it."""
 
 
 class ReferenceItem(StrictModel):
-    """An item of the same request, or of the output of a response that is kept. It is repeated where this stands, once
-    at most."""
+    """An item of the same request, or of a kept response's output. It is repeated here, at most once per request."""
 
     type: Literal["item_reference"]
     id: str

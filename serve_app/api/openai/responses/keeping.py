@@ -1,4 +1,4 @@
-"""Has how a response is kept once it has ended: as texts of JSON, item by item.
+"""Owns how a response is kept once it has ended: as JSON texts, item by item.
 Never does anything before that, and never keeps a response that failed or that nobody read to its end."""
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from serve_app.store.memory import AnswerMemory
 Json = dict[str, Any]
 
 _LONG = ("instructions", "tools")
-"""Fields that are the same in each response of a conversation: a text of their own is kept once for all of them."""
+"""Fields that are the same in each response of a conversation. They are a separate text, kept once for all of them."""
 _TOKEN_BYTES = 8
 _SCORE_BYTES = 200
-"""Of a token's log-probability, and of each alternative."""
+"""The estimated size of a token's log-probability, and of each alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Keeps one response. `input` is its own input, with what its references stand for. `num_bytes` is about the size
-    of that."""
+    """Keeps one response. `input` is its own input with references resolved, and `num_bytes` about its size."""
 
     memory: AnswerMemory
     tenant: str
@@ -33,7 +32,7 @@ class Keeping:
     num_bytes: int
 
     async def keep(self, response: Json) -> bool:
-        """Keep the response. Return whether it is kept."""
+        """Keep the response. Return whether it was kept."""
         per_token = _TOKEN_BYTES + _SCORE_BYTES * (1 + response["top_logprobs"])
         size = self.num_bytes + per_token * response["usage"]["output_tokens"]
         entry = await run_sized(size, lambda: self._entry(response))

@@ -1,5 +1,5 @@
-"""Has the routes to a response that is kept: the response, the items that it was made from, and its end.
-Never finds another key's: to whoever asks, it is as unknown as any."""
+"""Owns the routes to a kept response: the response, its input items, and its deletion.
+Never finds another key's response, which looks as unknown as any that does not exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_STREAMS = ("stream", "starting_after", "include_obfuscation")
 
 @dataclass(frozen=True, slots=True)
 class KeptRoutes:
-    """`memory`: None keeps nothing. `max_bytes`: most that a conversation has."""
+    """`memory`: None if nothing is kept. `max_bytes`: the largest conversation."""
 
     memory: AnswerMemory | None
     max_bytes: int
@@ -66,7 +66,7 @@ class KeptRoutes:
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def get_or_delete(self, request: Request) -> Response:
-        """One route for both, so that a 405 allows both."""
+        """Serve both methods on one route, so that a 405's `Allow` names both."""
         return await (self.delete(request) if request.method == "DELETE" else self.get(request))
 
     async def _find(self, request: Request) -> Entry:

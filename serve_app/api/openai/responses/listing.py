@@ -1,4 +1,4 @@
-"""Has the items that a response was made from as OpenAI lists them: each with an id, and by pages.
+"""Owns the list of a response's input items as OpenAI returns it: each with an id, in pages.
 Never finds them; `kept_routes` does."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Page:
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Page:
         """Raises:
-        ApiError: a value is none.
+        ApiError: a value is not valid.
         """
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if limit not in _LIMITS:
@@ -38,7 +38,7 @@ class Page:
         return cls(int(limit), "asc" if order == "asc" else "desc", query.get("after"))
 
     def cut(self, items: Sequence[Json]) -> Json:
-        """The page's part of all items, as a list of OpenAI's."""
+        """Return this page of the items, as one of OpenAI's lists."""
         ordered = items if self.order == "asc" else items[::-1]
         names = [item["id"] for item in ordered]
         if self.after is not None and self.after not in names:
@@ -51,7 +51,7 @@ class Page:
 
 
 def listed(response_id: str, texts: Sequence[bytes]) -> list[Json]:
-    """Items from their JSON. One without an id, or with that of an earlier one, gets an id by its place."""
+    """Read items from their JSON. One without an id, or with an earlier item's, gets an id from its position."""
     taken, items = set[str](), []
     for number, text in enumerate(texts):
         item = pydantic_core.from_json(text)
@@ -64,7 +64,7 @@ def listed(response_id: str, texts: Sequence[bytes]) -> list[Json]:
 
 
 def _whole(item: Json) -> Json:
-    """With what clients may leave out, and find in each item that is listed."""
+    """Add what clients may leave out but find in each listed item."""
     kind = item.setdefault("type", "message")
     item.setdefault("status", "completed")
     if kind == "reasoning":

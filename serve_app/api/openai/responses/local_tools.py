@@ -1,5 +1,5 @@
-"""Owns the tools that a client runs by OpenAI's own shapes, `local_shell`, `shell` and `apply_patch`: as functions, and
-their calls as items.
+"""Owns the tools that a client runs and OpenAI defines: `local_shell`, `shell` and `apply_patch`. Offers them as
+functions, and returns their calls as items.
 Never runs one."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Shape:
     item: str
     """The type of a call's item."""
     prefix: str
-    """Begins its id."""
+    """The prefix of the item's id."""
 
 
 _SHAPES: Mapping[str, _Shape] = MappingProxyType(
@@ -59,7 +59,7 @@ _SHAPES: Mapping[str, _Shape] = MappingProxyType(
 
 
 def parameters(kind: LocalKind) -> Json:
-    """The function's JSON schema."""
+    """Return the function's JSON schema."""
     schema = _SHAPES[kind].arguments.model_json_schema()
     names = ("type", "enum", "items", "description", "minimum")
     properties = {
@@ -82,7 +82,7 @@ def id_prefix(kind: LocalKind) -> str:
 
 
 def call_fields(kind: LocalKind, arguments: str) -> Json | None:
-    """The fields of a call's item; None where the arguments are none of this tool's, which nothing constrained."""
+    """Return the fields of a call's item, or None if unconstrained arguments do not fit this tool."""
     try:
         given = _SHAPES[kind].arguments.model_validate_json(arguments).model_dump(exclude_unset=True)
     except ValidationError:
@@ -97,7 +97,7 @@ def call_fields(kind: LocalKind, arguments: str) -> Json | None:
 
 
 def arguments_of(action: Json) -> Json:
-    """What the model wrote of a call that comes back: without what its item has besides."""
+    """Return what the model wrote of a call that comes back, without what the item adds."""
     is_exec = action.get("type") == "exec"
     left = ("type", "env") if is_exec and not action.get("env") else ("type",) if is_exec else ()
     return {name: value for name, value in action.items() if name not in left and value is not None}

@@ -1,4 +1,4 @@
-"""Owns the items of an answer as JSON: messages, thoughts and calls, each as the tool that it is of wants it.
+"""Owns the items of an answer as JSON: messages, thoughts and calls, each in its tool's shape.
 Never decides what an answer says."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ITEM_ID = {"text": "msg", "call": "fc", "reasoning": "rs"}
 
 
 class OutputItems:
-    """Builds the items of one response. With a `seal`, thoughts are also told sealed."""
+    """Builds the items of one response. With a `seal`, thoughts are also returned sealed."""
 
     def __init__(self, response_id: str, toolbox: Toolbox, seal: Seal | None) -> None:
         self._response = response_id.removeprefix("resp_")
@@ -26,12 +26,12 @@ class OutputItems:
         self._sealed: dict[int, str] = {}
 
     def takes_text(self, block: Block) -> bool:
-        """Whether it is a call of a tool whose input is text."""
+        """Return whether the block is a call of a free-form tool."""
         offer = self._toolbox.called(block.name) if block.kind == "call" else None
         return offer is not None and offer.is_text
 
     def comes_whole(self, block: Block) -> bool:
-        """Whether it is a call whose item tells no part of it before all is known."""
+        """Return whether the block is a call whose item is not sent before it is complete."""
         return self._local_kind(block) is not None
 
     def _local_kind(self, block: Block) -> LocalKind | None:
@@ -44,7 +44,7 @@ class OutputItems:
         return f"{prefix}_{self._response}_{block.index}"
 
     def name(self, block: Block) -> str:
-        """Tells which tool is called."""
+        """Return the name of the tool that is called."""
         offer = self._toolbox.called(block.name)
         return block.name if offer is None else offer.tool.name
 
@@ -74,7 +74,7 @@ class OutputItems:
         return call | {"type": "function_call", "arguments": block.text}
 
     def _sealed_of(self, block: Block) -> str:
-        """Return the same seal wherever a block's text is told, because no two seals of a text are alike."""
+        """Seal a block's text once, and return that wherever it is needed, because no two seals of a text are alike."""
         assert self._seal is not None, "asked for"
         if block.index not in self._sealed:
             self._sealed[block.index] = self._seal.close(block.text)
@@ -82,7 +82,7 @@ class OutputItems:
 
 
 def response_of(item_id: str) -> str:
-    """The id of the response whose output has an item of this id, if any has."""
+    """Return the id of the response whose output has an item of this id, if any has."""
     return "resp_" + item_id.partition("_")[2].rpartition("_")[0]
 
 

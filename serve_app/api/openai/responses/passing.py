@@ -1,5 +1,5 @@
-"""Owns the hints of a Responses request that no schema can name: what depends on a value, a tool, an item or the model.
-Never reads what the request asks for besides."""
+"""Owns a Responses request's hints that no schema can name: those that depend on a value, a tool, an item or the model.
+Never reads anything else that the request asks for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 def pass_over(name: str, param: str, text: str) -> None:
-    """`name`: of our own writing. `param`: where it stands in the request. `text`: why it has no effect.
+    """Ignore a hint. `name`: what we call it. `param`: its place in the request. `text`: why it has no effect.
 
     Raises:
         ApiError: the server is strict.
@@ -34,8 +34,8 @@ def unsupported(param: str, text: str) -> ApiError:
 
 
 def pass_over_hints(request: ResponsesRequest, *, seal: Seal | None) -> Seal | None:
-    """Name what the request asks for and is not given. `seal`: of thoughts, where there are any. The seal, where the
-    request asks for it.
+    """Name what the request asks for and does not get. `seal`: seals thoughts, if the model has any. Return it if the
+    request asks for sealed thoughts.
 
     Raises:
         ApiError: the server is strict.
@@ -54,7 +54,7 @@ def pass_over_hints(request: ResponsesRequest, *, seal: Seal | None) -> Seal | N
 def with_effort(
     request: ResponsesRequest, tokenizer: Tokenizer, model: ServedModel
 ) -> tuple[ResponsesRequest, Json | None]:
-    """The request with the effort that it is answered with, and what the chat template is given for it.
+    """Return the request with the effort that applies, and the chat template's options for it.
 
     Raises:
         ApiError: the server is strict.

@@ -1,4 +1,4 @@
-"""Owns what constrains a request's free-form tools, and what all of their grammars may come to together.
+"""Owns the constraints on a request's free-form tools, and the limit on all of their grammars together.
 Never reads a grammar itself."""
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from serve_app.api.openai.responses.tools import CustomTool, GrammarFormat
 from serve_app.grammars.tool_texts import ToolText, lark_text, regex_text
 
 MAX_CHARS = 192 * 2**10
-"""Bounds a request's definitions and what they become: each takes time to read and to compile."""
+"""Limits a request's definitions and what they become, because each takes time to read and to compile."""
 
 
 class Patterns:
-    """Those of one request."""
+    """Holds the constraints of one request."""
 
     def __init__(self) -> None:
         self._num_chars = 0
 
     def of(self, tool: CustomTool, field: str) -> ToolText:
-        """What constrains the tool's text, if anything does.
+        """Return what constrains the tool's text, if anything does.
 
         Raises:
             ApiError: the request's grammars are too large together.

@@ -1,5 +1,5 @@
-"""Owns items of tools that this server does not have, as other servers made them: what they say to the model.
-Never runs a tool. Settings of an item, such as where a command ran, are for whoever ran it and are not read."""
+"""Owns items of tools that this server does not have, as other servers made them, and what they say to the model.
+Never runs a tool, and never reads an item's settings, such as where a command ran: they are for whoever ran it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Answered(NamedTuple):
 
 
 def only(model: type[StrictModel]) -> BeforeValidator:
-    """Keeps the fields of an object that this model has."""
+    """Keep those fields of an object that this model has."""
     names = model.model_fields.keys()
     return BeforeValidator(
         lambda value: {name: value[name] for name in names if name in value} if isinstance(value, dict) else value
@@ -44,7 +44,7 @@ class Replay(StrictModel, ABC):
     @property
     @abstractmethod
     def told(self) -> Sequence[Called | Answered]:
-        """In the order in which the conversation has them."""
+        """The call, the answer, or both, in the conversation's order."""
 
 
 class LocalShellCall(Replay):
@@ -60,7 +60,7 @@ class LocalShellCall(Replay):
 class LocalShellOutput(Replay):
     type: Literal["local_shell_call_output"]
     call_id: str | None = None
-    """OpenAI has it as `id`."""
+    """OpenAI calls it `id`."""
     output: str
 
     @property
@@ -159,7 +159,7 @@ Unread = Literal[
 
 
 class UnreadItem(StrictModel):
-    """It says nothing that a model could read here."""
+    """An item that holds nothing a model could read here."""
 
     model_config = ConfigDict(extra="ignore")
     is_hint: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Owns the JSON of a response: what it repeats of its request, how it ends, and what it took.
+"""Owns the JSON of a response: what it repeats of its request, how it ends, and its usage.
 Never decides what an answer says."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 def response_json(
     request: ResponsesRequest, toolbox: Toolbox, response_id: str, created: int, model: str, *, store: bool
 ) -> Json:
-    """One that is in progress and has said nothing yet. `store`: it is to be kept."""
+    """Return a response that is in progress and has no output yet. `store`: whether it is to be kept."""
     return {
         "id": response_id,
         "object": "response",
@@ -58,7 +58,7 @@ def response_json(
 
 
 def ending_json(*, cut_off: bool, blocks: Sequence[Block], items: OutputItems, usage: Json) -> Json:
-    """What an answered response says besides."""
+    """Return the fields that a response adds or changes when it ends."""
     last = len(blocks) - 1
     output = [items.json(block, status_of(cut_off=cut_off and block.index == last)) for block in blocks]
     details = {"reason": "max_output_tokens"} if cut_off else None
@@ -82,7 +82,7 @@ def usage_json(usage: Usage, reasoning_tokens: int) -> Json:
 
 
 def _tools(request: ResponsesRequest, toolbox: Toolbox) -> list[Json]:
-    """List the tools that can be called as they were given, each with whether it is strict."""
+    """List the callable tools as they were given, each with whether it is strict."""
     offers = iter(toolbox.offers)
     told = []
     for tool in request.tools or ():

@@ -1,5 +1,5 @@
 """Owns the request of /v1/responses: fields, types, ranges.
-Never reads text; a field is honoured, a hint, changes nothing by its nature, or is refused by name."""
+Never reads text. Each field is honoured, is a hint, has no effect by its nature, or is refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ObjectFormat(StrictModel):
 
 
 class SchemaFormat(StrictModel):
-    """JSON that the schema allows, on one line. The model is not told of it; the input should say what is wanted."""
+    """JSON that the schema allows, on one line. The model does not see the schema: the input says what is wanted."""
 
     type: Literal["json_schema"]
     name: str = Field(pattern=FUNCTION_NAME)
@@ -42,7 +42,7 @@ class SchemaFormat(StrictModel):
     schema_: dict[str, Any] = Field(alias="schema")
     """A JSON schema."""
     strict: bool | None = None
-    """The schema is kept in any case."""
+    """The schema is enforced in any case."""
 
 
 TextFormats = Annotated[
@@ -81,8 +81,8 @@ class ResponsesRequest(StrictModel):
         "background": _NO,
         **dict.fromkeys(("conversation", "prompt", "moderation", "access_programs"), _NEVER),
     }
-    # `truncation` and `context_management` allow that something is dropped, which never has to be; `max_tool_calls` is
-    # about hosted tools, of which none is ever called.
+    # `truncation` and `context_management` permit dropping parts, which is never required. `max_tool_calls` is about
+    # hosted tools, which are never called.
     hints: ClassVar[Unsupported] = {
         "truncation": ("disabled",),
         "context_management": ([],),
@@ -105,9 +105,9 @@ class ResponsesRequest(StrictModel):
     model: str
     input: Input
     instructions: str | None = None
-    """A system message before the input, and before the conversation that the input goes on from."""
+    """A system message before the input, and before the conversation that the input continues."""
     previous_response_id: str | None = None
-    """A response that is kept: its input and output, and those that it goes on from itself, come before the input. Its
+    """A kept response. Its input and output, and those of the responses that it continues, come before the input. Its
     instructions do not."""
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -115,9 +115,9 @@ class ResponsesRequest(StrictModel):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     """0 and -1 keep all tokens."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    """This many alternatives with the log-probability of each token of the text, which above 0 needs no `include`."""
+    """How many alternatives come with each log-probability of the text's tokens. Above 0, `include` is not needed."""
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
-    """The log-probability of each token of the text, and sealed thoughts, which can be sent back. Others are hints."""
+    """Log-probabilities of the text's tokens, and sealed thoughts, which can be sent back. Other values are hints."""
     stream: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
@@ -126,14 +126,14 @@ class ResponsesRequest(StrictModel):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     prompt_cache_key: str | None = Field(None, max_length=MAX_CHARS)
-    """Requests of one key go to the same engine while its load allows."""
+    """Requests with the same key go to the same engine while its load allows."""
     metadata: dict[str, str] | None = None
-    """Told in the answer."""
+    """Repeated in the answer."""
     store: bool | None = None
-    """False: the response is not kept. Otherwise it is, as long as `responses_store` allows; the answer says what was
-    done."""
+    """False: the response is not kept. Otherwise it is, as long as `responses_store` allows. The answer says whether it
+    was."""
 
-    # Accepted and without effect.
+    # Accepted, without effect.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None

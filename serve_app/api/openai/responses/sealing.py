@@ -1,5 +1,5 @@
-"""Owns sealed thoughts: what a client keeps and sends back without reading it, and only this deployment opens.
-Never keeps a thought. The format is Fernet's: encrypted, and not to be forged without a key."""
+"""Owns sealed thoughts, which a client keeps and sends back without reading, and only this deployment can open.
+Never keeps a thought. The format is Fernet: encrypted and authenticated."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class Seal:
         return self._fernet.encrypt(text.encode()).decode()
 
     def open(self, sealed: str) -> str | None:
-        """Open sealed thoughts. Return None if they were sealed elsewhere, or with a key that is gone."""
+        """Open sealed thoughts. Return None if they were sealed elsewhere or with a key that is gone."""
         try:
             return self._fernet.decrypt(sealed).decode()
-        except (InvalidToken, ValueError):  # the latter: no ASCII
+        except (InvalidToken, ValueError):  # ValueError: not ASCII
             return None
 
 
 def make_seal(keys: Sequence[str], num_replicas: int) -> Seal | None:
-    """Make the seal of one of so many replicas. Without keys it draws its own, if no other has to open that."""
+    """Make the seal of one of `num_replicas` replicas. Without keys, a single replica draws its own; others have no
+    common key, and so no seal."""
     if keys:
         return Seal(keys)
     return Seal([Fernet.generate_key().decode()]) if num_replicas == 1 else None

@@ -1,4 +1,4 @@
-"""Owns what a model is told of a request's tools, and which of them a call of the model is.
+"""Owns what a model is told of a request's tools, and which tool a call of the model is for.
 Never reads a call's arguments."""
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from serve_app.parsing.call_grammar import CallableTool
 
 Json = dict[str, Any]
 _MOST = 128
-"""Letters of a function's name."""
+"""Most characters of a function's name."""
 _FREE = ToolText()
 
 
 class TextFunction(FunctionDefinition):
-    """A tool of free text as a function of one argument. No client writes it."""
+    """A free-form tool as a function of one argument. No client writes it."""
 
     hints: ClassVar[Unsupported] = {}
     text: InstanceOf[ToolText]
@@ -67,7 +67,7 @@ OfferedTool: TypeAlias = FunctionTool | CustomTool | LocalTool | ShellTool
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A tool that the model is told of. `shown`: the name that the model reads; `place`: the field that has it."""
+    """A tool that the model is told of. `shown`: the name that the model reads; `place`: the tool's field."""
 
     tool: OfferedTool
     namespace: str | None
@@ -75,7 +75,7 @@ class Offer:
     place: str
     strict: bool = False
     text: ToolText = _FREE
-    """What a text's grammar allows."""
+    """What the text's grammar allows."""
     fault: str = ""
     """Why its grammar cannot be kept."""
 
@@ -85,7 +85,7 @@ class Offer:
 
     @property
     def local_kind(self) -> LocalKind | None:
-        """Return the shape of calls that have one of their own, or None."""
+        """Return the tool's kind if its calls have a shape of their own, or None."""
         return self.tool.name if isinstance(self.tool, LocalTool | ShellTool) else None
 
     @property
@@ -97,12 +97,12 @@ class Offer:
 
     @property
     def is_strict_by_default(self) -> bool:
-        """Return whether the tool leaves open if it is strict."""
+        """Return whether the tool does not say if it is strict."""
         return self.local_kind is not None or (isinstance(self.tool, FunctionTool) and self.tool.strict is None)
 
     @property
     def kept_schema(self) -> Json | None:
-        """What constrained arguments keep to."""
+        """The schema of constrained arguments."""
         return self._function().kept_schema
 
     def definition(self) -> ToolDefinition:
@@ -142,7 +142,7 @@ def _purpose(tool: LocalTool | ShellTool) -> str:
 
 
 class Toolbox:
-    """The tools of a request that the model is told of, in their order."""
+    """The tools of a request that the model is told of, in order."""
 
     def __init__(self, offers: Sequence[Offer] = ()) -> None:
         self.offers = tuple(offers)
@@ -156,11 +156,11 @@ class Toolbox:
                     self._named[offer.is_text, name].append(offer)
 
     def called(self, shown: str) -> Offer | None:
-        """The tool that a model's call is of; None for one that it made up."""
+        """Return the tool that a model's call is for, or None for one that the model made up."""
         return self._by_shown.get(shown)
 
     def shown_name(self, namespace: str | None, name: str) -> str:
-        """What the model reads of a tool, which may have been offered in an earlier request."""
+        """Return the name that the model reads of a tool, which may have been offered in an earlier request."""
         if namespace is None:
             return name
         return self._shown.get((namespace, name)) or joined(namespace, name)
@@ -170,7 +170,7 @@ class Toolbox:
         return next((shown for kind, shown in self._local.items() if kind == name), name)
 
     def chosen_local(self, kind: LocalKind) -> str:
-        """The same of one that is chosen.
+        """Return the name that the model reads of a chosen tool of this kind.
 
         Raises:
             ApiError: it is not offered.
@@ -180,10 +180,10 @@ class Toolbox:
         return self._local[kind]
 
     def chosen(self, namespace: str | None, name: str, *, is_text: bool) -> str:
-        """The name that the model reads of a tool that is chosen.
+        """Return the name that the model reads of a chosen tool.
 
         Raises:
-            ApiError: there is none, or there are two.
+            ApiError: no tool or more than one has this name.
         """
         offers = self._named.get((is_text, name), ())
         ways = (
@@ -209,19 +209,19 @@ class Toolbox:
 
 
 def joined(namespace: str, name: str) -> str:
-    """A tool of a namespace as a function's name; a long one is cut, and made one of its own by its digest."""
+    """Return the function's name of a tool in a namespace. A long one is cut, and made unique by its digest."""
     both = f"{namespace.rstrip('_')}__{name}"
     return both if len(both) <= _MOST else _distinct(both)
 
 
 def _distinct(name: str, number: int = 1) -> str:
-    """`number`: of the attempt."""
+    """Cut a name and append a digest. `number`: the attempt's, from 1."""
     told = name if number == 1 else f"{name} {number}"
     return f"{name[: _MOST - 9]}_{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """The name, or one made from it that no other tool has; taken from now on."""
+    """Return the name, or one made from it if another tool has it. Adds it to `taken`."""
     attempts = (_distinct(name, number) for number in count(1))
     shown = next(one for one in chain((name,), attempts) if one not in taken)
     taken.add(shown)
@@ -229,11 +229,11 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def open_toolbox(tools: Sequence[Tool], model: ServedModel) -> Toolbox:
-    """Each tool is strict or not: where it does not say so, it is if what it asks for can be kept.
+    """Build the toolbox. A tool that does not say whether it is strict is, if what it asks for can be kept.
 
     Raises:
-        ApiError: there are too many; two are of one type whose calls have no name; the grammars of all tools are too
-            large together.
+        ApiError: there are too many tools, two are of one type whose calls have no name, or the grammars of all tools
+            are too large together.
     """
     _check_number(tools)
     offers: list[Offer] = []
@@ -255,7 +255,7 @@ def open_toolbox(tools: Sequence[Tool], model: ServedModel) -> Toolbox:
 
 
 def _check_number(tools: Sequence[Tool]) -> None:
-    """Before any of them is looked at: each takes time."""
+    """Check the number of tools before any of them is looked at, because each takes time."""
     num_tools = sum(len(tool.tools) if isinstance(tool, NamespaceTool) else 1 for tool in tools)
     if num_tools > MAX_TOOLS:
         raise refused("tools", f"should be at most {MAX_TOOLS} with those of namespaces, but there are {num_tools}")
@@ -269,7 +269,7 @@ def _offer(
     model: ServedModel,
     patterns: Patterns,
 ) -> Offer:
-    """Where a function does not say whether it is strict, it is not."""
+    """Make the offer of a tool. A function that does not say whether it is strict is not."""
     if isinstance(tool, FunctionTool):
         return Offer(tool, namespace, shown, place, bool(tool.strict))
     parser = model.tool_parser
@@ -284,8 +284,8 @@ def _offer(
 
 
 def _with_defaults(offers: Sequence[Offer], parser: str) -> list[Offer]:
-    """Those that do not say whether they are strict are, if their schemas can be kept; none of them is, if the grammar
-    of all would be too large."""
+    """Make tools that do not say whether they are strict so if their schemas can be kept, but none of them if the
+    grammar of all would be too large."""
     total = 0
     for offer in offers:
         if offer.strict or offer.is_strict_by_default:

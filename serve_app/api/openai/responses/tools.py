@@ -1,4 +1,4 @@
-"""Owns the tools of a Responses request: functions, free text, namespaces of them, and OpenAI's own.
+"""Owns the tools of a Responses request: functions, free-form tools, namespaces of both, and OpenAI's own.
 Never tells a model of one; `toolbox` does."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serve_app.api.requests.unions import by_type, kind_of, of_types
 
 _NO = (False,)
 _DIRECT = (["direct"], ["direct", "programmatic"], ["programmatic", "direct"])
-"""The model calls it itself, at least."""
+"""The model itself may call it, whoever else may."""
 
 
 class FunctionTool(StrictModel):
@@ -28,11 +28,11 @@ class FunctionTool(StrictModel):
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
-    """Arguments are what the schema allows. The default is true where the schema can be kept; the answer says which."""
+    """Constrain arguments to the schema. The default is true if the schema can be enforced; the answer says which."""
 
 
 class GrammarFormat(StrictModel):
-    """Text of a grammar. Where it cannot be kept, a call that must be made is refused; in others the text is free."""
+    """Text that follows a grammar. If that cannot be enforced, a forced call is refused, and others are free text."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -64,7 +64,7 @@ Callable = Annotated[
 
 
 class NamespaceTool(StrictModel):
-    """Tools under a common name, which the model reads before theirs."""
+    """Tools under a common name, which the model sees in front of theirs."""
 
     type: Literal["namespace"]
     name: str = Field(pattern=FUNCTION_NAME)
@@ -73,7 +73,7 @@ class NamespaceTool(StrictModel):
 
 
 class LocalTool(StrictModel):
-    """A tool that the client runs, and whose calls have a shape of their own."""
+    """A tool that the client runs, whose calls have a shape of their own."""
 
     unsupported: ClassVar[Unsupported] = {"allowed_callers": _DIRECT}
     type: Literal["local_shell", "apply_patch"]
@@ -84,17 +84,17 @@ class LocalTool(StrictModel):
 
     @property
     def is_elsewhere(self) -> bool:
-        """It does not run where the client does."""
+        """Whether the tool runs somewhere other than at the client."""
         return False
 
 
 class ShellTool(StrictModel):
-    """The same. In a container of OpenAI's it is a hint, as their other tools."""
+    """A shell that the client runs. In an OpenAI container it is a hint, like their other tools."""
 
     unsupported: ClassVar[Unsupported] = {"allowed_callers": _DIRECT}
     type: Literal["shell"]
     environment: dict[str, Any] | None = None
-    """Has the type `local`, which is the default; its skills are told to the model."""
+    """Has the type `local`, which is the default. The model is told of its skills."""
 
     @property
     def name(self) -> LocalKind:
@@ -124,7 +124,7 @@ HOSTED: tuple[str, ...] = get_args(Hosted)
 
 
 class HostedTool(StrictModel):
-    """A tool that OpenAI's servers run, and this one does not. The model is not told of it."""
+    """A tool that OpenAI's servers run and this one does not. The model is not told of it."""
 
     model_config = ConfigDict(extra="ignore")
     is_hint: ClassVar[bool] = True
@@ -132,7 +132,7 @@ class HostedTool(StrictModel):
 
 
 def type_alone(value: Any) -> Any:
-    """Its other fields are settings of what is not run."""
+    """Drop all other fields, which are settings of a tool that is not run."""
     return {"type": value.get("type")} if isinstance(value, dict) else value
 
 

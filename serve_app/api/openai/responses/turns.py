@@ -1,4 +1,4 @@
-"""Owns what a Responses request's items are as the messages of a chat.
+"""Owns the translation of a Responses request's items to the messages of a chat.
 Never renders them."""
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Turns:
         self._has_just_spoken = False
         """Whether the last item was an assistant's message."""
         self._shown: list[Json] = []
-        """Images of outputs: the user's, after all of them, because a tool's message has none."""
+        """Images of outputs. They become the user's, after all outputs, because a tool's message cannot have any."""
         self.images: list[str] = []
-        """The places of the messages' images, in their order."""
+        """The places of the messages' images, in order."""
 
     def of(self, items: Iterable[tuple[str, Item]]) -> list[Json]:
-        """Read items with their places in the request; references are already what they stand for.
+        """Read items with their places in the request. References are already resolved.
 
         Raises:
-            ApiError: a turn has too many calls; the server is strict, and an item a hint.
+            ApiError: a turn has too many calls, or the server is strict and an item is a hint.
         """
         for place, item in items:
             self._add(item, place)
@@ -116,14 +116,14 @@ class Turns:
         return parts
 
     def _say(self, text: str) -> None:
-        """What stands on both sides of a call is one text, as a chat's answer has it. Two messages that follow each
-        other are two turns."""
+        """Add an assistant's text. The texts before and after a call are joined, as in a chat's answer. Two consecutive
+        messages are two turns."""
         turn = self._turn(is_new=self._has_just_spoken)
         turn["content"] = (turn["content"] or "") + text
         self._has_just_spoken = True
 
     def _think(self, text: str) -> None:
-        """Thoughts that follow a text begin another turn: a template shows them before the text."""
+        """Add thoughts. After a text they begin another turn, because a template shows them before the text."""
         turn = self._turn(is_new=self._has_just_spoken)
         before = turn.get("reasoning_content")
         line = "\n" if before and not text.startswith("\n") else ""
@@ -131,8 +131,8 @@ class Turns:
         self._has_just_spoken = False
 
     def _turn(self, *, is_new: bool = False) -> Json:
-        """The assistant's message that goes on: what an assistant says without anybody else between is one turn, as it
-        is one answer."""
+        """Return the assistant's message to continue. What it says with nobody else in between is one turn, as in an
+        answer."""
         last = self._messages[-1] if self._messages else {}
         if last.get("role") != "assistant" or is_new:
             self._messages.append({"role": "assistant", "content": None})

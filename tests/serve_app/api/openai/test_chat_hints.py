@@ -1,6 +1,6 @@
 """Owns the contract of minor fields that chat clients send:
 efforts, OpenRouter's and others' extensions, developer turns.
-Never asks whether each hint is named and refused by a strict server: test_hints asks that of all."""
+Never tests whether each hint is named, and refused by a strict server: test_hints does so for all."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 class ByChoice(ScriptedClient):
-    """Plays the script of each choice; the last script serves all further ones."""
+    """Plays each choice's script; the last script serves all further choices."""
 
     def __init__(self, *scripts: list[Step]) -> None:
         super().__init__()

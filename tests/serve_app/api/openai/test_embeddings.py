@@ -1,4 +1,4 @@
-"""Owns the contract of /v1/embeddings: OpenAI's body, unit vectors, and a clear refusal where a model makes none.
+"""Owns the contract of /v1/embeddings: OpenAI's body, unit vectors, and a clear refusal if a model has none.
 Never says what a vector is good for; tests/golden compares pooled states with transformers'."""
 
 from __future__ import annotations

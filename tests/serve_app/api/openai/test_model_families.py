@@ -1,4 +1,4 @@
-"""Owns the proof that every model family is served: a request over HTTP gets the tokens that transformers generates.
+"""Owns the proof that every model family works: a request over HTTP gets the tokens that transformers generates.
 Never leaves an engine behind, and never downloads: checkpoints are tiny and made here."""
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ async def test_a_completion_has_the_tokens_of_transformers_whole_streamed_and_fr
 
 @pytest.mark.parametrize("kind", ["llama", *HYBRIDS[:2]])
 async def test_a_draft_model_changes_no_token_and_saves_steps_where_it_is_right(kind: str, tmp_path: Path) -> None:
-    """For Llama the draft model is the model itself: every drafted token is right, though none would pay by itself. For
-    a hybrid it is an unrelated model: nearly no token is right, and states are taken back each time."""
+    """For Llama, the draft model is the model itself: every draft is right, though none would pay off alone. For a
+    hybrid, it is an unrelated model: almost no draft is right, and states are rolled back each time."""
     model, draft = tmp_path / kind, tmp_path / "llama"
     for name in {kind, "llama"}:
         save_model(name, tmp_path / name)

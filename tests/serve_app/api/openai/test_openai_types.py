@@ -1,4 +1,4 @@
-"""Owns the contract that every body and every chunk is what OpenAI's published types say, plus what is documented.
+"""Owns the contract that every body and chunk is what OpenAI's published types say, plus what is documented.
 Never checks values: only that there is no field, type or null that a strict client would stumble over."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def app() -> Iterator[ASGIApp]:
 
 
 def frames_of(answer: Answer) -> list[Any]:
-    """With several answers, a message may have frames of more than one."""
+    """Split into frames. With several answers, a message may have frames of more than one."""
     *payloads, last, rest = b"".join(answer.parts).decode().split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     assert payloads

@@ -27,8 +27,8 @@ def app() -> ASGIApp:
 
 
 def word_app(root: Path) -> ASGIApp:
-    """Make an app of a model whose post-processor puts `<s>` first,
-    and that has a hole in its ids and no chat template."""
+    """Make an app for a model whose post-processor puts `<s>` first,
+    with a gap in its ids and no chat template."""
     core = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "far": 9}, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.add_special_tokens(["<s>"])

@@ -1,4 +1,4 @@
-"""Owns the promise that Codex works unmodified: bodies as version 0.169.0 sent them, whole but for long texts.
+"""Owns the promise that Codex works unmodified: bodies as version 0.169.0 sent them, complete except for long texts.
 Never runs Codex."""
 
 from __future__ import annotations

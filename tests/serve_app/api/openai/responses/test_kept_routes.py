@@ -1,4 +1,4 @@
-"""Owns the contract of the routes to a response that is kept: to have it, to list what it was made from, to delete it.
+"""Owns the contract of the routes to a kept response: get it, list its input items, delete it.
 Never tests what a later request reads of it; test_responses_store does."""
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def valid(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(answer: Answer) -> list[dict[str, Any]]:
-    """The payloads, numbered from zero, each named as its type and valid by OpenAI's types."""
+    """Return the payloads, numbered from zero, each named as its type and valid by OpenAI's types."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = []
     for frame in b"".join(answer.parts).decode().removesuffix("\n\n").split("\n\n"):
@@ -60,7 +60,7 @@ def events(answer: Answer) -> list[dict[str, Any]]:
 
 
 def without_bytes(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As OpenAI's events tell them."""
+    """Drop bytes, as OpenAI's events do."""
     return [
         {"token": one["token"], "logprob": one["logprob"]}
         | {"top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]]}
@@ -69,7 +69,7 @@ def without_bytes(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def together(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that the events built, which is the one that they end with."""
+    """Return the response that the events build, and check that they end with it."""
     assert [one["type"] for one in found[:2]] == ["response.created", "response.in_progress"]
     assert found[0]["response"]["output"] == []
     items: list[dict[str, Any]] = []
@@ -117,7 +117,7 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
 async def whole_and_streamed(
     text: str, model: ServedModel = CALLER, reason: FinishReason = FinishReason.STOP, **fields: Any
 ) -> dict[str, Any]:
-    """The response, which is the same whole and streamed, however the text comes."""
+    """Return the response, checking that it is the same whole and streamed, however the text arrives."""
     response = valid((await ask(saying(text, reason=reason), model, **fields)).json)
     for pieces in (1, 3, len(text)):
         streamed = together(events(await ask(saying(text, pieces, reason), model, stream=True, **fields)))
@@ -126,7 +126,7 @@ async def whole_and_streamed(
 
 
 def _unnamed(response: dict[str, Any]) -> dict[str, Any]:
-    """Ids are drawn for each answer."""
+    """Drop ids and times, which differ between answers."""
     items = [item | {"id": "", "call_id": ""} for item in response["output"]]
     times = {"created_at": 0, "completed_at": None if response["completed_at"] is None else 0}
     return response | times | {"id": "", "output": items}
@@ -269,7 +269,7 @@ async def test_what_changes_no_answer_is_taken(fields: dict[str, Any]) -> None:
 
 
 def scored(text: str, pieces: int) -> ScriptedClient:
-    """Each token's log-probability is its own."""
+    """Give each token its own log-probability."""
     client = saying(text, pieces)
     for item in client.script:
         assert isinstance(item, list)

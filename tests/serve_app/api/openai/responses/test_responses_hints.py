@@ -1,6 +1,6 @@
-"""Owns the promise that what a client of /v1/responses says in passing is taken and named, and refused where the server
-is strict.
-Never tests what constrains an answer: test_responses has the refusals of that."""
+"""Owns the promise that hints from clients of /v1/responses are accepted and named, and refused if the server is
+strict.
+Never tests what constrains an answer: test_responses has those refusals."""
 
 from __future__ import annotations
 

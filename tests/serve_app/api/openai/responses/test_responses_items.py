@@ -44,7 +44,7 @@ async def ask(client: ScriptedClient, *keys: str, strict: bool = False, **fields
 
 
 def sealed(item: dict[str, Any]) -> dict[str, Any]:
-    """As a client sends it back that keeps no plain thoughts."""
+    """Return the item as sent back by a client that keeps no plain thoughts."""
     return {name: item[name] for name in ("type", "id", "summary", "encrypted_content")}
 
 
@@ -209,7 +209,7 @@ async def test_a_reference_to_an_item_of_the_same_request_is_that_item() -> None
 
 
 async def test_a_reference_to_what_would_have_been_stored_says_what_to_set() -> None:
-    """The AI SDK sends such references unless its own option says otherwise; it reads no `store` in an answer."""
+    """The AI SDK sends such references unless its own option says otherwise. It does not read `store` in an answer."""
     answer = await ask(saying("x"), input=[USER | {"type": "message"}, {"type": "item_reference", "id": "msg_1"}])
     assert (answer.status, answer.error["param"]) == (400, "input.1")
     assert "set `store: false` (AI SDK: providerOptions.openai.store)" in answer.error["message"]

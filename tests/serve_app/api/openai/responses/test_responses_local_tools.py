@@ -1,4 +1,4 @@
-"""Owns the contract of the tools that clients run by OpenAI's shapes: `local_shell`, `shell` and `apply_patch`.
+"""Owns the contract of the tools that clients run and OpenAI defines: `local_shell`, `shell` and `apply_patch`.
 Never runs one."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Owns the contract of responses that are kept: what the model reads of them later, for whom, and what says so.
-Never tests how long they are kept and how much room they take: tests of serve_app.store do."""
+"""Owns the contract of kept responses: what the model later reads of them, for whom, and which fields say so.
+Never tests how long they are kept or how much room they take: tests of serve_app.store do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BOTH_WAYS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stre
 
 
 class Server:
-    """One that goes on over many requests, each answered by a script of its own."""
+    """A server that lives for many requests, each answered by its own script."""
 
     def __init__(self, *, is_on: bool = True, clock: Clock | None = None, **options: Any) -> None:
         self.counts = StoreCounts()
@@ -60,7 +60,7 @@ class Server:
         return together(events(answer)) if fields.get("stream") else valid(answer.json)
 
     async def read(self, **fields: Any) -> str:
-        """What the model reads."""
+        """Return what the model reads."""
         client = saying("x")
         await self.answered(client, **fields)
         return prompt_of(client)
@@ -96,7 +96,7 @@ def user(text: str, **fields: Any) -> dict[str, Any]:
 async def test_a_loop_of_tools_goes_on_by_references_as_the_ai_sdk_sends_them(
     stream: bool, store: dict[str, Any]
 ) -> None:
-    """Its `store` is true by default: each step has references in place of all that the model wrote before."""
+    """Its `store` is true by default: each step refers to everything that the model wrote before."""
     server = Server(strict=True)
     asked: dict[str, Any] = {"tools": TOOLS, "stream": stream, **store}
     first = await server.answered(THINKING, input=[user("hi")], **asked)
@@ -187,7 +187,7 @@ async def test_a_failed_response_is_not_kept() -> None:
 
 
 class Slow(LocalMemory):
-    """Keeps nothing before it is told to."""
+    """Keeps nothing until it is told to."""
 
     def __init__(self) -> None:
         super().__init__(SETTINGS)
@@ -200,7 +200,7 @@ class Slow(LocalMemory):
 
 
 async def test_a_response_is_kept_after_its_last_item_and_before_its_client_knows_that_it_is_whole() -> None:
-    """The client may refer to it at once, by another connection and at another replica."""
+    """The client may refer to it at once, on another connection and at another replica."""
     server = Server()
     server.memory = memory = Slow()
     exchange = Exchange(server.app(saying("A")), "POST", "/v1/responses", as_body(stream=True))
@@ -315,7 +315,7 @@ async def test_what_is_recalled_counts_towards_the_size_of_a_body() -> None:
 
 
 async def test_references_do_not_multiply_a_conversation_beyond_a_body() -> None:
-    """Each response has what the one before has, twice: by its id, and by references to all of its items."""
+    """Each response has the content of the previous one twice: by its id, and by references to all of its items."""
     server = Server(max_body_bytes=20_000)
     last = await server.answered("A" * 500)
     kept = list(last["output"])
@@ -330,7 +330,7 @@ async def test_references_do_not_multiply_a_conversation_beyond_a_body() -> None
 
 
 async def test_what_is_recalled_counts_towards_the_values_of_a_body() -> None:
-    """Each half is less than a body may have."""
+    """Each half is within the limit of a body."""
     server, half = Server(), 17_000
     server.memory = LocalMemory(ResponsesStoreSettings(max_mib=64))
     text = b'{"role":"user","content":""}'

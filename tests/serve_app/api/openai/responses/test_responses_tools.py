@@ -1,5 +1,5 @@
-"""Owns the contract of tools that are no plain functions: namespaces, and tools of free text with their grammars.
-Never judges a patch by what constrained it."""
+"""Owns the contract of tools other than plain functions: namespaces, and free-form tools with their grammars.
+Never judges a patch by the grammar that constrained it."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_arguments_that_nothing_constrained_are_read_as_far_as_they_can_be(argum
     [("", '{"input": "a"}', "a"), ('{"input": "a"', "}", "a"), ("", "{", ""), ('{"text":', '"b"}', "b")],
 )
 def test_white_space_before_and_after_an_input_is_read_once(before: str, after: str, text: str) -> None:
-    """Reading it again with each letter would take minutes here."""
+    """Reading it again for each character would take minutes here."""
     reader = InputReader()
     found = reader.push(before) + "".join(reader.push(" ") for _ in range(400_000))
     assert found + reader.push(after) + reader.finish() == text
@@ -215,7 +215,7 @@ async def test_half_of_a_pair_is_no_failure_of_the_answer(name: str) -> None:
 
 
 async def test_an_input_comes_as_it_is_written() -> None:
-    """Not when it is whole."""
+    """Not only once it is complete."""
     found = events(await ask(saying(call("note", arguments_of("abcdefgh" * 9)), 40), tools=[NOTE], stream=True))
     deltas = [one["delta"] for one in found if one["type"] == "response.custom_tool_call_input.delta"]
     assert len(deltas) > 10
@@ -278,7 +278,7 @@ def read(family: str, text: str) -> list[tuple[str, str]]:
 
 
 def written(family: str, text: str) -> str:
-    """The call as a model of the family writes it."""
+    """Write the call as a model of the family does."""
     arguments = arguments_of(text)
     deepseek = (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
@@ -303,7 +303,8 @@ def written(family: str, text: str) -> str:
 
 
 async def check_patches(family: str, num: int) -> None:
-    """Each of so many is a call that can be made, and read back as it was; spoilt, it can be neither."""
+    """Check that each of `num` patches can be made as a call and is read back unchanged, and that a spoilt one can be
+    made only if it is still a patch."""
     grammar, rng = await grammar_of(family, tools=[PATCH, NOTE], tool_choice=FORCED), random.Random(family)
     for _ in range(num):
         text = patches.draw(rng)
@@ -316,7 +317,7 @@ async def check_patches(family: str, num: int) -> None:
 
 
 async def check_walks(family: str, num: int) -> None:
-    """None of so many forced answers of a model that writes at random is another call, or no patch."""
+    """Check that each of `num` forced answers of a model that writes at random is this call, with a patch."""
     grammar = await grammar_of(family, tools=[PATCH, NOTE], tool_choice=FORCED)
     for seed in range(num):
         text = WALKER.walk(grammar, (family, seed))

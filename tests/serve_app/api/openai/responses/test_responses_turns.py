@@ -1,4 +1,4 @@
-"""Owns the contract of the turns that an assistant's items make: one as a chat has it, with all that was thought.
+"""Owns the contract of the turns that an assistant's items form: one turn, as in a chat, with all of its thoughts.
 Never tests what a single item is: test_responses and test_responses_items do."""
 
 from __future__ import annotations
