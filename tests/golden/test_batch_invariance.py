@@ -5,13 +5,13 @@ Never allows a tolerance."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.build.executor import create_executor
-from engine.checkpoints.prepare import prepare_model
-from engine.config import DEFAULT_MODEL, ConfigError, EngineConfig, SchedulerConfig
+from engine.config import ConfigError, EngineConfig, SchedulerConfig
 from engine.protocol import SamplingParams
 from tests.golden.bench import Bench
 from tests.support.compiler import needs_compiler
@@ -25,9 +25,9 @@ pytestmark = [needs_compiler, pytest.mark.parametrize("params", [GREEDY, SAMPLED
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def bench(shallow_model: Path) -> Bench:
     config = EngineConfig(dtype="bfloat16", num_kv_blocks=160, batch_invariant=True, num_threads=1)
-    return Bench(*create_executor(prepare_model(DEFAULT_MODEL), config))
+    return Bench(*create_executor(shallow_model, config))
 
 
 def alone(bench: Bench, params: SamplingParams, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
@@ -67,6 +67,8 @@ def test_bits_are_the_same_after_a_migration(bench: Bench, params: SamplingParam
         assert bench.logprobs == [logprobs[cut:]]
 
 
-def test_batch_invariance_is_refused_where_the_kernels_do_not_keep_it(params: SamplingParams) -> None:
+def test_batch_invariance_is_refused_where_the_kernels_do_not_keep_it(
+    shallow_model: Path, params: SamplingParams
+) -> None:
     with pytest.raises(ConfigError, match="batch_invariant is true, but kernels is torch_cpu: only the native kernels"):
-        create_executor(prepare_model(DEFAULT_MODEL), EngineConfig(batch_invariant=True, kernels="torch_cpu"))
+        create_executor(shallow_model, EngineConfig(batch_invariant=True, kernels="torch_cpu"))

@@ -51,7 +51,13 @@ RECORD = dataclasses.replace(
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def bench(shallow_model: Path) -> Bench:
+    return Bench(*make_executor(shallow_model, "float32", num_threads=1))
+
+
+@pytest.fixture(scope="module")
+def whole() -> Bench:
+    """The default model, with all its layers."""
     return Bench(*make_executor(prepare_model(DEFAULT_MODEL), "float32", num_threads=1))
 
 
@@ -61,10 +67,14 @@ def alone(bench: Bench) -> list[list[int]]:
     return [bench.serve([prompt], GREEDY, enable_prefix_caching=False)[0] for prompt in bench.prompts]
 
 
-def test_greedy_text_equals_that_of_transformers(bench: Bench, alone: list[list[int]]) -> None:
-    directory: Path = prepare_model(DEFAULT_MODEL)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for prompt, text in zip(bench.prompts[:3], alone, strict=False):
+def test_greedy_text_equals_that_of_transformers_for_every_chunk_budget(whole: Bench) -> None:
+    model = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
+    prompts = whole.prompts[:3]
+    texts = whole.serve(prompts, GREEDY)
+    for budget in (7, 64):
+        settings = {"max_num_batched_tokens": budget, "max_prefill_tokens": budget, "max_num_seqs": 3}
+        assert whole.serve(prompts, GREEDY, enable_prefix_caching=False, **settings) == texts
+    for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([prompt])
         answer = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
@@ -146,7 +156,7 @@ def test_a_stream_resumed_elsewhere_goes_on_with_the_same_tokens(bench: Bench, p
 
 @pytest.mark.parametrize("params", [RECORD, dataclasses.replace(RECORD, temperature=0.9, seed=5)])
 def test_an_answer_in_a_grammar_is_the_same_with_what_is_forced_drafted_or_not_in_fewer_steps(
-    bench: Bench, params: SamplingParams
+    bench: Bench, shallow_model: Path, params: SamplingParams
 ) -> None:
     assert bench.resolved.num_speculative_tokens > 0, "by default"
     prompts = [prompt[:20] for prompt in bench.prompts[:2]]
@@ -157,7 +167,7 @@ def test_an_answer_in_a_grammar_is_the_same_with_what_is_forced_drafted_or_not_i
     budget = {"max_num_batched_tokens": 20, "max_prefill_tokens": 8, "max_num_seqs": 2}
     assert bench.serve(prompts, params, **budget) == one_by_one
     assert bench.serve(prompts, params, overlap=True, num_speculative_tokens=0) == one_by_one
-    tokenizer = Tokenizer.from_file(str(prepare_model(DEFAULT_MODEL) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(shallow_model / "tokenizer.json"))
     for text in one_by_one:
         record = json.loads(tokenizer.decode(text))
         assert record["the capital city"] in ("Paris", "London", "Rome")
@@ -176,11 +186,11 @@ def test_an_answer_in_a_grammar_goes_on_elsewhere_and_after_a_preemption(bench: 
         assert bench.serve([prompts[0] + alone[0][:cut]], rest, num_answer_tokens=cut)[0] == alone[0][cut:]
 
 
-def test_penalised_and_banned_text_equals_that_of_transformers(bench: Bench) -> None:
+def test_penalised_and_banned_text_equals_that_of_transformers(whole: Bench) -> None:
     params = dataclasses.replace(GREEDY, repetition_penalty=1.3, bad_words=((30,), (260, 2104)))
     model = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
-    for prompt in bench.prompts[:3]:
-        (text,) = bench.serve([prompt], params)
+    for prompt in whole.prompts[:3]:
+        (text,) = whole.serve([prompt], params)
         answer = model.generate(
             ids := torch.tensor([prompt]),
             attention_mask=torch.ones_like(ids),
@@ -191,4 +201,4 @@ def test_penalised_and_banned_text_equals_that_of_transformers(bench: Bench) -> 
             bad_words_ids=[list(word) for word in params.bad_words],
         )
         assert answer[0, len(prompt) :].tolist() == text
-        assert text != bench.serve([prompt], GREEDY)[0], "the controls change something"
+        assert text != whole.serve([prompt], GREEDY)[0], "the controls change something"
