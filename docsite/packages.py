@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -171,9 +172,14 @@ def imports(tree: Tree) -> dict[str, frozenset[str]]:
     return {group: frozenset(others - {group}) for group, others in found.items()}
 
 
-def imported(path: Path, package: str) -> Iterator[str]:
-    """Yield the modules of the package that a file imports, including imports in functions and for type checking."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@cache
+def imported(path: Path, package: str) -> tuple[str, ...]:
+    """Return the modules of the package that a file imports, including imports in functions and for type checking."""
+    return tuple(_imported(ast.parse(path.read_text(encoding="utf-8")), package))
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [_module(node.module, alias.name) for alias in node.names]

@@ -72,7 +72,10 @@ def find_tests() -> dict[str, list[str]]:
         for code in codes_in(path.read_text(encoding="utf-8")):
             found[code].add(path.relative_to(TESTS).as_posix())
     for path in sorted(path for path in TESTS.rglob("test_*.py") if OWN_TESTS not in path.parents):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if not codes_in(text):
+            continue
+        tree = ast.parse(text)
         for code, test in (*_named_in(tree, path), *_indexed(tree)):
             found[code].add(test)
     if MUTATIONS.exists():

@@ -3,6 +3,7 @@ Never runs a real part but in the rehearsal, which takes minutes: others are lin
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from tests.gpu.hour.phases import CUDA, SANITIZED, STAND_IN, Phase, phases
 from tests.gpu.hour.running import ROOT, Outcome, Part, run_part
 from tests.gpu.hour.store import Store
 from tests.gpu.hour.table import NO_BATCH_INVARIANCE, aims_of, lines_of, missing_of
+from tests.support.conditions import until
 
 SCRIPT = ROOT / "tests/gpu/first_hour.py"
 KEEPS = "import json, sys; json.dump({'kept': 1}, open(sys.argv[1], 'w'))"
@@ -160,8 +162,16 @@ signal.pause()
     outcome = run_part(python("part", code), 60, tmp_path, seen.append)
     assert (outcome.word, outcome.results) == ("limit", ({"kept": 1},))
     assert [(found.word, found.results) for found in seen] == [("running", ({"kept": 1},))]
+    asyncio.run(until(lambda: is_free(lock)))  # a killed process takes a moment to end
+
+
+def is_free(lock: Path) -> bool:
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def test_each_copy_of_a_part_keeps_its_own_and_one_that_fails_is_told(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 class TestEngine(EngineMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(
-        max_examples=500,
+        max_examples=300,
         stateful_step_count=25,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

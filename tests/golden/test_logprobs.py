@@ -35,8 +35,7 @@ def default_model(request: pytest.FixtureRequest) -> tuple[str, TorchExecutor]:
     return request.param, make_executor(prepare_model(DEFAULT_MODEL), request.param)[0]
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize(("chunk_size", "together"), [(4, True), (64, False), (None, True)])
 def test_the_default_model_is_as_close_to_transformers_as_transformers_to_itself(
     default_model: tuple[str, TorchExecutor],
     sequences: list[list[int]],

@@ -157,6 +157,7 @@ async def ingress(
 ) -> AsyncIterator[Ingress]:
     """Make an ingress. `methods` answer the first calls, the engine all others.
     An exception that a task never reports is an error."""
+    gc.freeze()  # what exists already is not looked at by the collection below, which would take seconds
     unsaid: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: unsaid.append(context))
     async with rig(gated=gated) as engine:

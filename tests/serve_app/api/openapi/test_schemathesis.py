@@ -27,7 +27,7 @@ from serve_app.auth.keys import Keys
 from tests.serve_app.harness import MODEL, LocalClient
 from tests.support.seeds import run_seed
 
-EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "25"))
 """Cases for each operation and kind."""
 KEY = "x"
 ALWAYS = [
