@@ -43,7 +43,7 @@ matter](../how-to/tuning.md) says how to choose them.
 METRICS = """\
 # Metrics
 
-Written by `make docs`. `curl http://<host>:<port>/metrics`, or a Prometheus job with that target and its default
+Written by `make docs` from `serve_app/metrics/catalogue.py`. `curl http://<host>:<port>/metrics`, or a Prometheus job with that target and its default
 path, reads all replicas at once: the ingress replica that answers asks the others and the engines. Like `/health`, it
 needs no API key. It shows no text, tenant or key, and it does not wake engines that are scaled to zero.
 
