@@ -43,9 +43,10 @@ matter](../how-to/tuning.md) says how to choose them.
 METRICS = """\
 # Metrics
 
-Written by `make docs`. `curl http://<host>:<port>/metrics`, or a Prometheus job with that target and its default
-path, reads all replicas at once: the ingress replica that answers asks the others and the engines. Like `/health`, it
-needs no API key. It shows no text, tenant or key, and it does not wake engines that are scaled to zero.
+Written by `make docs` from `serve_app/metrics/catalogue.py`. `curl http://<host>:<port>/metrics`, or a Prometheus job
+with that target and its default path, reads all replicas at once: the ingress replica that answers asks the others and
+the engines. Like `/health`, it needs no API key. It shows no text, tenant or key, and it does not wake engines that are
+scaled to zero.
 
 The engines' metrics have vLLM's names, so that dashboards and gateways made for vLLM work. Metrics that vLLM does not
 have begin with `chunkserve:`.

@@ -35,6 +35,7 @@ def engine_config(**overrides: Any) -> ResolvedConfig:
         max_grammar_bytes=2**18,
         grammar_timeout_s=2.0,
         grammar_mask_timeout_s=0.1,
+        grammar_mask_average_s=0.01,
         dtype="none",
         device="none",
         kernels="simulated",

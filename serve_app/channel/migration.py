@@ -54,6 +54,10 @@ class Attempt(Protocol):
         ...
 
 
+class _WaitOverError(EngineError):
+    """No replica has gone on with the answer in time; there is no time left for another attempt."""
+
+
 StartAttempt = Callable[[Submission, tuple[str, ...]], Attempt]
 """Makes a call; the strings are the ids of replicas to avoid."""
 
@@ -69,6 +73,8 @@ class _Progress:
     has_prompt_logprobs: bool = False
     is_pooled: bool = False
     num_attempts: int = 0
+    deadline: float | None = None
+    """When the stream stops looking for another replica; None while one answers."""
 
     @property
     def num_left(self) -> int:
@@ -76,6 +82,8 @@ class _Progress:
         return self.asked.sampling.max_tokens - len(self.token_ids)
 
     def can_move(self, error: EngineError) -> bool:
+        if isinstance(error, _WaitOverError):
+            return False
         return error.code in _ELSEWHERE or (error.code in _FULL and self.num_attempts > 1)
 
     def lost_engine(self, error: EngineError) -> bool:
@@ -149,7 +157,8 @@ class Migration:
 
     max_migrations: int
     timeout_s: float
-    """The time from a replica's failure to the next one's first event: Serve holds a call while there is no replica."""
+    """The time from a replica's failure until another has begun, over all attempts: Serve holds a call while there is
+    no replica."""
     max_model_len: int
     """The limit of a request's prompt and answer together, in tokens."""
     counts: ChannelCounts = field(default_factory=ChannelCounts)
@@ -170,7 +179,8 @@ class Migration:
         while True:
             attempt = start(progress.rest(clock()), tuple(avoid))
             try:
-                events = await self._first(attempt, progress)
+                events = await self._first(attempt, progress.deadline)
+                progress.deadline = None
                 while True:
                     if accepted := progress.accept(events):
                         yield accepted
@@ -192,19 +202,19 @@ class Migration:
             if progress.token_ids and not progress.num_left:  # only the terminal event was lost
                 yield [progress.length_reached()]
                 return
+            if progress.deadline is None:
+                progress.deadline = clock() + self.timeout_s
             self.counts.migrations += 1
             record.moves.append(Move(clock(), failure, attempt.replica_id))
             await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
 
-    async def _first(self, attempt: Attempt, progress: _Progress) -> list[Event]:
-        if progress.num_attempts == 1:
-            return await attempt.take()
+    async def _first(self, attempt: Attempt, deadline: float | None) -> list[Event]:
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout_at(deadline):
                 return await attempt.take()
         except TimeoutError:
             text = f"No engine replica went on with the answer within {self.timeout_s:g} s."
-            raise EngineError(ErrorCode.ENGINE_DEAD, text) from None
+            raise _WaitOverError(ErrorCode.ENGINE_DEAD, text) from None
 
 
 def _pinned(submission: Submission, max_model_len: int) -> Submission:

@@ -101,8 +101,8 @@ class AppSettings(NameSettings):
     )
     migration_timeout_s: float = Field(
         60,
-        description="How long a stream that moved waits for the next replica's first token before it fails, in "
-        "seconds.",
+        description="How long a stream whose engine failed waits until another has begun to compute it, in seconds, "
+        "however often it moves meanwhile; then it fails.",
         gt=0,
     )
     routing: RoutingSettings = Field(

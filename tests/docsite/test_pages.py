@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
@@ -21,6 +22,8 @@ from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
 from docsite.pages import DOCS, ROOT, rendered
+from serve_app.api.anthropic.schema import MessagesRequest
+from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.schema import ChatRequest, CompletionRequest, StreamOptions
 
@@ -33,6 +36,11 @@ FIGURES = {
     "transport.md": ("transport", "transport.json", transport),
 }
 """Each page with the name of its marks, its file of figures, and the program that made the file and makes the table."""
+NAMED_BESIDE = (
+    "engine/models", "engine/scheduling", "kernels/triton/sampling", "serve_app/metrics", "serve_app/parsing",
+    "tests/serve_app/parsing",
+)  # fmt: skip
+"""Folders whose files CONTRIBUTING.md names alone, beside another with its path."""
 
 
 def document(name: str) -> dict[str, Any]:
@@ -82,12 +90,23 @@ def test_the_documented_stalls_are_the_longest_that_were_measured() -> None:
 # --- what must be complete --------------------------------------------------------------------------------------------
 
 
-def test_every_field_that_is_honoured_is_named_by_its_purpose() -> None:
+@pytest.mark.parametrize(
+    ("model", "titles"),
+    [
+        (ChatRequest, []),
+        (CompletionRequest, []),
+        (StreamOptions, []),
+        (EmbeddingRequest, []),
+        (ResponsesRequest, ["Responses", "Responses that are kept"]),
+        (MessagesRequest, ["Messages"]),
+    ],
+)
+def test_every_field_that_is_honoured_is_named_by_its_purpose_or_with_its_route(
+    model: type[BaseModel], titles: list[str]
+) -> None:
     page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
-    section = page.partition("## Fields by purpose")[2].partition("\n## ")[0]
-    models = (ChatRequest, CompletionRequest, StreamOptions, EmbeddingRequest)
-    fields = {name for model in models for name in model.model_fields}
-    assert not [name for name in fields if f"`{name}`" not in section]
+    text = "".join(page.partition(f"## {title}\n")[2].partition("\n## ")[0] for title in ["Fields by purpose", *titles])
+    assert not [name for name in model.model_fields if not re.search(rf"`{name}[`.]", text)]
 
 
 def test_what_the_picture_names_is_there() -> None:
@@ -137,7 +156,7 @@ def test_the_files_that_the_way_in_names_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or name.endswith((".py", ".md", ".yml"))}
     assert len(named) > 30
-    places = (ROOT, ROOT / "serve_app" / "parsing", ROOT / "engine" / "models")
+    places = [ROOT, *(ROOT / place for place in NAMED_BESIDE)]
     assert not [name for name in sorted(named) if not any((place / name).exists() for place in places)]
 
 

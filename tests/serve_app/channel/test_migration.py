@@ -35,6 +35,7 @@ from engine.protocol import (
     Token,
     Usage,
 )
+from loadtest.sim.virtual_loop import run
 from serve_app.channel import migration
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.engines.engine_client import StreamRecord
@@ -86,6 +87,8 @@ class Script:
     as_event: bool = False
     """Whether the failure comes as a Failed event, in one batch with what came before."""
     replica_id: str | None = "replica"
+    late_s: float = 0
+    """How long the first `take` waits."""
 
 
 @dataclass
@@ -97,6 +100,7 @@ class ScriptedAttempt:
     num_closed: int = 0
     num_taken: int = 0
     was_complete: bool = False
+    _is_begun: bool = False
     _items: list[list[Event]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,6 +122,9 @@ class ScriptedAttempt:
 
     async def take(self) -> list[Event]:
         assert not self.num_closed, "taken from after it was closed"
+        if self.script.late_s and not self._is_begun:
+            await asyncio.sleep(self.script.late_s)
+        self._is_begun = True
         if self._items:
             self.num_taken += 1
             return self._items.pop(0)
@@ -377,13 +384,44 @@ async def test_the_last_attempt_learns_whether_its_reader_has_all_it_wants(is_co
     assert [(move.code, move.replica_id) for move in record.moves] == [(ErrorCode.ENGINE_DEAD, "replica")]
 
 
-async def test_a_replica_that_does_not_go_on_in_time_counts_as_failed() -> None:
-    """Serve holds a call while no replica is there."""
-    replicas = Replicas(failing(3), Script(0), Script(0))
-    with pytest.raises(EngineError, match=r"within 0\.02 s") as caught:
-        await collect(moving(2, timeout_s=0.02).stream(asking(), replicas.start))
-    assert caught.value.code is ErrorCode.ENGINE_DEAD
-    assert [attempt.num_closed for attempt in replicas.attempts] == [1, 1, 1]
+SILENT = Script(0)
+SLOW_FAILURE = failing(0, late_s=25)
+
+
+@pytest.mark.parametrize(
+    ("max_migrations", "others", "most_s"),
+    [(1, SILENT, 60), (3, SILENT, 60), (8, SILENT, 60), (1, SLOW_FAILURE, 25), (3, SLOW_FAILURE, 60)],
+    ids=["1 silent", "3 silent", "8 silent", "1 slow", "3 slow"],
+)
+def test_a_stream_looks_for_an_engine_no_longer_than_the_timeout_however_often_it_may_move(
+    max_migrations: int, others: Script, most_s: float
+) -> None:
+    """Serve holds a call while no replica is there. Regression: each move had the whole timeout, so a stream waited for
+    `max_migrations` times as long as the setting says."""
+    replicas = Replicas(failing(3), *[others] * 8)
+
+    async def main() -> float:
+        with pytest.raises(EngineError) as caught:
+            async for _ in moving(max_migrations, timeout_s=60).stream(asking(), replicas.start):
+                pass
+        assert caught.value.code is ErrorCode.ENGINE_DEAD
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == most_s
+    assert [attempt.num_closed for attempt in replicas.attempts] == [1] * len(replicas.attempts)
+
+
+def test_a_stream_may_wait_as_long_again_once_another_engine_had_begun() -> None:
+    replicas = Replicas(failing(3), failing(3, late_s=40), Script(late_s=40))
+
+    async def main() -> tuple[list[Event], float]:
+        stream = moving(timeout_s=60).stream(asking(), replicas.start)
+        events = [event async for batch in stream for event in batch]
+        return events, asyncio.get_running_loop().time()
+
+    events, waited_s = run(main())
+    assert anonymous(events) == anonymous(undisturbed(asking()))
+    assert waited_s == 80
 
 
 async def test_the_wait_for_a_first_replica_and_the_gaps_within_an_answer_have_no_limit_of_their_own() -> None:
