@@ -86,9 +86,7 @@ class HostBudget:
     def _check(self, what: str, size: int) -> None:
         if self.room is not None and self.use.total + size > self.room.free:
             left = max(0, self.room.free - self.use.total)
-            raise ConfigError(
-                f"{what}, but there are {_gib(left)} for it beside {self.use.text()}: {_free(self.room)}."
-            )
+            raise ConfigError(f"{what}, but only {_gib(left)} is left after {self.use.text()}: {_free(self.room)}.")
 
     def _that_fit(self, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
         if self.room is None:
@@ -115,7 +113,8 @@ def _gib(size: int) -> str:
 def _free(room: Room) -> str:
     memory = room.memory
     promised = f", of which {_gib(room.promised)} are promised to engines that are starting" * bool(room.promised)
-    return f"{_gib(memory.free)} of {_gib(memory.total)} are free ({memory.source}){promised}, and {SPARED:.0%} stay so"
+    free = f"{_gib(memory.free)} of {_gib(memory.total)} are free ({memory.source})"
+    return f"{free}{promised}, and {SPARED:.0%} is kept free"
 
 
 def _asked_bytes(config: EngineConfig, block_bytes: int, state_bytes: int) -> tuple[str, int, int] | None:

@@ -140,8 +140,8 @@ def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scal
         module = found["module"].removeprefix(_PREFIX) if found else name
         if found is None or module not in places:
             raise AdapterError(
-                f"{name} adapts what {model.architecture} has no adapters for here: they may be on the "
-                f"projections of attention and of dense MLPs."
+                f"{name} is not supported for {model.architecture}; supported are lora_A and lora_B of attention and "
+                "dense-MLP projections."
             )
         _check(name, tensor, found["side"], places[module], scaling)
         sides[module][found["side"]] = tensor
@@ -149,7 +149,8 @@ def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scal
         raise AdapterError(f"{WEIGHTS_FILE} holds no tensor.")
     for module, pair in sides.items():
         if len(pair) < 2:
-            raise AdapterError(f"{module} has lora_{next(iter(pair))} and not the other factor.")
+            has, lacks = ("A", "B") if "A" in pair else ("B", "A")
+            raise AdapterError(f"{module} has lora_{has} but lacks lora_{lacks}.")
     return {places[module]: (pair["A"], pair["B"]) for module, pair in sides.items()}
 
 
@@ -157,8 +158,10 @@ def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scalin
     want = (scaling.rank, place.inputs) if side == "A" else (place.outputs, scaling.rank)
     if tuple(tensor.shape) != want:
         raise AdapterError(f"{name} has shape {list(tensor.shape)}, but r and this model's shape say {list(want)}.")
-    if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
-        raise AdapterError(f"{name} holds what is not a finite number.")
+    if not tensor.is_floating_point():
+        raise AdapterError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}: expected floating-point numbers.")
+    if not bool(tensor.float().isfinite().all()):
+        raise AdapterError(f"{name} contains NaN or infinity.")
 
 
 def _places(model: ModelConfig) -> dict[str, _Place]:

@@ -36,15 +36,21 @@ def blocks(config: EngineConfig, of: HostBudget, *, states: int = 0, most: int =
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_cache_memory_gib": 100.0}, r"kv_cache_memory_gib is 100.0, which takes 100.00 GiB, but there are 16.75"),
-        ({"num_kv_blocks": 20_000}, r"num_kv_blocks is 20000, which takes 19.53 GiB, but there are 16.75 GiB"),
+        (
+            {"kv_cache_memory_gib": 100.0},
+            r"kv_cache_memory_gib is 100.0, which takes 100.00 GiB, but only 16.75 GiB is left",
+        ),
+        (
+            {"num_kv_blocks": 20_000},
+            r"num_kv_blocks is 20000, which takes 19.53 GiB, but only 16.75 GiB is left after weights",
+        ),
     ],
 )
 def test_more_than_there_is_is_refused_by_name_with_both_numbers(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         blocks(EngineConfig(**settings), budget())
     assert "weights 2.00" in str(caught.value)
-    assert "20.00 GiB of 20.00 GiB are free (a test's file), and 5% stay so" in str(caught.value)
+    assert "20.00 GiB of 20.00 GiB are free (a test's file), and 5% is kept free" in str(caught.value)
 
 
 def test_what_just_fits_is_served() -> None:
@@ -133,7 +139,7 @@ def test_a_second_engine_does_not_take_what_the_first_was_promised(
     monkeypatch.setattr("engine.models.kv_cache.torch.zeros", lambda *size, **options: torch.empty(0))
     asked = settings(kv_cache_memory_gib=12.0)
     first, _ = create_executor(tmp_path / "model", asked)
-    with pytest.raises(ConfigError, match=r"which takes 12.00 GiB, but there are .* are promised to engines that are"):
+    with pytest.raises(ConfigError, match=r"which takes 12.00 GiB, but only .* are promised to engines that are"):
         create_executor(tmp_path / "model", asked)
     first.shutdown()
     create_executor(tmp_path / "model", asked)[0].shutdown()
