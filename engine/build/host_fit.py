@@ -10,9 +10,9 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.host.shares import SPARED, Room
+from engine.models.adapter_files import adapter_bytes
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import blocks_in
-from engine.models.parameters import allocate
 from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import weight_bytes
 
@@ -90,7 +90,8 @@ class HostBudget:
 
     def _that_fit(self, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
         if self.room is None:
-            return blocks_in(MEMORY_GIB, block_bytes, state_bytes), "2 GiB: this system does not say what is free"
+            unknown = f"{MEMORY_GIB:g} GiB: this system does not say what is free"
+            return blocks_in(MEMORY_GIB, block_bytes, state_bytes), unknown
         self._check("kv_cache_memory_gib is unset, and one KV block takes", block_bytes + state_bytes)
         mine = min(self.room.free, self.room.share) - self.use.total
         fit = (int(KV_SHARE * mine) - state_bytes) // block_bytes
@@ -146,7 +147,7 @@ def host_use(
         + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),
         encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
-        adapters=_adapter_bytes(model, config, dtype),
+        adapters=config.max_loras * adapter_bytes(model, config.max_lora_rank, dtype),
     )
 
 
@@ -166,14 +167,3 @@ def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     sampler's copies."""
     row = 4 * model.hidden_size + 2 * model.intermediate_size + 2 * model.num_heads * model.head_dim
     return 4 * (config.max_num_batched_tokens * row + 4 * config.max_num_seqs * model.vocab_size)
-
-
-def _adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Estimate the adapters' bytes. Each of a layer's matrices counts as one thin matrix for its outputs and three for
-    its inputs, as if it were stacked (queries, keys, values)."""
-    if not config.max_loras:
-        return 0
-    layers = allocate(model, dtype, META).layers
-    matrices = (linear.weight for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    columns = sum(weight.shape[-2] + 3 * weight.shape[-1] for weight in matrices)
-    return config.max_loras * config.max_lora_rank * int(columns) * dtype.itemsize

@@ -193,6 +193,18 @@ def _layer_places(model: ModelConfig, layer_config: LayerConfig, number: int) ->
     return places
 
 
+def adapter_bytes(model: ModelConfig, rank: int, dtype: torch.dtype) -> int:
+    """Return the bytes of an adapter of this rank that adapts every module it may, as `read_adapter` returns it."""
+    columns = sum(place.inputs + _stack_outputs(place.stack, model) for place in _places(model).values())
+    return rank * columns * dtype.itemsize
+
+
+def _stack_outputs(stack: str, model: ModelConfig) -> int:
+    if stack == "qkv":
+        return sum(qkv_sizes(model))
+    return 2 * model.intermediate_size if stack == "gate_up" else model.hidden_size
+
+
 def _deltas(pairs: Mapping[_Place, _Pair], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling) -> Deltas:
     stacks: defaultdict[tuple[int, str], list[tuple[_Place, _Pair]]] = defaultdict(list)
     for place, pair in sorted(pairs.items(), key=lambda item: (item[0].layer, item[0].stack, item[0].first)):
@@ -203,8 +215,7 @@ def _deltas(pairs: Mapping[_Place, _Pair], model: ModelConfig, dtype: torch.dtyp
 def _stacked(
     stack: str, parts: list[tuple[_Place, _Pair]], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling
 ) -> Delta:
-    outputs = sum(qkv_sizes(model)) if stack == "qkv" else 2 * model.intermediate_size
-    b = torch.zeros(outputs if stack in ("qkv", "gate_up") else model.hidden_size, scaling.rank * len(parts))
+    b = torch.zeros(_stack_outputs(stack, model), scaling.rank * len(parts))
     for number, (place, (_, part)) in enumerate(parts):
         columns = slice(number * scaling.rank, (number + 1) * scaling.rank)
         b[place.first : place.first + place.outputs, columns] = part.float() * scaling.scale
