@@ -1,5 +1,5 @@
-"""Lists what a start may refuse: the message of each `raise` in the code, and those made from a table, with … for
-values.
+"""Owns the list of what a start may refuse: the message of each `raise` in the code, and those made from a table, with
+… for values.
 Never runs that code or rewords a message."""
 
 from __future__ import annotations

@@ -7,8 +7,10 @@ import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kernels.cpu.native.library import NoLibraryError, load_library
 from kernels.cpu.native.program import why_unfit
@@ -17,6 +19,7 @@ from kernels.eager.ops import TORCH, Ops
 from kernels.flash.attention import flash_ops
 from kernels.flash.packages import Capability, Import, find_flash
 from kernels.forward import ForwardPass
+from kernels.rows.step import StateRows
 
 NATIVE, TORCH_CPU, REFERENCE = "native", "torch_cpu", "reference"
 KERNELS = (NATIVE, TORCH_CPU, REFERENCE)
@@ -151,8 +154,17 @@ def _triton_table(capability: Capability | None, load: Import) -> Ops | str:
     return table
 
 
-def forward_pass(table: Ops) -> Callable[..., ForwardPass]:
-    """Return what runs a model's operations on `table`. It takes token_ids, positions, slots and plan, as EagerPass."""
+class PassMaker(Protocol):
+    """Makes the forward pass of one step. The arguments are those of EagerPass, without `rewind`: a pass on a device
+    records no states to roll back."""
+
+    def __call__(
+        self, *, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: object, states: StateRows | None = None
+    ) -> ForwardPass: ...
+
+
+def forward_pass(table: Ops) -> PassMaker:
+    """Return what runs a model's operations on `table`, step by step."""
     if not table.fused_rotation:
         return partial(EagerPass, table)
     fused: Callable[..., ForwardPass] = importlib.import_module("kernels.triton.forward").TritonPass

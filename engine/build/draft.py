@@ -47,11 +47,12 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"speculative.model is {name}, whose vocabulary has {draft.vocab_size} tokens, but the model's has "
-            f"{model.vocab_size}: drafts need a checkpoint of the same tokenizer."
+            f"{model.vocab_size}: the draft model needs the same tokenizer."
         )
     if differs := _difference(directory / TOKENIZER_FILE, model_dir / TOKENIZER_FILE):
         raise ConfigError(
-            f"speculative.model is {name}, whose tokenizer is another: {differs}. Drafts need a checkpoint of the same."
+            f"speculative.model is {name}, whose tokenizer differs: {differs}. The draft model needs the same "
+            "tokenizer."
         )
     return DraftCheckpoint(directory, draft, max(LEAST_COST, weights_read(draft) / weights_read(model)))
 
@@ -70,8 +71,8 @@ def check_length(draft: DraftCheckpoint, max_model_len: int) -> None:
     longest = draft.model.rope.longest_position(draft.model.max_position_embeddings)
     if longest < max_model_len:
         raise ConfigError(
-            f"max_model_len is {max_model_len}, but the draft model in {draft.directory} reads at most {longest} "
-            "positions: set max_model_len to that, or less."
+            f"max_model_len is {max_model_len}, but the draft model in {draft.directory} supports at most "
+            f"{longest} positions: set max_model_len to {longest} or less."
         )
 
 
@@ -84,7 +85,7 @@ def _difference(draft: Path, model: Path) -> str | None:
     for token_id in sorted(theirs.keys() | ours.keys()):
         if theirs.get(token_id) != ours.get(token_id):
             found, expected = (repr(tokens[token_id]) if token_id in tokens else "none" for tokens in (theirs, ours))
-            return f"token {token_id} is {found} there, and {expected} here"
+            return f"token {token_id} is {found} in the draft model, and {expected} in the model"
     return None
 
 

@@ -63,16 +63,16 @@ def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resol
     token_bytes = model.vision.output_size * torch_dtype(resolved.dtype).itemsize
     kept = int(config.encoder_cache_memory_gib * 2**30) // token_bytes
     limits = {
-        "a step takes it whole (max_num_batched_tokens, max_prefill_tokens)": resolved.max_atomic_span,
-        "encoder_cache_memory_gib keeps it": kept,
-        "a request holds it (max_model_len, num_kv_blocks)": resolved.max_request_tokens - 1,
+        "max_num_batched_tokens and max_prefill_tokens (a step computes a whole image)": resolved.max_atomic_span,
+        "encoder_cache_memory_gib (it must hold the encoded image)": kept,
+        "max_model_len and num_kv_blocks (a request must hold the image)": resolved.max_request_tokens - 1,
     }
     why = min(limits, key=limits.__getitem__)
     try:
         kind = image_kind(model.vision, pixels, limits[why])
     except ValueError as error:
-        raise ConfigError(f"An image has at most {limits[why]} tokens, so that {why}: {error}.") from error
+        raise ConfigError(f"Images are limited to {limits[why]} tokens by {why}: {error}.") from error
     trained = pixels.max_pixels // model.vision.side**2
-    reason = f"{kind.max_tokens} tokens, so that {why}" if kind.max_tokens < trained else "as the checkpoint says"
+    reason = f"{kind.max_tokens} tokens, limited by {why}" if kind.max_tokens < trained else "as the checkpoint says"
     reasons = resolved.reasons | {"largest image": f"{reason}; larger ones are scaled down"}
     return replace(resolved, inputs=(kind,), encoder_cache_tokens=kept, reasons=reasons)

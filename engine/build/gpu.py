@@ -193,13 +193,17 @@ class GpuStart:
         executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
         tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
         rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
-        with _fits(f"{tokens}, but the GPU has no memory for a step of that many tokens", use):
+        with _fits(
+            f"{tokens}, but the GPU has no memory for a step of that many tokens", use, "max_num_batched_tokens"
+        ):
             _run(executor, plan)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
         # Before any capture: kernels choose their configurations for good at their first launch, and a capture's first
         # step consists of padding.
-        with _fits(f"{rows}, but the GPU has no memory for a decode step of such rows", use):
+        with _fits(
+            f"{rows}, but the GPU has no memory for a decode step of such rows", use, "max_num_seqs or max_model_len"
+        ):
             _run(executor, longest_decode_step(resolved, num_blocks))
             _run(executor, short_decode_step(resolved, num_blocks))
         # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.
@@ -235,8 +239,9 @@ class GpuStart:
                 yield
         except ExecutorOutOfMemoryError as error:
             raise ConfigError(
-                f"cuda_graphs is {self._config.cuda_graphs}, but the GPU has no memory for its "
-                f"{len(self._buckets.all)} sizes beside {beside}: {use.text()}. Ask for fewer, or none."
+                f"cuda_graphs is {self._config.cuda_graphs}, but the GPU does not have enough memory to capture "
+                f"its {len(self._buckets.all)} graph sizes in addition to {beside}: {use.text()}. Set fewer "
+                "cuda_graph_* sizes, or cuda_graphs: none."
             ) from error
 
     def _num_blocks(self, use: MemoryUse) -> tuple[int, str]:
@@ -260,12 +265,12 @@ class GpuStart:
 
 
 @contextmanager
-def _fits(why: str, use: MemoryUse) -> Iterator[None]:
-    """Raise ConfigError if the device runs out of memory in the body."""
+def _fits(why: str, use: MemoryUse, settings: str) -> Iterator[None]:
+    """Raise ConfigError if the device runs out of memory in the body. settings: those to lower, for the message."""
     try:
         yield
     except (ExecutorOutOfMemoryError, StateLostError) as error:
-        raise ConfigError(f"{why} beside the weights: {use.text()}.") from error
+        raise ConfigError(f"{why} in addition to the weights: {use.text()}. Lower {settings}.") from error
 
 
 def _run(executor: DeviceExecutor, plan: StepPlan) -> None:

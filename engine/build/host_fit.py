@@ -10,9 +10,9 @@ import torch
 
 from engine.config import ConfigError, EngineConfig
 from engine.host.shares import SPARED, Room
+from engine.models.adapter_files import adapter_bytes
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import blocks_in
-from engine.models.parameters import allocate
 from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import weight_bytes
 
@@ -86,13 +86,12 @@ class HostBudget:
     def _check(self, what: str, size: int) -> None:
         if self.room is not None and self.use.total + size > self.room.free:
             left = max(0, self.room.free - self.use.total)
-            raise ConfigError(
-                f"{what}, but there are {_gib(left)} for it beside {self.use.text()}: {_free(self.room)}."
-            )
+            raise ConfigError(f"{what}, but only {_gib(left)} is left after {self.use.text()}: {_free(self.room)}.")
 
     def _that_fit(self, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
         if self.room is None:
-            return blocks_in(MEMORY_GIB, block_bytes, state_bytes), "2 GiB: this system does not say what is free"
+            unknown = f"{MEMORY_GIB:g} GiB: this system does not say what is free"
+            return blocks_in(MEMORY_GIB, block_bytes, state_bytes), unknown
         self._check("kv_cache_memory_gib is unset, and one KV block takes", block_bytes + state_bytes)
         mine = min(self.room.free, self.room.share) - self.use.total
         fit = (int(KV_SHARE * mine) - state_bytes) // block_bytes
@@ -115,7 +114,8 @@ def _gib(size: int) -> str:
 def _free(room: Room) -> str:
     memory = room.memory
     promised = f", of which {_gib(room.promised)} are promised to engines that are starting" * bool(room.promised)
-    return f"{_gib(memory.free)} of {_gib(memory.total)} are free ({memory.source}){promised}, and {SPARED:.0%} stay so"
+    free = f"{_gib(memory.free)} of {_gib(memory.total)} are free ({memory.source})"
+    return f"{free}{promised}, and {SPARED:.0%} is kept free"
 
 
 def _asked_bytes(config: EngineConfig, block_bytes: int, state_bytes: int) -> tuple[str, int, int] | None:
@@ -147,7 +147,7 @@ def host_use(
         + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),
         encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
-        adapters=_adapter_bytes(model, config, dtype),
+        adapters=config.max_loras * adapter_bytes(model, config.max_lora_rank, dtype),
     )
 
 
@@ -167,14 +167,3 @@ def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     sampler's copies."""
     row = 4 * model.hidden_size + 2 * model.intermediate_size + 2 * model.num_heads * model.head_dim
     return 4 * (config.max_num_batched_tokens * row + 4 * config.max_num_seqs * model.vocab_size)
-
-
-def _adapter_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Estimate the adapters' bytes. Each of a layer's matrices counts as one thin matrix for its outputs and three for
-    its inputs, as if it were stacked (queries, keys, values)."""
-    if not config.max_loras:
-        return 0
-    layers = allocate(model, dtype, META).layers
-    matrices = (linear.weight for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    columns = sum(weight.shape[-2] + 3 * weight.shape[-1] for weight in matrices)
-    return config.max_loras * config.max_lora_rank * int(columns) * dtype.itemsize

@@ -111,7 +111,7 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
         found = f"compute capability {device.capability[0]}.{device.capability[1]}"
         if device.capability >= (8, 0):
             return torch.bfloat16, f"the GPU multiplies bfloat16 natively ({found})"
-        return torch.float32, f"the GPU has no bfloat16 ({found}; from 8.0 on)"
+        return torch.float32, f"the GPU has no native bfloat16 ({found}; from 8.0 on)"
     flags = cpu_flags()
     for flag in _BF16_FLAGS:
         if flag in flags:

@@ -140,8 +140,8 @@ def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scal
         module = found["module"].removeprefix(_PREFIX) if found else name
         if found is None or module not in places:
             raise AdapterError(
-                f"{name} adapts what {model.architecture} has no adapters for here: they may be on the "
-                f"projections of attention and of dense MLPs."
+                f"{name} is not supported for {model.architecture}; supported are lora_A and lora_B of attention and "
+                "dense-MLP projections."
             )
         _check(name, tensor, found["side"], places[module], scaling)
         sides[module][found["side"]] = tensor
@@ -149,7 +149,8 @@ def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scal
         raise AdapterError(f"{WEIGHTS_FILE} holds no tensor.")
     for module, pair in sides.items():
         if len(pair) < 2:
-            raise AdapterError(f"{module} has lora_{next(iter(pair))} and not the other factor.")
+            has, lacks = ("A", "B") if "A" in pair else ("B", "A")
+            raise AdapterError(f"{module} has lora_{has} but lacks lora_{lacks}.")
     return {places[module]: (pair["A"], pair["B"]) for module, pair in sides.items()}
 
 
@@ -157,8 +158,10 @@ def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scalin
     want = (scaling.rank, place.inputs) if side == "A" else (place.outputs, scaling.rank)
     if tuple(tensor.shape) != want:
         raise AdapterError(f"{name} has shape {list(tensor.shape)}, but r and this model's shape say {list(want)}.")
-    if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
-        raise AdapterError(f"{name} holds what is not a finite number.")
+    if not tensor.is_floating_point():
+        raise AdapterError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}: expected floating-point numbers.")
+    if not bool(tensor.float().isfinite().all()):
+        raise AdapterError(f"{name} contains NaN or infinity.")
 
 
 def _places(model: ModelConfig) -> dict[str, _Place]:
@@ -190,6 +193,18 @@ def _layer_places(model: ModelConfig, layer_config: LayerConfig, number: int) ->
     return places
 
 
+def adapter_bytes(model: ModelConfig, rank: int, dtype: torch.dtype) -> int:
+    """Return the bytes of an adapter of this rank that adapts every module it may, as `read_adapter` returns it."""
+    columns = sum(place.inputs + _stack_outputs(place.stack, model) for place in _places(model).values())
+    return rank * columns * dtype.itemsize
+
+
+def _stack_outputs(stack: str, model: ModelConfig) -> int:
+    if stack == "qkv":
+        return sum(qkv_sizes(model))
+    return 2 * model.intermediate_size if stack == "gate_up" else model.hidden_size
+
+
 def _deltas(pairs: Mapping[_Place, _Pair], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling) -> Deltas:
     stacks: defaultdict[tuple[int, str], list[tuple[_Place, _Pair]]] = defaultdict(list)
     for place, pair in sorted(pairs.items(), key=lambda item: (item[0].layer, item[0].stack, item[0].first)):
@@ -200,8 +215,7 @@ def _deltas(pairs: Mapping[_Place, _Pair], model: ModelConfig, dtype: torch.dtyp
 def _stacked(
     stack: str, parts: list[tuple[_Place, _Pair]], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling
 ) -> Delta:
-    outputs = sum(qkv_sizes(model)) if stack == "qkv" else 2 * model.intermediate_size
-    b = torch.zeros(outputs if stack in ("qkv", "gate_up") else model.hidden_size, scaling.rank * len(parts))
+    b = torch.zeros(_stack_outputs(stack, model), scaling.rank * len(parts))
     for number, (place, (_, part)) in enumerate(parts):
         columns = slice(number * scaling.rank, (number + 1) * scaling.rank)
         b[place.first : place.first + place.outputs, columns] = part.float() * scaling.scale

@@ -59,7 +59,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     family, quantization = _family(raw), read_quantization(raw)
     config = replace(family.describe(raw), architecture=family.architecture, quantization=quantization)
     if config.vision is not None and quantization is not None:
-        on = {PACKED: f"it is packed ({quantization.summary})", IMAGES: f"{config.architecture} takes images"}
+        on = {
+            PACKED: f"the checkpoint is quantized ({quantization.summary})",
+            IMAGES: f"{config.architecture} takes images",
+        }
         if conflict := find_conflict(on):
             raise ValueError(conflict.text(on))
     return config

@@ -86,7 +86,7 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
             continue
         packing = quantization.packing(module)
         if packing is None:
-            raise CheckpointError(f"{file}: {name} is of a packed matrix, but quantization_config leaves {module} out.")
+            raise CheckpointError(f"{file}: {name} is quantized, but quantization_config does not cover {module}.")
         found[module] = packing
     return found
 
@@ -109,7 +109,7 @@ def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str
         if view is None:
             continue  # the reader of the other tensors decides whether it may be left over
         if view.dim() != 2:
-            raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is no matrix.")
+            raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is not two-dimensional.")
         parts, names = _read_parts(stored, module, packing, view)
         try:
             unpacked = packing.unpack(parts, *view.shape)

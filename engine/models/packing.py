@@ -178,7 +178,7 @@ class Gptq:
         per_int, groups = 32 // self.bits, -(-inputs // (self.group_size or inputs))
         for name, size in (("inputs", inputs), ("outputs", outputs)):
             if size % per_int:
-                raise ValueError(f"{size} {name} do not fill int32s of {per_int}")
+                raise ValueError(f"{size} {name} is not a multiple of {per_int}, which int32 packing needs")
         return {
             "qweight": Part((inputs // per_int, outputs), (INT32,)),
             "qzeros": Part((groups, outputs // per_int), (INT32,)),
@@ -220,7 +220,7 @@ class Awq:
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         groups = -(-inputs // (self.group_size or inputs))
         if outputs % 8:
-            raise ValueError(f"{outputs} outputs do not fill int32s of 8")
+            raise ValueError(f"{outputs} outputs is not a multiple of 8, which int32 packing needs")
         return {
             "qweight": Part((inputs, outputs // 8), (INT32,)),
             "qzeros": Part((groups, outputs // 8), (INT32,)),

@@ -155,7 +155,9 @@ def _grid(weights: Fields, stored_as: Any, where: str) -> Grid:
     cell, shared = _cell(weights, where)
     ordered = order in ("group", "dynamic", True) and cell[1] is not None
     if ordered and cell[0] != 1:
-        raise ValueError(f"quantization_config ({where}): actorder {order!r} of blocks; supported is that of groups.")
+        raise ValueError(
+            f"quantization_config ({where}): actorder {order!r} is not supported for strategy block, only for group."
+        )
     return Grid(
         summary=f"compressed-tensors {stored_as} {bits} bit, {shared}",
         kind=kind,
@@ -233,11 +235,13 @@ def _patterns(found: Fields, where: str, key: str) -> tuple[str, ...]:
         raise ValueError(f"quantization_config ({where}): {key} is {targets!r}: expected a list of modules.")
     for target in targets:
         if not isinstance(target, str):
-            raise ValueError(f"quantization_config ({where}): {target!r} is no name of a module.")
+            raise ValueError(f"quantization_config ({where}): {target!r} is not a module name.")
         try:
             re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
         except re.error as error:
-            raise ValueError(f"quantization_config ({where}): {target!r} is no pattern: {error}.") from error
+            raise ValueError(
+                f"quantization_config ({where}): {target!r} is not a valid regular expression: {error}."
+            ) from error
     return tuple(targets)
 
 

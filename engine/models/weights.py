@@ -158,7 +158,9 @@ def _load_file(
                     for part in parts:
                         del missing[part]
                 elif not _harmless(name, config):
-                    raise CheckpointError(f"{file}: unexpected tensor {stored}, which {config.architecture} has not.")
+                    raise CheckpointError(
+                        f"{file}: unexpected tensor {stored}: {config.architecture} has no such tensor."
+                    )
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}.") from error
 

@@ -1,4 +1,4 @@
-"""Holds the models that one ingress replica knows, by the names that clients ask for: the model, adapters, aliases.
+"""Owns the models that one ingress replica knows, by the names that clients ask for: the model, adapters, aliases.
 Never loads an adapter: engines do, and each request tells them what it needs."""
 
 from __future__ import annotations

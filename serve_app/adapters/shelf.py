@@ -1,4 +1,4 @@
-"""Holds the adapters of one engine replica by name: those of the settings, and those loaded while it runs.
+"""Owns the adapters of one engine replica by name: those of the settings, and those loaded while it runs.
 Never decides who may change them, and never informs another replica."""
 
 from __future__ import annotations

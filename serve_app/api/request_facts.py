@@ -1,4 +1,4 @@
-"""Holds what is known about one request besides its times, for the traces that are written at its end.
+"""Owns what is known about one request besides its times, for the traces that are written at its end.
 Never holds a prompt's or an answer's text longer than the request lives."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.edge.client_state import track_client
 from serve_app.edge.cors import Asked, Policy, told
 from serve_app.edge.limits import REQUEST_ID
-from serve_app.edge.refusals import NO_ROUTE, REPLICA_LOST, Refusal
+from serve_app.edge.refusals import NO_REPLICA, NO_ROUTE, REPLICA_LOST, Refusal
 from serve_app.errors.api_error import ApiError
 from serve_app.errors.refusal import ANTHROPIC_PATH, anthropic_error
 
@@ -215,8 +215,5 @@ _RAYS_ERRORS = {
     408: _TOO_LONG,
     429: ApiError(429, "Too many requests wait.", type="rate_limit_error", code="queue_full"),
     500: _api_error(REPLICA_LOST),
-    503: ApiError(
-        503, "No replica takes requests at the moment.", type="server_error", code="service_unavailable",
-        headers={"retry-after": "1"},
-    ),
-}  # fmt: skip
+    503: _api_error(NO_REPLICA),
+}

@@ -1,4 +1,4 @@
-"""Holds the number of engine replicas that this process's router knows, for the code that admits requests.
+"""Owns the number of engine replicas that this process's router knows, for the code that admits requests.
 Never asks an engine: the router writes it. It is a module of its own because Serve pickles the router by value: where
 requests are routed, the router's module is another copy, with globals of its own."""
 

@@ -1,4 +1,4 @@
-"""Holds the engines' load by their last reports, for the header that informs load balancers.
+"""Owns the engines' load by their last reports, for the header that informs load balancers.
 Never asks an engine: the router writes it. It is a module of its own for the same reason as engine_count."""
 
 from __future__ import annotations

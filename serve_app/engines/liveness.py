@@ -1,4 +1,4 @@
-"""Holds what one process's router and its end of the token channel share: which engines there are, which of them are
+"""Owns what one process's router and its end of the token channel share: which engines there are, which of them are
 silent, and which engine each call went to.
 Never decides which are silent. It is a module of its own for the same reason as engine_count."""
 

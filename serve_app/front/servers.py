@@ -1,4 +1,4 @@
-"""Keeps notes of this user's running servers, so that `serve status` needs no address beside `serve run`.
+"""Owns the notes of this user's running servers, so that `serve status` needs no address beside `serve run`.
 Never trusts the note of a server that has ended: a note's file is locked as long as its server lives."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lists all metrics in one place: names, meanings, labels, buckets. The documentation's reference is made from it.
+"""Owns the list of all metrics: names, meanings, labels, buckets. The documentation's reference is made from it.
 Never measures anything: the recorders supply the numbers for these names."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Holds an ingress replica's counts of its connection to the engines: frames, gaps, moves.
+"""Owns an ingress replica's counts of its connection to the engines: frames, gaps, moves.
 Never decides anything: the code that sees an event adds to its count, on the replica's event loop."""
 
 from __future__ import annotations

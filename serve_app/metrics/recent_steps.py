@@ -1,4 +1,4 @@
-"""Keeps an engine's last steps, and computes rates and gaps between tokens in a window of seconds.
+"""Owns an engine's last steps, and computes rates and gaps between tokens in a window of seconds.
 Never measures: the recorder passes its measurements once per step. Computes only on request."""
 
 from __future__ import annotations

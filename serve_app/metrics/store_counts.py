@@ -1,4 +1,4 @@
-"""Has what an ingress replica counts of the answers that are kept: how many, how large, and how often one is found.
+"""Owns what an ingress replica counts of the answers that are kept: how many, how large, and how often one is found.
 Never decides anything; whoever uses the store adds to it, on the replica's event loop."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lists the grammars of calls by the names of the parsers that read them back.
+"""Owns the table of the grammars of calls, by the names of the parsers that read them back.
 Never writes a grammar."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Lists the reasoning parsers by their names in vLLM's `--reasoning-parser`, and suggests one for a chat template.
+"""Owns the table of reasoning parsers, by their names in vLLM's `--reasoning-parser`, and suggests one for a chat
+template.
 Never parses."""
 
 from __future__ import annotations

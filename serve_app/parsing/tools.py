@@ -1,4 +1,4 @@
-"""Lists the tool parsers by their names in vLLM's `--tool-call-parser`, and suggests one for a chat template.
+"""Owns the table of tool parsers, by their names in vLLM's `--tool-call-parser`, and suggests one for a chat template.
 Never parses."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Holds what a router knows about the engine replicas: their last reports, and what was sent to them since.
+"""Owns what a router knows about the engine replicas: their last reports, and what was sent to them since.
 Never decides where a request goes, and never asks a replica. For use by a single thread."""
 
 from __future__ import annotations

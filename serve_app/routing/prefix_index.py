@@ -1,4 +1,4 @@
-"""Holds what a router assumes about prefix caches: which engine replica has which blocks of which prompts.
+"""Owns what a router assumes about prefix caches: which engine replica has which blocks of which prompts.
 Never holds tokens, and is never certain: a wrong assumption costs a recomputed prefix, not a wrong answer."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Holds what the autoscaler remembers between two moments: which reports are new, trends, the load share, durations.
+"""Owns what the autoscaler remembers between two moments: which reports are new, trends, the load share, durations.
 Never decides on replicas, and keeps only a few numbers for each, however long it runs."""
 
 from __future__ import annotations

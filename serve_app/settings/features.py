@@ -23,11 +23,19 @@ ENDPOINT = Feature("a collector of traces", Group.SETTING, "tracing.endpoint", p
 NO_OTLP = Feature("another exporter than otlp", Group.SETTING, "tracing.exporter", partial(ne, "otlp"))
 
 APP_RULES = (
-    Rule((ADAPTERS, ADAPTER_UPDATES), (NO_ADAPTERS,), "engines would have no room for an adapter; set it to 1 or more"),
-    Rule((A_GPU,), (ON_CPU, FAKE), "Ray would hold a GPU that nobody uses"),
-    Rule((ON_CUDA, ACCELERATOR), (NO_GPU,), "Ray hides all GPUs from an engine that reserves none; set it to 1"),
-    Rule((IMAGES,), (TEXT,), "only models that take images follow it"),
-    Rule((ENDPOINT,), (NO_OTLP,), "only the exporter otlp follows it"),
+    Rule((ADAPTERS, ADAPTER_UPDATES), (NO_ADAPTERS,), "adapters need engine.max_loras of 1 or more"),
+    Rule(
+        (A_GPU,),
+        (ON_CPU, FAKE),
+        "Ray would reserve a GPU that the engine does not use; set engine_num_gpus to 0",
+    ),
+    Rule(
+        (ON_CUDA, ACCELERATOR),
+        (NO_GPU,),
+        "Ray hides all GPUs from an engine that reserves none; set engine_num_gpus to 1",
+    ),
+    Rule((IMAGES,), (TEXT,), "this setting has an effect only with models that take images"),
+    Rule((ENDPOINT,), (NO_OTLP,), "tracing.endpoint has an effect only with tracing.exporter otlp"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Holds the limits of a deployment and of each tenant, and computes an ingress replica's share of them.
+"""Owns the limits of a deployment and of each tenant, and computes an ingress replica's share of them.
 Never counts anything: the gate does."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has the settings of the store of responses: how much of what /v1/responses answered is kept, and for how long.
+"""Owns the settings of the store of responses: how much of what /v1/responses answered is kept, and for how long.
 Never keeps anything; `serve_app.store` does."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has answers by tenant and id, as many as fit into a number of bytes and are young enough.
+"""Owns kept answers by tenant and id: as many as fit into a number of bytes and are young enough.
 Never lets one tenant push out another that keeps less: the tenant that keeps most loses its least recently used."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has what is kept of one answer, what a request wants of it, and what is found.
+"""Owns the definition of what is kept of one answer, of what a request wants of it, and of what is found.
 Never reads an item: each is a text of JSON."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has what the API uses of a store of answers, and the store of an ingress replica that shares it with no other.
+"""Owns the API's interface to a store of answers, and the store of an ingress replica that shares it with no other.
 Never lets a request fail: what cannot be asked for is not found, and what cannot be kept is said not to be."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has the way to a store that all ingress replicas share, in a process of its own.
+"""Owns the store that all ingress replicas share, a replica of its own, and their access to it.
 Never waits long for it: while it does not answer, nothing is found and nothing is kept."""
 
 from __future__ import annotations

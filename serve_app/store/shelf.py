@@ -1,4 +1,4 @@
-"""Has one tenant's answers in the order of their last use, and counts what they take.
+"""Owns one tenant's answers in the order of their last use, and counts what they take.
 Never keeps a text twice: a conversation that is sent whole with each request is kept once."""
 
 from __future__ import annotations

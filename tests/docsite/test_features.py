@@ -80,7 +80,7 @@ def test_a_cell_has_the_reasons_of_two_and_not_those_of_one_alone() -> None:
     assert cell(facts("Prompt lookup"), MODELS["hybrid"], notes) == "T R<sup>1</sup>"
     assert cell(facts("LoRA"), MODELS["dense"], notes) == "T R"
     (line,) = notes.lines()
-    assert line.endswith("on a GPU a recurrent state is not taken back to before a rejected draft.")
+    assert line.endswith("on a GPU, recurrent state is not rolled back after a rejected draft.")
 
 
 def test_every_rule_is_on_the_page_and_every_number_has_its_reason() -> None:

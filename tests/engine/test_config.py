@@ -64,7 +64,7 @@ def test_the_longest_request_is_bounded_by_the_context_or_by_the_whole_kv_cache(
             "chunk_boundary is request_local, but scheduler.chunk_owner is engine",
         ),
         ({"reserve_mode": "full", "preempt_policy": "lifo"}, "is full, but scheduler.preempt_policy is lifo"),
-        ({"reserve_mode": "prompt", "preempt_policy": "none"}, "prompt, .* is none: more requests are admitted"),
+        ({"reserve_mode": "prompt", "preempt_policy": "none"}, "prompt, .* is none: admitted requests may later"),
     ],
 )
 def test_a_scheduler_setting_that_could_not_act_or_contradicts_another_is_refused(
@@ -122,13 +122,17 @@ ABLE = Capabilities(mixed_rows=True, overlap=True, drafts=True)
 @pytest.mark.parametrize(
     ("overrides", "missing", "sentence"),
     [
-        ({}, {"mixed_rows": False}, "batch_mode is mixed, but .* no mixed rows: decode rows are put beside prefill"),
+        (
+            {},
+            {"mixed_rows": False},
+            "batch_mode is mixed, but .* no mixed rows: this executor does not support mixed steps",
+        ),
         (
             {"scheduler": SchedulerConfig(batch_mode="decode_first")},
             {"mixed_rows": False},
             "batch_mode is decode_first, but .* no mixed rows",
         ),
-        ({"overlap": True}, {"overlap": False}, "overlap is true, but .* no overlap: steps are fed"),
+        ({"overlap": True}, {"overlap": False}, "overlap is true, but .* no overlap: this executor does not"),
         ({"num_speculative_tokens": 2}, {"drafts": False}, "num_speculative_tokens is 2, but .* no drafts"),
         (
             {"scheduler": SchedulerConfig(state_snapshot_tokens=8)},
@@ -143,7 +147,7 @@ ABLE = Capabilities(mixed_rows=True, overlap=True, drafts=True)
         (
             {"scheduler": SchedulerConfig(chunk_owner="engine")},
             {"recurrent_state": True},
-            "chunk_owner is engine, but this model has a recurrent state: the engine does not hand",
+            "chunk_owner is engine, but this model has a recurrent state: chunk_owner engine does not support",
         ),
     ],
 )
@@ -178,7 +182,7 @@ def test_a_core_checks_its_executor_before_it_takes_requests() -> None:
     ("settings", "sentence"),
     [
         ({"reserve_mode": "full"}, "reserve_mode is full, .* retract: every request has memory for its whole life"),
-        ({"preempt_policy": "none"}, "reserve_mode is learned, .* none: more requests are admitted than fit for ever"),
+        ({"preempt_policy": "none"}, "reserve_mode is learned, .* none: admitted requests may later outgrow memory"),
         ({"chunk_boundary": "request_local"}, "request_local, but scheduler.max_partial_prefills is 1"),
         ({"ratio_min": 0.9}, r"ratio_min \(0.9\) must not exceed ratio_init \(0.7\)"),
         ({"ratio_init": 0}, "ratio_init must be > 0, but it is 0"),

@@ -324,5 +324,5 @@ def test_what_cannot_be_taken_is_refused_with_the_limit() -> None:
 
 @pytest.mark.parametrize("policy", [{"chunk_owner": "engine"}, {"chunk_boundary": "request_local"}])
 def test_chunks_that_may_not_end_where_an_input_waits_are_refused_at_the_start(policy: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="where an image begins that is not encoded yet"):
+    with pytest.raises(ConfigError, match="before an image that is not encoded yet"):
         Core(scheduler=SchedulerConfig(**policy, max_partial_prefills=0))

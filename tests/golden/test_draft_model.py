@@ -341,15 +341,15 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another tokenizer": (
         lambda directory: (save_model("llama", directory), save_tokenizer(directory, t17=18, t18=17)),
-        r"whose tokenizer is another: token 17 is 't18' there, and 't17' here",
+        r"whose tokenizer differs: token 17 is 't18' in the draft model, and 't17' in the model",
     ),
     "recurrent state": (
         lambda directory: save_model("qwen3_next", directory),
-        r"speculative\.model is .*, but Qwen3NextForCausalLM has a recurrent state: its recurrent state could not",
+        r"speculative\.model is .*, but Qwen3NextForCausalLM has a recurrent state: .* cannot be rolled back",
     ),
     "fewer positions": (
         lambda directory: (save_model("llama", directory), edit_config(directory, max_position_embeddings=64)),
-        r"max_model_len is 256, but the draft model in .* reads at most 64 positions",
+        r"max_model_len is 256, but the draft model in .* supports at most 64 positions: set .* to 64 or less",
     ),
 }
 
@@ -384,7 +384,7 @@ def test_a_draft_model_that_cannot_be_read_is_refused_by_the_setting_and_the_nam
 def test_models_that_take_images_have_no_draft_model(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     asked = EngineConfig(**ASKED, speculative=drafted_by(checkpoints["itself"]))
     save_vision_model(tmp_path)
-    with pytest.raises(ConfigError, match="takes images: no draft model reads images"):
+    with pytest.raises(ConfigError, match="takes images: draft models cannot process images"):
         create_executor(tmp_path, asked)
 
 

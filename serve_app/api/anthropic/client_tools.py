@@ -1,4 +1,4 @@
-"""Holds the names and parameters of the tools that clients run and whose schemas Anthropic publishes.
+"""Owns the names and parameters of the tools that clients run and whose schemas Anthropic publishes.
 Never runs one. The computer tool is not among them: it answers with images, which no template shows in a result."""
 
 from __future__ import annotations

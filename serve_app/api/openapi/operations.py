@@ -1,4 +1,4 @@
-"""Lists the app's operations: what each takes, what it may answer, and who may use it.
+"""Owns the list of the app's operations: what each takes, what it may answer, and who may use it.
 Never registers a route; a test compares the list with the app's routes."""
 
 from __future__ import annotations

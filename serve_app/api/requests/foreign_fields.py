@@ -1,4 +1,4 @@
-"""Lists the fields of other servers and clients in chat and completions: which are hints, and which are refused.
+"""Owns the tables of other servers' and clients' fields in chat and completions: hints, and fields that are refused.
 Never lists a field that is honoured: those are fields of the requests in `schema`."""
 
 from __future__ import annotations

@@ -145,7 +145,9 @@ def test_captures_that_do_not_fit_beside_kv_blocks_are_refused_by_their_setting(
         capture(self, *args)
 
     monkeypatch.setattr(DeviceModel, "capture", second_fails)
-    with pytest.raises(ConfigError, match=r"cuda_graphs is auto, but .* for its \d+ sizes beside .* and 7 KV blocks"):
+    with pytest.raises(
+        ConfigError, match=r"cuda_graphs is auto, but .* its \d+ graph sizes in addition to .* and 7 KV blocks"
+    ):
         create(model, num_kv_blocks=7)
     assert caches[1] == 8
 
@@ -225,7 +227,7 @@ def test_without_captures_no_block_is_set_aside(model: Path) -> None:
     executor, resolved = create(model, FakeDevice([15, 12, 11.5, 10]), attention="torch")
     assert resolved.num_kv_blocks == int((0.9 * 16 - 1 - 3 - 1.5) * 2**20) // BLOCK_BYTES
     assert len(executor.model.cache.layers[0][0]) == resolved.num_kv_blocks
-    assert resolved.reasons["cuda_graphs"] == "none: torch attention cannot be captured; 0 sizes"
+    assert resolved.reasons["cuda_graphs"] == "none: torch attention cannot be captured in CUDA graphs; 0 sizes"
 
 
 def test_blocks_that_are_asked_for_are_checked_against_what_is_left(model: Path) -> None:
@@ -250,14 +252,18 @@ def test_the_largest_step_is_one_that_can_be_planned(seqs: int, tokens: int, len
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "why", "settings"),
     [
-        (RowKind.LAST, "max_num_batched_tokens is 40, but the GPU has no memory"),
-        (RowKind.DECODE, "max_num_seqs is 4 and max_model_len 256, but the GPU has no memory for a decode step"),
+        (RowKind.LAST, "max_num_batched_tokens is 40, but the GPU has no memory", "max_num_batched_tokens"),
+        (
+            RowKind.DECODE,
+            "max_num_seqs is 4 and max_model_len 256, but the GPU has no memory for a decode step",
+            "max_num_seqs or max_model_len",
+        ),
     ],
 )
 def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch, kind: RowKind, why: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: RowKind, why: str, settings: str
 ) -> None:
     start = DeviceModel.start
 
@@ -267,7 +273,7 @@ def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
         return start(self, plan, *rest)
 
     monkeypatch.setattr(DeviceModel, "start", no_memory)
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ConfigError, match=rf"{why} .* in addition to the weights: .*\. Lower {settings}\.$"):
         create(model)
 
 
@@ -276,7 +282,7 @@ def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
     ("place", "why"),
     [
         ("engine.build.model.dummy_weights", r"weights of .* in bfloat16 do not fit: 0\.01 of fake GPU's 0\.02 GiB"),
-        ("engine.execution.gpu.model.DeviceModel.capture", r"cuda_graphs is auto, but .* no memory for its \d+ sizes"),
+        ("engine.execution.gpu.model.DeviceModel.capture", r"cuda_graphs is auto, but .* capture its \d+ graph sizes"),
     ],
 )
 def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
@@ -294,14 +300,14 @@ def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"kernels": "native"}, "kernels is native, but this engine runs on fake GPU: only the CPU's kernels"),
+        ({"kernels": "native"}, "kernels is native, but this engine runs on fake GPU: this setting has an effect"),
         ({"quantize": "int8"}, "quantize is int8, but this engine runs on fake GPU"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, but this engine runs on fake GPU"),
         ({"batch_invariant": True}, "batch_invariant is true, but this engine runs on fake GPU"),
         ({"attention": "vllm_flash_attn", "dtype": "float32"}, "attention cannot run: dtype is float32"),
         (
             {"attention": "torch", "cuda_graphs": "all"},
-            "cuda_graphs is all, but attention is torch: torch attention cannot be captured",
+            "cuda_graphs is all, but attention is torch: torch attention cannot be captured in CUDA graphs",
         ),
         ({"attention": "torch", "cuda_graphs": "decode"}, "cuda_graphs is decode, but attention is torch"),
         ({"attention": "torch", "cuda_graph_decode_rows": (4,)}, r"cuda_graph_decode_rows is \[4\], but .* none"),
@@ -309,7 +315,7 @@ def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
         ({"cuda_graphs": "decode", "cuda_graph_mixed_rows": (4,)}, r"cuda_graph_mixed_rows is \[4\], but .* decode"),
         ({"cuda_graph_decode_rows": (1, 2)}, "cuda_graph_decode_rows ends at 2, but max_num_seqs is 4"),
         ({"cuda_graph_mixed_tokens": (16,)}, "ends at 16, but max_num_batched_tokens is 40"),
-        ({"max_loras": 2}, "max_loras is 2, but .* fake GPU: adapters are computed on the CPU alone"),
+        ({"max_loras": 2}, "max_loras is 2, but .* fake GPU: adapters are computed only on the CPU"),
     ],
 )
 def test_what_cannot_act_on_a_gpu_is_refused_before_weights_are_read(

@@ -14,8 +14,10 @@ from engine.config import ConfigError, EngineConfig
 from engine.execution.executor import TorchExecutor
 from engine.host.memory import HostMemory
 from engine.host.shares import Room
+from engine.models.adapter_files import read_adapter
 from engine.models.config import read_model_config
 from engine.models.parameters import num_bytes
+from tests.support.tiny_adapters import ATTENTION, FUSED, MLP, RANK, save_adapter
 from tests.support.tiny_models import save_model
 
 GIB, MIB = 2**30, 2**20
@@ -36,15 +38,21 @@ def blocks(config: EngineConfig, of: HostBudget, *, states: int = 0, most: int =
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_cache_memory_gib": 100.0}, r"kv_cache_memory_gib is 100.0, which takes 100.00 GiB, but there are 16.75"),
-        ({"num_kv_blocks": 20_000}, r"num_kv_blocks is 20000, which takes 19.53 GiB, but there are 16.75 GiB"),
+        (
+            {"kv_cache_memory_gib": 100.0},
+            r"kv_cache_memory_gib is 100.0, which takes 100.00 GiB, but only 16.75 GiB is left",
+        ),
+        (
+            {"num_kv_blocks": 20_000},
+            r"num_kv_blocks is 20000, which takes 19.53 GiB, but only 16.75 GiB is left after weights",
+        ),
     ],
 )
 def test_more_than_there_is_is_refused_by_name_with_both_numbers(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         blocks(EngineConfig(**settings), budget())
     assert "weights 2.00" in str(caught.value)
-    assert "20.00 GiB of 20.00 GiB are free (a test's file), and 5% stay so" in str(caught.value)
+    assert "20.00 GiB of 20.00 GiB are free (a test's file), and 5% is kept free" in str(caught.value)
 
 
 def test_what_just_fits_is_served() -> None:
@@ -90,7 +98,7 @@ def test_a_share_too_small_for_one_block_is_refused_with_the_way_out() -> None:
 
 def test_where_the_system_says_nothing_unset_is_two_gib_and_nothing_is_refused() -> None:
     unknown = HostBudget(use=USE, room=None)
-    assert blocks(EngineConfig(), unknown)[0] == 2048
+    assert blocks(EngineConfig(), unknown) == (2048, "2 GiB: this system does not say what is free")
     assert blocks(EngineConfig(kv_cache_memory_gib=100.0), unknown)[0] == 100 * 1024
 
 
@@ -110,6 +118,22 @@ def test_weights_take_what_they_were_said_to(kind: str, tmp_path: Path) -> None:
     weights = executor.model.decoder.weights  # type: ignore[attr-defined]
     said = host_use([(tmp_path, model)], settings(), torch.float32, native=False).weights
     assert said == num_bytes(model, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules"), [("llama", ATTENTION + MLP), ("qwen3_moe", ATTENTION + MLP), ("phi3", FUSED)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_take_what_they_were_said_to(
+    kind: str, modules: tuple[str, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Regression guard: a stack of queries, keys and values counted its outputs once, but has them for each part."""
+    adapter = save_adapter(save_model(kind, tmp_path / "model"), tmp_path / "adapter", modules=modules)
+    model = read_model_config(tmp_path / "model")
+    _, deltas = read_adapter(adapter, model, dtype, RANK)
+    config = settings(max_loras=3, max_lora_rank=RANK)
+    said = host_use([(tmp_path / "model", model)], config, dtype, native=False).adapters
+    assert said == 3 * sum(delta.a.nbytes + delta.b.nbytes for delta in deltas.values()) > 0
 
 
 @pytest.mark.parametrize("start", [create_executor, check_executor])
@@ -133,7 +157,7 @@ def test_a_second_engine_does_not_take_what_the_first_was_promised(
     monkeypatch.setattr("engine.models.kv_cache.torch.zeros", lambda *size, **options: torch.empty(0))
     asked = settings(kv_cache_memory_gib=12.0)
     first, _ = create_executor(tmp_path / "model", asked)
-    with pytest.raises(ConfigError, match=r"which takes 12.00 GiB, but there are .* are promised to engines that are"):
+    with pytest.raises(ConfigError, match=r"which takes 12.00 GiB, but only .* are promised to engines that are"):
         create_executor(tmp_path / "model", asked)
     first.shutdown()
     create_executor(tmp_path / "model", asked)[0].shutdown()

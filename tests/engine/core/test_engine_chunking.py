@@ -225,15 +225,17 @@ def test_a_chunk_that_runs_out_of_memory_is_tried_again_with_chunks_of_half_the_
     "settings", [{"chunk_boundary": "request_local", "max_partial_prefills": 0}, {"long_prefill_token_threshold": 8}]
 )
 def test_settings_that_cut_prompts_are_refused_beside_the_engine_that_does(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="chunk_owner is engine: the engine computes a prompt in one call"):
+    with pytest.raises(ConfigError, match="chunk_owner is engine: chunk_owner engine computes a prompt in one call"):
         SchedulerConfig(chunk_owner="engine", **settings)
 
 
 def test_the_engine_cuts_no_prompts_with_overlap_or_of_a_model_with_recurrent_state() -> None:
     cuts = SchedulerConfig(chunk_owner="engine")
-    with pytest.raises(ConfigError, match="chunk_owner is engine, but overlap is true: the engine runs several"):
+    with pytest.raises(
+        ConfigError, match="chunk_owner is engine, but overlap is true: chunk_owner engine runs several"
+    ):
         EngineConfig(overlap=True, scheduler=cuts)
-    with pytest.raises(ConfigError, match="the engine does not hand a recurrent state from chunk to chunk"):
+    with pytest.raises(ConfigError, match="chunk_owner engine does not support recurrent state"):
         check_capabilities(resolved_config(scheduler=cuts), Capabilities(recurrent_state=True))
 
 

@@ -110,15 +110,15 @@ def test_a_model_with_recurrent_state_and_one_with_experts_keep_theirs_in_fewer_
     [
         (
             {"kernels": "native", "kv_cache_dtype": "fp8_e4m3"},
-            "is fp8_e4m3, but kernels is native: .* no K and V in fp8",
+            "is fp8_e4m3, but kernels is native: .* do not support an fp8 KV cache",
         ),
         (
             {"kernels": "reference", "kv_cache_dtype": "int8"},
-            "kv_cache_dtype is int8, but kernels is reference: the reference keeps K and V",
+            "kv_cache_dtype is int8, but kernels is reference: the reference kernels support only an unquantized",
         ),
         (
             {"batch_invariant": True, "kv_cache_dtype": "fp8_e4m3"},
-            "batch_invariant is true, but the kernels are torch_cpu.*no K and V in fp8",
+            "batch_invariant is true, but the kernels are torch_cpu.*do not support an fp8 KV cache",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_the_kernels_that_are_chosen_say_why(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     _, resolved = create_executor(tmp_path, settings(kv_cache_dtype="fp8_e4m3"))
     assert resolved.kernels == "torch_cpu"
-    why = "not native: kv_cache_dtype is fp8_e4m3, and the native kernels keep no K and V in fp8"
+    why = "not native: kv_cache_dtype is fp8_e4m3, and the native kernels do not support an fp8 KV cache, only int8"
     assert resolved.reasons["kernels"].endswith(why)
 
 

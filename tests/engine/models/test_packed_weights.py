@@ -179,8 +179,12 @@ Q = "model__layers__1__self_attn__q_proj"
             {f"{Q}__weight_scale_inv": torch.ones(3, 2)},
             r"weight_scale_inv has shape \[3, 2\], .* \[3, 3\]",
         ),
-        ("packed_4", {"lm_head__weight_scale": torch.ones(211, 3)}, "quantization_config leaves lm_head out"),
-        ("fp8_blocks", {"model__norm__weight_scale_inv": torch.ones(1)}, r"model\.norm is packed .* is no matrix"),
+        ("packed_4", {"lm_head__weight_scale": torch.ones(211, 3)}, "quantization_config does not cover lm_head"),
+        (
+            "fp8_blocks",
+            {"model__norm__weight_scale_inv": torch.ones(1)},
+            r"model\.norm is packed .* is not two-dimensional",
+        ),
         (
             "awq",
             {"model__layers__1__self_attn__o_proj__qweight": torch.ones(3, dtype=torch.int32)},
@@ -209,9 +213,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
 def test_sizes_that_fill_no_int32_are_refused(tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", "awq")
     edit_config(tmp_path / "packed", num_attention_heads=4, num_key_value_heads=2, head_dim=2)
-    with pytest.raises(
-        CheckpointError, match=r"k_proj cannot be packed \(awq 4 bit.*4 outputs do not fill int32s of 8"
-    ):
+    with pytest.raises(CheckpointError, match=r"k_proj cannot be packed \(awq 4 bit.*4 outputs is not a multiple of 8"):
         table(tmp_path / "packed")
 
 
@@ -263,7 +265,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
             "strategy is 'token'; supported are tensor, channel",
         ),
         (compressed("int-quantized", INT | {"dynamic": True}), "dynamic is True; supported is False"),
-        (compressed("int-quantized", INT) | {"ignore": ["re:("]}, r"'re:\(' is no pattern"),
+        (compressed("int-quantized", INT) | {"ignore": ["re:("]}, r"'re:\(' is not a valid regular expression"),
         (compressed("int-quantized", INT) | {"config_groups": {}}, r"config_groups is \{\}"),
     ],
 )

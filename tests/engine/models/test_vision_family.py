@@ -178,19 +178,25 @@ def test_the_largest_image_is_what_a_step_a_request_and_the_cache_take(tmp_path:
     assert largest(**small, max_prefill_tokens=20, scheduler=extends)[0] == 46
     assert largest(num_kv_blocks=2) == (
         32,
-        "32 tokens, so that a request holds it (max_model_len, num_kv_blocks); larger ones are scaled down",
+        "32 tokens, limited by max_model_len and num_kv_blocks (a request must hold the image); larger ones are scaled "
+        "down",
     )
     found = largest(encoder_cache_memory_gib=30 * 96 * 4 / 2**30)
-    assert found == (30, "30 tokens, so that encoder_cache_memory_gib keeps it; larger ones are scaled down")
-    with pytest.raises(ConfigError, match="An image has at most 3 tokens, so that encoder_cache_memory_gib keeps it"):
+    assert found == (
+        30,
+        "30 tokens, limited by encoder_cache_memory_gib (it must hold the encoded image); larger ones are scaled down",
+    )
+    with pytest.raises(ConfigError, match="Images are limited to 3 tokens by encoder_cache_memory_gib "):
         largest(encoder_cache_memory_gib=3 * 96 * 4 / 2**30)
 
 
 def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_given(tmp_path: Path) -> None:
     save_vision_model(tmp_path)
     resolved = create_executor(tmp_path, settings())[1]
-    assert "the native kernels have no encoder" in resolved.reasons["kernels"]
-    with pytest.raises(ConfigError, match="takes images, but kernels is native: the native kernels have no encoder"):
+    assert "the native kernels support neither image encoders" in resolved.reasons["kernels"]
+    with pytest.raises(
+        ConfigError, match="takes images, but kernels is native: the native kernels support neither image encoders"
+    ):
         create_executor(tmp_path, settings(kernels="native"))
     with pytest.raises(ConfigError, match="batch_invariant is true, but the kernels are torch_cpu"):
         create_executor(tmp_path, settings(batch_invariant=True))

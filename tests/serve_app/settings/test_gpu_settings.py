@@ -40,8 +40,11 @@ def test_the_config_for_gpus_differs_from_the_other_in_its_arguments_alone() -> 
         ),
         ({"engine_num_gpus": 1.5}, r"engine_num_gpus is 1\.5, but an engine measures"),
         ({"engine_num_gpus": 2}, "engine_num_gpus is 2, but an engine runs on one GPU: use 1, and engine_replicas"),
-        ({"engine_num_gpus": 1, "engine": {"device": "cpu"}}, "but engine.device is cpu: Ray would hold a GPU"),
-        ({"engine_num_gpus": 1, "engine": {"executor": "fake"}}, "but engine.executor is fake: Ray would hold a GPU"),
+        ({"engine_num_gpus": 1, "engine": {"device": "cpu"}}, "but engine.device is cpu: Ray would reserve a GPU"),
+        (
+            {"engine_num_gpus": 1, "engine": {"executor": "fake"}},
+            "but engine.executor is fake: Ray would reserve a GPU",
+        ),
         ({"engine": {"device": "cuda"}}, "engine.device is cuda, but engine_num_gpus is 0"),
         ({"engine_accelerator_type": "H100"}, "engine_accelerator_type is H100, but engine_num_gpus is 0"),
     ],

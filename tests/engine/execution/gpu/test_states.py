@@ -119,7 +119,9 @@ def test_a_hybrid_with_experts_is_captured_where_both_can_be(tmp_path: Path, mon
     """Experts run on torch, which may be captured on this device only.
     What Triton computes of experts is tested elsewhere."""
     save_model("qwen3_5_moe", tmp_path)
-    why = "none: mixtures of experts by torch's operators wait for the device; 0 sizes"
+    why = (
+        "none: without Triton, mixtures of experts synchronize with the GPU, which CUDA graphs cannot capture; 0 sizes"
+    )
     assert create(tmp_path)[1].reasons["cuda_graphs"] == why
     monkeypatch.setattr("kernels.choice.TORCH", replace(choice.TORCH, experts_capturable=True))
     check_texts(tmp_path, rounds=1, captured=True, prompts=PROMPTS[1:2], cuda_graphs="all", **SIZES)
@@ -137,7 +139,7 @@ def test_captures_leave_states_alone(model: Path) -> None:
 
 @pytest.mark.usefixtures("_flash")
 def test_where_torch_computes_states_nothing_is_captured_and_the_start_says_why(model: Path) -> None:
-    why = "linear attention by torch's operators reads its rows on the host"
+    why = "without Triton, linear attention reads data on the CPU, which CUDA graphs cannot capture"
     assert create(model)[1].reasons["cuda_graphs"] == f"none: {why}; 0 sizes"
     with pytest.raises(ConfigError, match=f"cuda_graphs is all, but .* compute the linear attention: {why}"):
         create(model, cuda_graphs="all")
@@ -177,12 +179,11 @@ def test_drafts_are_refused_on_a_device_and_none_are_made_unasked(model: Path) -
     executor, resolved = create(model, attention="torch")
     assert resolved.num_speculative_tokens == 0
     assert (
-        resolved.reasons["speculative"]
-        == "none: on a GPU a recurrent state is not taken back to before a rejected draft"
+        resolved.reasons["speculative"] == "none: on a GPU, recurrent state is not rolled back after a rejected draft"
     )
     with pytest.raises(ConfigError, match=r"num_speculative_tokens is 2, .* engine runs on fake GPU: on a GPU"):
         EngineCore(*create(model, attention="torch", num_speculative_tokens=2))
-    with pytest.raises(ConfigError, match="on a GPU a recurrent state is not taken back"):
+    with pytest.raises(ConfigError, match="on a GPU, recurrent state is not rolled back"):
         create(model, attention="torch", speculative=SpeculativeConfig(method="suffix"))
     row = replace(decode("a", 5, 20, (0, 1)), token_ids=(5, 6), state=StateUse(0))
     with pytest.raises(ValueError, match="drafts, which this executor takes no state back from"):

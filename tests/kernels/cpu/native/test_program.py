@@ -652,7 +652,19 @@ def test_all_of_this_holds_for_processors_with_less(tmp_path: Path, without: str
     """Runs this file with the kernels compiled for AVX-512 with and without bfloat16, and for AVX2."""
     environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", "not compiler and not processor", __file__],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:xdist",
+            "-m",
+            "not slow",
+            "-k",
+            "not compiler and not processor",
+            __file__,
+        ],
         env=environment,
         capture_output=True,
         text=True,
