@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.forward import LinearHeads
 from kernels.rows.device import DeviceStateRows, states_on_device
 from kernels.rows.step import StateRows
-from kernels.triton.shared.launch import dot, padded
+from kernels.triton.shared.launch import padded, split_dot
 from kernels.triton.shared.tiles import find_row
 
 PIECE = 32
@@ -128,7 +128,7 @@ def _invert(
     sums = tl.cumsum(decay, axis=0)
     below = n[:, None] > n[None, :]
     fades = tl.exp(tl.where(below, sums[:, None] - sums[None, :], float("-inf")))
-    system = dot(k, tl.trans(k), tl.zeros([PIECE, PIECE], tl.float32)) * fades * written[:, None]
+    system = split_dot(k, tl.trans(k), tl.zeros([PIECE, PIECE], tl.float32)) * fades * written[:, None]
     inverse = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
     for line in tl.range(1, PIECE):
         of_line = tl.sum(tl.where(n[:, None] == line, system, 0.0), axis=0)  # [PIECE]: 0 from `line` on
@@ -189,17 +189,17 @@ def _scan(
         decay, strengths = _decay_and_strength(strength, step, rate, bias, at_strength, at_step, head, real)
         sums, whole = tl.cumsum(decay, axis=0), tl.sum(decay, axis=0)
         from_state = tl.exp(sums)[:, None]
-        wanted = strengths[:, None] * (v - from_state * dot(k, matrix, tl.zeros([PIECE, TILE], tl.float32)))
+        wanted = strengths[:, None] * (v - from_state * split_dot(k, matrix, tl.zeros([PIECE, TILE], tl.float32)))
         at = inverses + (token * VALUE_HEADS + head)[:, None] * PIECE + n[None, :]
         inverse = tl.load(at, mask=real[:, None], other=0.0)
-        written = dot(inverse, wanted, tl.zeros([PIECE, TILE], tl.float32))
+        written = split_dot(inverse, wanted, tl.zeros([PIECE, TILE], tl.float32))
         fades = tl.exp(tl.where(reached, sums[:, None] - sums[None, :], float("-inf")))
-        scores = dot(q, tl.trans(k), tl.zeros([PIECE, PIECE], tl.float32)) * fades
-        read = dot(scores, written, from_state * dot(q, matrix, tl.zeros([PIECE, TILE], tl.float32)))
+        scores = split_dot(q, tl.trans(k), tl.zeros([PIECE, PIECE], tl.float32)) * fades
+        read = split_dot(scores, written, from_state * split_dot(q, matrix, tl.zeros([PIECE, TILE], tl.float32)))
         to = out + (token * VALUE_HEADS + head)[:, None] * VALUE_DIM + j[None, :]
         tl.store(to, read.to(out.dtype.element_ty), mask=real[:, None] & of_values[None, :])
         kept = k * tl.exp(whole - sums)[:, None]
-        matrix = dot(tl.trans(kept), written, matrix * tl.exp(whole))
+        matrix = split_dot(tl.trans(kept), written, matrix * tl.exp(whole))
     tl.store(cells, matrix, mask=inside)
 
 
@@ -232,8 +232,9 @@ def delta_rule(
         # Not rows times the longest row's pieces: in a captured step `max_count` is all of its tokens.
         pieces = (len(qkv) // PIECE + num_rows, heads.num_value_heads)
         of_rows = (there.first_tokens, there.index, num_rows)
-        _invert[pieces](*given, inverses, *of_rows, *strides, *shape, key_padded, PIECE)
+        _invert[pieces](*given, inverses, *of_rows, *strides, *shape, key_padded, PIECE, num_warps=8)
         sizes = (*shape, heads.value_dim, key_padded, PIECE, tile)
         # One stage: with buffers to load ahead, the loop would need more shared memory than some GPUs have.
-        _scan[grid](*given, inverses, state, out, *numbers, *strides, scale, *sizes, num_stages=1)
+        # Eight warps: with four, more of the state and the products is spilled.
+        _scan[grid](*given, inverses, state, out, *numbers, *strides, scale, *sizes, num_warps=8, num_stages=1)
     return out

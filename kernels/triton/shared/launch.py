@@ -32,6 +32,15 @@ def dot(a, b, total):
     return tl.dot(a, b, total, input_precision="ieee")
 
 
+@triton.jit
+def split_dot(a, b, total):
+    """total + a b in float32, by three products of tf32 parts, which is about as accurate and uses tensor cores.
+
+    Several float32 products by `dot`, whose threads multiply one by one, do not fit in a program's registers.
+    """
+    return tl.dot(a, b, total, input_precision="tf32x3")
+
+
 TUNING = "CHUNKSERVE_TRITON_TUNING"
 """`keep` (the default): configurations are timed once, and the choice is kept on disk for all processes. `forget`:
 they are timed in each process; a benchmark needs this, or its first shapes would choose for engines. A number: the

@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from kernels.triton.sampling.logprobs import token_logprobs
 from kernels.triton.sampling.rows import pack_rows
 from kernels.triton.sampling.sampler import sample
 from kernels.triton.shared import launch
+from tests.kernels.triton.resources import read_code
 
 
 class NoGpu:
@@ -60,7 +62,16 @@ class NoGpu:
         return once
 
 
-def compile_instead(found: list[dict[str, Any]]) -> None:
+def variant_of(kernel: Any, name: str) -> str:
+    """Name what distinguishes a compiled kernel: the types of its arguments, its constants and its configuration."""
+    parameters = list(kernel.src.signature)
+    constants = {parameters[place]: value for (place,), value in kernel.src.constants.items() if value is not None}
+    types = [kind.replace("*", "") for kind in kernel.src.signature.values() if kind.startswith("*")]
+    sizes = " ".join(f"{parameter}={value}" for parameter, value in constants.items())
+    return f"{name}({','.join(types)}) {sizes} warps={kernel.metadata.num_warps} stages={kernel.metadata.num_stages}"
+
+
+def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
     """Make every later launch compile its kernel instead of running it, and append what was compiled to `found`."""
     run = JITFunction.run
 
@@ -78,6 +89,12 @@ def compile_instead(found: list[dict[str, Any]]) -> None:
                 "copies_in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
             }
         )
+        if resources:
+            found[-1] |= {
+                "variant": variant_of(kernel, self.fn.__name__),
+                "warps": kernel.metadata.num_warps,
+                "code": asdict(read_code(kernel.asm["cubin"])),
+            }
         return kernel
 
     JITFunction.run = compiled
@@ -149,6 +166,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", type=int, default=[3])
     parser.add_argument("--first-config", action="store_true", help="of those among which a kernel chooses")
     parser.add_argument("--least-shared", action="store_true", help="attention alone, by its smallest configurations")
+    parser.add_argument("--resources", action="store_true", help="say what each kernel takes of a multiprocessor")
     args = parser.parse_args()
     assert not launch.INTERPRETED, "TRITON_INTERPRET is set"
     driver.set_active(NoGpu(round(args.capability * 10)))
@@ -160,7 +178,7 @@ def main() -> None:
         for kernel in (*of_attention, routing._router_logits, experts._gate_up, experts._down):
             kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
-    compile_instead(found)
+    compile_instead(found, resources=args.resources)
     for dtype in args.dtypes:
         if not args.least_shared:
             launch_sampler(getattr(torch, dtype))
