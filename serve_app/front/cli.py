@@ -10,7 +10,6 @@ import traceback
 import uuid
 from contextlib import ExitStack
 from importlib.metadata import version
-from types import FrameType
 
 from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, read_config
@@ -19,6 +18,7 @@ from serve_app.front.haproxy import HAProxyUnusable
 from serve_app.front.preflight import preflight
 from serve_app.front.proxy_env import serving_environment, starts_a_cluster
 from serve_app.front.servers import running_servers
+from serve_app.front.signals import exit_on_signals
 from serve_app.front.start import StartFailed, in_a_line
 from serve_app.front.this_machine import EngineCheck, checking
 from serve_app.settings.instance import VARIABLE
@@ -35,7 +35,7 @@ def main() -> None:
         elif arguments.config is not None:
             _run(arguments, console)
         else:
-            _exit_on_signals()
+            exit_on_signals()
             _leave_to_ray(arguments, console)
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
@@ -50,7 +50,7 @@ def _run(arguments: Arguments, console: Console) -> None:
     assert arguments.config is not None
     config = read_config(arguments.config)
     applications, checks = preflight(config), list[EngineCheck]()
-    _exit_on_signals()
+    exit_on_signals()
     with ExitStack() as held:
         own_cluster = starts_a_cluster(arguments.of_ray, os.environ)  # once Ray runs, this would answer no
         if own_cluster:
@@ -103,13 +103,3 @@ def _find_server() -> None:
         os.environ["RAY_DASHBOARD_ADDRESS"] = server.dashboard
         if server.auth_mode:
             os.environ.setdefault("RAY_AUTH_MODE", server.auth_mode)
-
-
-def _exit_on_signals() -> None:
-    """Exit on a signal, as Ray itself does for SIGTERM later. Until then a signal must not leave files behind."""
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, _exit_with_signal)
-
-
-def _exit_with_signal(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(signum)

@@ -17,6 +17,7 @@ from serve_app.front.config_file import ConfigRefused, ServeConfig, has_proxies
 from serve_app.front.console import Console
 from serve_app.front.preflight import Application
 from serve_app.front.servers import RunningServer, noted
+from serve_app.front.signals import exit_on_signals
 from serve_app.front.start import (
     StartFailed,
     engine_lines,
@@ -66,6 +67,7 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
     with ExitStack() as held:
         try:
             _submit(launch.arguments)
+            exit_on_signals()  # Ray has replaced what a signal did
             _report(launch, console, held, began)
             while True:
                 signal.pause()

@@ -16,7 +16,7 @@ Say = Callable[[str], None]
 
 def drain_and_shutdown(say: Say) -> None:
     """Let every application finish or end its streams, then take Serve down. A second signal cuts this short."""
-    signal.alarm(0)  # Ray's native SIGTERM handler has set one that aborts the process after three seconds
+    signal.alarm(0)  # the one of Ray's handler, if the signal came before `exit_on_signals` replaced that
     say("Shutting down: letting running requests finish. Signal again to stop at once.")
     for name, app in serve.status().applications.items():
         if (ended := drain(name, app, say)) is not None:
