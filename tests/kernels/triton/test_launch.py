@@ -9,6 +9,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
+import torch
+import triton
+import triton.language as tl
+
 from kernels.triton.attention.kernel import DECODE_CONFIGS
 from kernels.triton.shared import launch
 
@@ -41,3 +45,20 @@ def test_only_an_engines_choices_are_kept_on_disk(
         launch.tuned(DECODE_CONFIGS, ["HEAD_DIM"])
     assert {options["cache_results"] for options in asked} == {kept}
     assert {len(options["configs"]) for options in asked} == {1 if tuning == "0" else len(DECODE_CONFIGS)}
+
+
+@triton.jit
+def _note_order(order, count):
+    """Each program writes its number to the next free place, which no program of ours may do."""
+    place = tl.load(count)
+    number = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    tl.store(order + place, number)
+    tl.store(count, place + 1)
+
+
+def test_the_programs_of_a_launch_run_in_any_order_but_each_once() -> None:
+    """Otherwise the interpreter would hide that one program needs what another has written. All tests of the kernels
+    run so."""
+    order, count = torch.zeros(60, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    _note_order[5, 4, 3](order, count)
+    assert sorted(order.tolist()) == list(range(60)) != order.tolist()
