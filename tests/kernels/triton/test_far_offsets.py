@@ -1,0 +1,95 @@
+"""Owns the proof that kernels reach all of a large GPU's memory: their offsets are beyond 32 bits, in the interpreter.
+Never takes that memory: pages that nobody writes have none."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.eager.ops import REFERENCE
+from tests.kernels.rows import paged_case
+from tests.kernels.states import inputs
+from tests.kernels.triton.cases import attend
+
+from triton.runtime.interpreter import GridExecutor  # isort: skip
+
+from kernels.triton.elementwise.cache import write_cache  # isort: skip
+from kernels.triton.linear_attention.causal_conv import causal_conv  # isort: skip
+from kernels.triton.linear_attention.delta_rule import delta_rule  # isort: skip
+
+MAP_NORESERVE = 0x4000
+"""Linux's; Python 3.11 has no name for it."""
+FAR_BYTES = 69 * 2**30
+"""Half of what an H200 has for K and V, as the K of a model with one layer would take."""
+
+
+@pytest.fixture(autouse=True)
+def _tensors_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter copies all of a tensor back to where it came from, here onto itself."""
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *args: None)
+
+
+def behind(num: int, near: Tensor) -> Tensor:
+    """Return `num` entries of zeros, which take no memory, and then those of `near`."""
+    size = (num + len(near)) * math.prod(near.shape[1:])
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, size * near.element_size(), flags=flags)
+    far = torch.frombuffer(memory, dtype=near.dtype).view(-1, *near.shape[1:])
+    far[num:] = near
+    return far
+
+
+def entries_before(near: Tensor) -> int:
+    num = FAR_BYTES // (near[0].numel() * near.element_size())
+    assert num * near[0].numel() > 2**32
+    return num
+
+
+def test_attention_reads_blocks_at_the_end_of_a_large_cache() -> None:
+    case = paged_case([0, 15, 16, 300], [(0, 20), (50, 20)], dtype=torch.float16)
+    num = entries_before(case.k_cache)
+    caches = {"k_cache": behind(num, case.k_cache), "v_cache": behind(num, case.v_cache)}
+    rows = replace(case.rows, block_tables=case.rows.block_tables + num)
+    for split in (128, 1024):
+        near = attend(case, "cpu", split=split)
+        assert torch.equal(attend(replace(case, rows=rows, **caches), "cpu", split=split), near)
+
+
+def test_keys_and_values_are_written_at_the_end_of_a_large_cache() -> None:
+    k, v = torch.randn(5, 2, 16).half(), torch.randn(5, 2, 16).half()
+    near = torch.zeros(2, 3, 16, 2, 16, dtype=torch.float16)
+    slots = torch.tensor([0, 47, -1, 20, 3])
+    num = entries_before(near[0])
+    far = behind(num, near[0]), behind(num, near[1])
+    write_cache(k, v, near[0], near[1], slots)
+    write_cache(k, v, *far, torch.where(slots < 0, slots, slots + num * 16))
+    assert near.count_nonzero()
+    assert all(torch.equal(cache[num:], want) for cache, want in zip(far, near, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mixed", "decode rows"])
+def test_states_at_the_end_of_a_large_memory_are_read_and_written(name: str) -> None:
+    given = inputs(name, torch.float32)
+    want, state = given.delta_rule(REFERENCE)
+    num = entries_before(given.state)
+    rows = replace(given.rows, slots=tuple(slot + num for slot in given.rows.slots), index=given.rows.index + num)
+    far = behind(num, given.state)
+    got = delta_rule(given.qkv, given.strength, given.step, given.rates, given.heads, far, rows)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(far[num:], state, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+def test_the_tokens_before_a_convolution_are_read_at_the_end_of_a_large_memory() -> None:
+    given = inputs("mixed", torch.float32)
+    want, state = given.causal_conv(REFERENCE)
+    num = entries_before(given.conv_state)
+    rows = replace(given.rows, slots=tuple(slot + num for slot in given.rows.slots), index=given.rows.index + num)
+    far = behind(num, given.conv_state)
+    got = causal_conv(given.qkv, given.conv, far, rows)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(far[num:], state, atol=1e-4, rtol=1e-4, equal_nan=True)
