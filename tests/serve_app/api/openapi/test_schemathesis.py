@@ -89,7 +89,7 @@ BEYOND_A_SCHEMA = re.compile(
     r"|takes no images|parts are only allowed in a user's message"
     r"|should have exactly one of json|should begin with exactly one of the triggers|no structure begins with"
     r"|^(response_format|structured_outputs|json_schema|regex|ebnf|text\.format|output_\w+)\b.*: "  # for llguidance
-    r"|No message has any content|no text that a model could read|cannot be used here|less than max_tokens"
+    r"|No message has any content|no text that a model could read|can(?:not)? be used here|less than max_tokens"
     r"|expected an adapter there"  # no directory has an adapter
     r"|^tools\.\d+\.[\w.]+: |only allowed, and needed, where|which is not among the tools"
     r"|nothing is stored|this server runs no such tool|the name of tools of several namespaces"

@@ -1,0 +1,97 @@
+"""Owns the contract of what the compiled kernels take of a GPU: the table is what the compiler gives, and not worse.
+Never needs a GPU, and never says how fast a kernel is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+
+import triton
+
+from tests.kernels.triton.resources import (
+    CAPABILITIES,
+    SHAPE,
+    TABLE,
+    compile_for,
+    programs_per_multiprocessor,
+    table_of,
+    written,
+)
+from tests.kernels.triton.test_compiled import EVERY
+
+DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+SPILLS = {"_scan": 1400, "attend": 110, "filter_row": 12, "sample_row": 10}
+"""The kernels that use local memory in some variant, and how often at most in its code."""
+PRODUCTS = {"8.0": {"mma"}, "9.0": {"wgmma"}, "10.0": {"tcgen05"}}
+
+
+def rows(capability: str, name: str = "") -> dict[str, dict[str, Any]]:
+    return {
+        variant: row for variant, row in DOCUMENT[capability].items() if variant.startswith(f"{name}(" if name else "")
+    }
+
+
+@pytest.mark.parametrize(
+    ("capability", "registers", "shared_bytes", "warps", "programs"),
+    [
+        ("8.0", 32, 0, 4, 16),  # 2,048 threads
+        ("9.0", 16, 0, 1, 32),  # the most that one holds
+        ("9.0", 255, 0, 4, 2),  # 8,192 registers a warp
+        ("9.0", 33, 0, 8, 6),  # 40 registers a thread: a warp gets them by 256
+        ("9.0", 64, 115_712, 4, 2),
+        ("8.0", 64, 115_712, 4, 1),
+        ("8.0", 64, 170_000, 4, 0),
+    ],
+)
+def test_as_many_programs_fit_as_registers_shared_memory_and_threads_allow(
+    capability: str, registers: int, shared_bytes: int, warps: int, programs: int
+) -> None:
+    assert programs_per_multiprocessor(capability, registers, shared_bytes, warps) == programs
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_table_has_every_kernel_and_each_has_a_configuration_that_fits(capability: str) -> None:
+    assert {variant.partition("(")[0] for variant in rows(capability)} == EVERY
+    for name in EVERY:
+        assert max(row["programs"] for row in rows(capability, name).values()) >= 1, name
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_registers_are_spilled_only_where_that_is_known(capability: str) -> None:
+    spilled = {variant: row["local_accesses"] for variant, row in rows(capability).items() if row["local_accesses"]}
+    assert {
+        variant: count for variant, count in spilled.items() if count > SPILLS.get(variant.partition("(")[0], 0)
+    } == {}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("part", ["DECODE=True", "DECODE=False"])
+def test_attention_has_configurations_that_spill_nothing(capability: str, part: str) -> None:
+    found = [row for variant, row in rows(capability, "attend").items() if part in variant]
+    assert any(not row["local_accesses"] and row["programs"] >= 2 for row in found)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_attention_over_chunks_uses_the_newest_tensor_cores_and_copies_sixteen_bytes_at_a_time(capability: str) -> None:
+    chunks = {variant: row for variant, row in rows(capability, "attend").items() if "DECODE=False" in variant}
+    assert chunks
+    assert {row["products"] for row in chunks.values()} == PRODUCTS[capability]
+    assert all(row["wide_copies"] for row in rows(capability, "attend").values())
+
+
+@pytest.mark.slow
+def test_the_table_is_what_the_compiler_gives(tmp_path: Path) -> None:
+    if triton.__version__ != DOCUMENT["triton"]:
+        pytest.skip(f"the table is of Triton {DOCUMENT['triton']}, and this is {triton.__version__}")
+    found = table_of("9.0", compile_for("9.0", str(tmp_path), *SHAPE, "--first-config"))
+    kept = {variant: DOCUMENT["9.0"].get(variant) for variant in found}
+    assert found == kept, "run `python -m tests.kernels.triton.resources`, and read what has changed"
+
+
+def test_the_table_is_written_with_a_line_for_each_variant() -> None:
+    assert written(DOCUMENT) == TABLE.read_text(encoding="utf-8")
