@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.eager.ops import REFERENCE
-from tests.kernels.rows import paged_case
+from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.states import inputs
 from tests.kernels.triton.cases import attend
 
@@ -61,7 +61,7 @@ def test_attention_reads_blocks_at_the_end_of_a_large_cache() -> None:
 
 
 def test_keys_and_values_are_written_at_the_end_of_a_large_cache() -> None:
-    k, v = torch.randn(5, 2, 16).half(), torch.randn(5, 2, 16).half()
+    k, v = torch.randn(2, 5, 2, 16, generator=seeded_generator()).half()
     near = torch.zeros(2, 3, 16, 2, 16, dtype=torch.float16)
     slots = torch.tensor([0, 47, -1, 20, 3])
     num = entries_before(near[0])
