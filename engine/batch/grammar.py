@@ -46,9 +46,12 @@ class MaskLimits(NamedTuple):
     """Processor time. The defaults are those of the config's settings."""
 
     timeout_s: float = 0.1
-    """Of one mask: grammar_mask_timeout_s."""
+    """The most that one mask may take: grammar_mask_timeout_s."""
     average_s: float = 0.01
-    """Of all that an answer's grammar costs, a token: grammar_mask_average_s."""
+    """The most that an answer's grammar may take a token, on average: grammar_mask_average_s."""
+
+
+DEFAULT_LIMITS = MaskLimits()
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +101,7 @@ class Grammars:
         tokenizer: llguidance.LLTokenizer,
         *,
         num_threads: int = 1,
-        limits: MaskLimits = MaskLimits(),  # noqa: B008 - immutable
+        limits: MaskLimits = DEFAULT_LIMITS,
         workers: MaskWorkers | None = None,
     ) -> None:
         """`workers`: a test's own, instead of `num_threads`."""
@@ -119,7 +122,7 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         num_threads: int,
-        limits: MaskLimits = MaskLimits(),  # noqa: B008 - immutable
+        limits: MaskLimits = DEFAULT_LIMITS,
     ) -> Grammars:
         """`vocab_size`: that of the logits, which may be larger than the tokenizer's."""
         import llguidance
@@ -133,7 +136,7 @@ class Grammars:
         vocab_size: int,
         eos_token_id: int,
         workers: MaskWorkers | None = None,
-        limits: MaskLimits = MaskLimits(),  # noqa: B008 - immutable
+        limits: MaskLimits = DEFAULT_LIMITS,
     ) -> Grammars:
         """A vocabulary whose token i is the byte i; those from 256 on are special."""
         import llguidance
@@ -234,12 +237,10 @@ class Grammars:
             return _beyond_limits(str(error))
 
     def _late(self) -> RowFailure:
-        limit = f"{self._limits.timeout_s:g} s of a processor (grammar_mask_timeout_s)"
-        return _beyond_limits(f"it takes more than {limit} to find out what may come next")
+        return _too_slow(f"{self._limits.timeout_s:g} s of a processor (grammar_mask_timeout_s)")
 
     def _slow(self) -> RowFailure:
-        limit = f"{self._limits.average_s:g} s of a processor a token on average (grammar_mask_average_s)"
-        return _beyond_limits(f"it takes more than {limit} to find out what may come next")
+        return _too_slow(f"{self._limits.average_s:g} s of a processor a token on average (grammar_mask_average_s)")
 
     def _charge(self, match: _Match, took_s: float, num_masks: int = 0) -> None:
         """Masks that are each below their limit would hold up step after step, as long as an answer is."""
@@ -295,6 +296,10 @@ class Grammars:
 
     def forget(self, request_id: str) -> None:
         self._matches.pop(request_id, None)
+
+
+def _too_slow(limit: str) -> RowFailure:
+    return _beyond_limits(f"it takes more than {limit} to find out what may come next")
 
 
 def _beyond_limits(error: str) -> RowFailure:

@@ -21,11 +21,11 @@ SHAPE = ("--head-dims", "128", "--groups", "4")
 """Attention's of an 8B model (Llama 3.1, Qwen3): 32 heads, 8 KV heads."""
 
 REGISTERS, REGISTERS_AT_A_TIME = 65_536, 256
-"""Of a multiprocessor, and the unit in which a warp gets them. CUDA C++ Programming Guide, compute capabilities."""
+"""What a multiprocessor has, and the unit in which a warp gets them (CUDA C++ Programming Guide)."""
 THREADS, MOST_PROGRAMS = 2048, 32
-"""Of a multiprocessor with compute capability 8.0, 9.0 or 10.0."""
+"""The most on a multiprocessor with compute capability 8.0, 9.0 or 10.0."""
 SHARED_KIB = {"8.0": 164, "9.0": 228, "10.0": 228}
-"""Of a multiprocessor; each program takes 1 KiB more than it asks for."""
+"""What a multiprocessor has; each program takes 1 KiB more than it asks for."""
 
 
 @dataclass(frozen=True)
