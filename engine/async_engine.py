@@ -193,7 +193,7 @@ class AsyncEngine:
             if submission.adapter is not None:
                 await self.adapters.have(submission.adapter)
             if (grammar := submission.sampling.grammar) is not None:
-                await self._compilation.of(grammar)
+                await self._compilation.compile(grammar)
         except RequestRejected as error:
             self._tell_rejected(error)
             raise

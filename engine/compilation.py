@@ -21,7 +21,7 @@ class Compilation:
         self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-grammars")
 
-    async def of(self, grammar: str) -> None:
+    async def compile(self, grammar: str) -> None:
         """Return when steps can use the grammar.
 
         Raises:

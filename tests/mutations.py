@@ -1795,9 +1795,9 @@ MUTATIONS = (
         "Grammar f",
         "A request whose grammar cannot be compiled is not counted as refused.",
         "engine/async_engine.py",
-        "            await self._compilation.of(grammar)\n"
+        "            await self._compilation.compile(grammar)\n"
         "        except RequestRejected as error:\n            self._tell_rejected(error)\n",
-        "            await self._compilation.of(grammar)\n        except RequestRejected:\n",
+        "            await self._compilation.compile(grammar)\n        except RequestRejected:\n",
         (GRAMMAR,),
     ),
     Mutation(

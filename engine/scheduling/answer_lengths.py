@@ -137,7 +137,7 @@ class AnswerLengths:
     def middle_of(self, interval: int) -> int:
         return (self.edges[interval] + self.end_of(interval)) // 2
 
-    def of(self, tenant: str) -> LifeTable:
+    def table(self, tenant: str) -> LifeTable:
         """Return a tenant's table, or that of all answers if there is none. Changes nothing. "" means no tenant."""
         return self._tenants.get(tenant, self.population)
 

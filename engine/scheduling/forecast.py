@@ -100,7 +100,7 @@ class Forecast:
         """Return the share that a waiting request would have. Others hold `shared_blocks` of its prompt."""
         own = len(request.token_ids) - shared_blocks * self._block_size - _answered(request)
         interval = self._lengths.interval(_answered(request))
-        return self._share(self._lengths.of(request.tenant), request, own, self._renewed_at(request, interval))
+        return self._share(self._lengths.table(request.tenant), request, own, self._renewed_at(request, interval))
 
     def peak(self, growth: Iterable[int], variance: Iterable[int]) -> int:
         """Return the expected shortage at the worst horizon in blocks, including the margin."""

@@ -30,7 +30,7 @@ class Costs:
     free_tokens: int
     """Up to this many tokens, reading the weights takes longer than computing with them."""
 
-    def of(self, num_tokens: int) -> float:
+    def duration(self, num_tokens: int) -> float:
         beyond = max(0, num_tokens - self.free_tokens)
         return 1 + (CHEAP * (num_tokens - 1 - beyond) + DEAR * beyond) / self.free_tokens
 
@@ -52,8 +52,8 @@ class ModelCosts:
     """The time of a pass with a single token."""
     costs: Costs
 
-    def of(self, num_tokens: int) -> float:
-        return self.ratio * self.costs.of(num_tokens) if num_tokens else 0.0
+    def duration(self, num_tokens: int) -> float:
+        return self.ratio * self.costs.duration(num_tokens) if num_tokens else 0.0
 
 
 def may_pay(num_tokens: int, costs: Costs) -> bool:
@@ -84,7 +84,7 @@ def choose_lengths(wishes: Sequence[Wish], beside: Beside, room: int, costs: Cos
     num_fair = 0
     tokens = beside.num_rows + beside.num_forced
     expected = float(tokens)
-    slowest = costs.of(tokens) / KEPT
+    slowest = costs.duration(tokens) / KEPT
     for number, gain in _likeliest(wishes, room):
         if not _pays(gain, tokens, expected, costs, first=not chosen):
             break
@@ -93,7 +93,7 @@ def choose_lengths(wishes: Sequence[Wish], beside: Beside, room: int, costs: Cos
         gains[number] += gain
         tokens, expected = tokens + 1, expected + gain
         least_gain = 0.0 if beside.num_bare else min(gains)
-        if costs.of(tokens) + START <= slowest * (1 + least_gain):
+        if costs.duration(tokens) + START <= slowest * (1 + least_gain):
             num_fair = len(chosen)
     for number in chosen[num_fair:]:
         lengths[number] -= 1
@@ -115,8 +115,8 @@ def _likeliest(wishes: Sequence[Wish], room: int) -> Iterator[tuple[int, float]]
 
 def _pays(gain: float, tokens: int, expected: float, costs: Costs, *, first: bool) -> bool:
     """Whether one more token in a step of `tokens` pays, if it adds `gain` to the `expected` tokens of the step."""
-    now = costs.of(tokens)
-    price = costs.of(tokens + 1) - now + (START if first else 0.0)
+    now = costs.duration(tokens)
+    price = costs.duration(tokens + 1) - now + (START if first else 0.0)
     return gain * now >= MARGIN * price * expected
 
 
@@ -134,19 +134,19 @@ def choose_model_lengths(
     passes: list[int] = []  # number of rows of each pass
     num_best = 0
     tokens = beside.num_rows + beside.num_forced
-    plain, plain_took = float(tokens), costs.of(tokens)
+    plain, plain_took = float(tokens), costs.duration(tokens)
     expected, drafting, best_pace = plain, 0.0, plain / plain_took
     for number, gain in _likeliest(wishes, room):
         if lengths[number] == len(passes):
             passes.append(0)
-        drafting -= drafter.of(passes[lengths[number]])
+        drafting -= drafter.duration(passes[lengths[number]])
         passes[lengths[number]] += 1
-        drafting += drafter.of(passes[lengths[number]])
+        drafting += drafter.duration(passes[lengths[number]])
         chosen.append(number)
         lengths[number] += 1
         gains[number] += gain
         tokens, expected = tokens + 1, expected + gain
-        took = costs.of(tokens) + START + drafting
+        took = costs.duration(tokens) + START + drafting
         pays = (expected - plain) * plain_took >= MARGIN * (took - plain_took) * plain
         least_gain = 0.0 if beside.num_bare else min(gains)
         if pays and expected / took > best_pace and took <= plain_took / KEPT * (1 + least_gain):
@@ -162,4 +162,4 @@ def reading_pays(num_unread: int, num_left: int, chance: float, drafter: ModelCo
 
     The gain is the number of rows that one drafted token per row would save.
     """
-    return num_left * chance / (1 + chance) >= MARGIN * drafter.of(num_unread)
+    return num_left * chance / (1 + chance) >= MARGIN * drafter.duration(num_unread)

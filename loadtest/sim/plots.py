@@ -32,7 +32,7 @@ class Column:
     scale: float = 1.0
     per: str | None = None
 
-    def of(self, run: Run) -> float:
+    def value(self, run: Run) -> float:
         """Return the run's value for this column; 0 for a latency without values."""
         known: dict[str, float] = {**run["spec"], **run["figures"]}
         return self.scale * known.get(self.name, 0.0) / (known.get(self.per, 1.0) if self.per else 1.0)
@@ -98,7 +98,7 @@ def svg(results: Document) -> str:
 
 def _points(trace: str, groups: Mapping[tuple[str, str], list[Run]]) -> Panel:
     pairs = {
-        policy: [(HOURS.of(run), GOOD.of(run) / 100) for run in runs]
+        policy: [(HOURS.value(run), GOOD.value(run) / 100) for run in runs]
         for (its_trace, policy), runs in groups.items()
         if its_trace == trace
     }
@@ -111,7 +111,7 @@ def _bars(trace: str, column: Column, groups: Mapping[tuple[str, str], list[Run]
 
 
 def _spread(column: Column, runs: Sequence[Run]) -> Spread:
-    values = [column.of(run) for run in runs]
+    values = [column.value(run) for run in runs]
     return statistics.fmean(values), min(values), max(values)
 
 

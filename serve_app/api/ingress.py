@@ -42,7 +42,7 @@ from serve_app.api.http.offload import run_sized
 from serve_app.api.measuring import FACTS, TIMES, MeasuresRequests
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
-from serve_app.api.openai.forms import Answering, Asked, RequestT, read_chat, read_completion
+from serve_app.api.openai.forms import Answering, ParsedRequest, RequestT, read_chat, read_completion
 from serve_app.api.openai.model_list import model_json, models_json
 from serve_app.api.openai.responses.form import ResponseReader
 from serve_app.api.openai.responses.kept_routes import KeptRoutes
@@ -85,15 +85,15 @@ SSE_KEEP_ALIVE_S = 15.0
 FLOAT_CHARS = 20
 """Approximate length of a vector's number as JSON."""
 
-Read = Callable[[bytes, str], Awaitable[Asked[RequestT]]]
+Read = Callable[[bytes, str], Awaitable[ParsedRequest[RequestT]]]
 """Of a body, and the name of the tenant that sent it."""
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
 
 
-def _at_once(read: Callable[[bytes], Asked[RequestT]]) -> Read[RequestT]:
+def _at_once(read: Callable[[bytes], ParsedRequest[RequestT]]) -> Read[RequestT]:
     """One that needs nothing but the body."""
 
-    async def read_body(body: bytes, _tenant: str) -> Asked[RequestT]:
+    async def read_body(body: bytes, _tenant: str) -> ParsedRequest[RequestT]:
         return await run_sized(len(body), lambda: read(body))
 
     return read_body
@@ -154,7 +154,7 @@ class _Generate(Generic[RequestT]):
             raise asked.renamed(refused(choices.constrained_by, error.message)) from error
 
     async def _send(
-        self, asked: Asked[RequestT], answering: Answering, scope: Scope, receive: Receive, send: Send
+        self, asked: ParsedRequest[RequestT], answering: Answering, scope: Scope, receive: Receive, send: Send
     ) -> None:
         form, choices = asked.form(answering), answering.choices
         if asked.request.stream:

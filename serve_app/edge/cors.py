@@ -92,7 +92,7 @@ def _is_line(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RefusedRequest:
     """Holds the parts of a refused request that say which page wants to read the refusal."""
 
     method: str
@@ -113,7 +113,7 @@ class Told:
     """A refused preflight is answered with 200: the browser then sends the request, whose refusal the page can read."""
 
 
-def told(policies: Sequence[Policy], asked: Asked) -> Told:
+def told(policies: Sequence[Policy], asked: RefusedRequest) -> Told:
     policy = next((policy for policy in policies if policy.governs(asked.path)), None)
     if policy is None or asked.path.startswith(RAYS_OWN):
         return Told({})
@@ -126,7 +126,7 @@ def told(policies: Sequence[Policy], asked: Asked) -> Told:
     return Told(headers | _preflight(policy, asked), True) if asked.is_preflight else Told(headers)
 
 
-def _preflight(policy: Policy, asked: Asked) -> dict[str, str]:
+def _preflight(policy: Policy, asked: RefusedRequest) -> dict[str, str]:
     headers = {
         "vary": PREFLIGHT_VARY,
         "access-control-allow-methods": ", ".join(METHODS),

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.edge.client_state import track_client
-from serve_app.edge.cors import Asked, Policy, told
+from serve_app.edge.cors import Policy, RefusedRequest, told
 from serve_app.edge.limits import REQUEST_ID
 from serve_app.edge.refusals import NO_REPLICA, NO_ROUTE, REPLICA_LOST, Refusal
 from serve_app.errors.api_error import ApiError
@@ -91,7 +91,7 @@ class _Answer:
     def __init__(self, scope: Scope, send: Send, cors: Sequence[Policy]) -> None:
         self._path: str = scope["path"]
         self._headers = Headers(scope=scope)
-        self._asked, self._cors = Asked(scope["method"], self._path, self._headers), cors
+        self._asked, self._cors = RefusedRequest(scope["method"], self._path, self._headers), cors
         self._send = send
         self._client = track_client(scope)
         self._is_started = False

@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve_app.edge.cors import Asked, Policy, told
+from serve_app.edge.cors import Policy, RefusedRequest, told
 from serve_app.edge.limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADERS, MAX_URL_BYTES
 from serve_app.edge.refusals import HEAD_TOO_LARGE, HEAD_TOO_SLOW, MALFORMED, URL_TOO_LONG, Refusal
 
@@ -128,7 +128,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return refusal.response()
         named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
         path = self.url.partition(b"?")[0].decode("latin-1")
-        says = told(self.cors, Asked(self.parser.get_method().decode("latin-1"), path, named))
+        says = told(self.cors, RefusedRequest(self.parser.get_method().decode("latin-1"), path, named))
         return refusal.response(says.headers, HTTPStatus.OK if says.is_granted else None)
 
     def _start_timer(self, delay_s: float, action: Callable[[], None]) -> None:

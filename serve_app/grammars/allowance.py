@@ -15,8 +15,8 @@ MAX_WAYS = 1500
 """Limits the ways from one state to another, over all automata. llguidance looks at no more than 2,000 at any one place
 in a text."""
 MAX_STEPS = 2**16
-"""Limits the steps of all loops over states, transitions and letters together. They take at most 50 ms of a core, with
-the interpreter's lock held."""
+"""Limits the steps of all loops over states, transitions and characters together. They take at most 50 ms of a core,
+with the interpreter's lock held."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Allowance:
         """
         self.num_states -= 1
         if self.num_states < 0:
-            text = f"terminals that can match quotes or escapes should have at most {MAX_STATES} places for letters"
+            text = f"terminals that can match quotes or escapes should have at most {MAX_STATES} places for characters"
             raise GrammarRefused(f"{text} together, counted as often as they are repeated, but they have more")
 
     def take_chars(self, count: int) -> None:

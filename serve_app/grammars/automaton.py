@@ -1,4 +1,4 @@
-"""Owns the states of a regex, and the regexes of what leads from one state to another by certain letters alone.
+"""Owns the states of a regex, and the regexes of what leads from one state to another by certain characters alone.
 Never makes them deterministic: a parser tries all ways."""
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from serve_app.grammars.allowance import Allowance
-from serve_app.grammars.letter_sets import Ranges, as_class, without
+from serve_app.grammars.character_sets import Ranges, as_class, without
 from serve_app.grammars.notation import GrammarRefused
-from serve_app.grammars.regex_tree import Either, Letters, Row, Times, Tree
+from serve_app.grammars.regex_tree import Characters, Either, Row, Times, Tree
 
 START = 0
 _FIRST_SHORT = 0xF0000  # for private use; none of them stands in what is written here
@@ -19,8 +19,8 @@ _SHORTS = re.compile("([\U000f0000-\U000ffffd])\\1*")
 
 @dataclass(slots=True)
 class Automaton:
-    """Holds the states of a regex. A state is a place in the regex where a letter has been read. `sets` has the letters
-    that each state reads; the start state reads none."""
+    """Holds the states of a regex. A state is a place in the regex where a character has been read. `sets` has the
+    characters that each state reads; the start state reads none."""
 
     sets: list[Ranges] = field(default_factory=lambda: [()])
     following: list[set[int]] = field(default_factory=lambda: [set()])
@@ -55,8 +55,8 @@ class _Builder:
 
     def part(self, tree: Tree) -> _Part:
         match tree:
-            case Letters(found):
-                return self._letters(found)
+            case Characters(found):
+                return self._characters(found)
             case Row(parts):
                 return self._row(map(self.part, parts))
             case Either(options):
@@ -70,11 +70,11 @@ class _Builder:
             case Times(part, least, most):
                 return self._row(self._repeated(part, least, most))
 
-    def _letters(self, found: Ranges) -> _Part:
+    def _characters(self, found: Ranges) -> _Part:
         self._allowance.take_state()
         self._allowance.take_steps(len(found))
         if not found:
-            raise GrammarRefused("a regex has a class of no letters")
+            raise GrammarRefused("a regex has a class of no characters")
         state = len(self._made.sets)
         self._made.sets.append(found)
         self._made.following.append(set())
@@ -120,7 +120,7 @@ class _Builder:
 
 
 class Runs:
-    """Writes regexes for what an automaton reads without certain letters, the `units`."""
+    """Writes regexes for what an automaton reads without certain characters, the `units`."""
 
     def __init__(self, automaton: Automaton, units: Ranges, allowance: Allowance) -> None:
         self._automaton = automaton
@@ -130,7 +130,7 @@ class Runs:
         self._classes: list[str] = []
 
     def regexes(self, begin: int, ends: Set[int]) -> Iterator[tuple[int, str]]:
-        """Yield each end that a run of at least one letter can reach from `begin`, with the regex of such runs.
+        """Yield each end that a run of at least one character can reach from `begin`, with the regex of such runs.
 
         Raises:
             GrammarRefused: the regexes are too long.
@@ -199,7 +199,7 @@ class Runs:
         return {after: self._short(self._plain[after]) for after in self._next(state) if after in states}
 
     def _short(self, found: Ranges) -> str:
-        """Return the letter that stands in for a class until the regex is complete."""
+        """Return the character that stands in for a class until the regex is complete."""
         if found not in self._shorts:
             self._shorts[found] = chr(_FIRST_SHORT + len(self._shorts))
             self._classes.append(as_class(found))

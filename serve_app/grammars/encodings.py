@@ -12,8 +12,8 @@ from serve_app.grammars.notation import escaped
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """`units`: letters that are lexemes of their own, each with the regex of its written form; every other letter is
-    written as it is. `end`: a text that must not occur inside; its first letter is a unit, and its others are not.
+    """`units`: characters that are lexemes of their own, each with the regex of its written form; every other character
+    is written as it is. `end`: a text that must not occur inside; its first character is a unit, its others are not.
 
     A lexer that looks one byte ahead can then tell where a lexeme ends, whatever follows it.
     """
@@ -22,23 +22,27 @@ class Encoding:
     end: str = ""
 
     def __post_init__(self) -> None:
-        assert not self.end or [letter in self.units for letter in self.end] == [True] + [False] * (len(self.end) - 1)
+        assert not self.end or [character in self.units for character in self.end] == [True] + [False] * (
+            len(self.end) - 1
+        )
 
 
 _SHORT = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': '"', "\\": r"\\"}
 
 
-def _escape(letter: str) -> str:
-    if letter in _SHORT:
-        return rf"\\{_SHORT[letter]}"
-    code = f"{ord(letter):02x}"
+def _escape(character: str) -> str:
+    if character in _SHORT:
+        return rf"\\{_SHORT[character]}"
+    code = f"{ord(character):02x}"
     return r"\\u00" + "".join(f"[{digit}{digit.upper()}]" if digit.isalpha() else digit for digit in code)
 
 
-JSON_STRING = Encoding(MappingProxyType({letter: _escape(letter) for letter in (*map(chr, range(0x20)), '"', "\\")}))
+JSON_STRING = Encoding(
+    MappingProxyType({character: _escape(character) for character in (*map(chr, range(0x20)), '"', "\\")})
+)
 """The text between the quotes, with the escapes that `json.dumps` writes."""
 
 
 def as_it_is(end: str, frame: str) -> Encoding:
     """Return the encoding of verbatim text up to the tag `end`, with `frame` before it."""
-    return Encoding({letter: escaped(letter) for letter in {*frame, end[0]}}, end)
+    return Encoding({character: escaped(character) for character in {*frame, end[0]}}, end)

@@ -244,7 +244,7 @@ class _Reader:
         last = self._next()
         end = _string(last["string"]) if last is not None and last["string"] else ""
         if len(first) != 1 or len(end) != 1 or first > end:
-            raise GrammarRefused(f"has a range of letters that is none, from {first[:20]!r}")
+            raise GrammarRefused(f"has a range of characters that is none, from {first[:20]!r}")
         return Matches(f"[\\x{{{ord(first):x}}}-\\x{{{ord(end):x}}}]")
 
     def _peek(self) -> re.Match[str] | None:

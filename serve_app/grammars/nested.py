@@ -8,11 +8,11 @@ from functools import cached_property
 
 from serve_app.grammars.allowance import Allowance
 from serve_app.grammars.automaton import START, Automaton, Runs, automaton_of
+from serve_app.grammars.character_sets import Ranges, characters, has
 from serve_app.grammars.encodings import Encoding
 from serve_app.grammars.lark_rules import Choice, Lark, Matches, Node, Refers, Repeats, Sequence, is_terminal
-from serve_app.grammars.letter_sets import Ranges, has, letters
 from serve_app.grammars.notation import GrammarRefused, escaped
-from serve_app.grammars.regex_tree import Either, Letters, Row, Times, Tree, read_regex, regex_of
+from serve_app.grammars.regex_tree import Characters, Either, Row, Times, Tree, read_regex, regex_of
 from serve_app.grammars.regular import Expansion
 from serve_app.grammars.rule_facts import check_ends, check_never_inside
 
@@ -56,7 +56,7 @@ class Terminals:
         if isinstance(node, Matches):
             return read_regex(node.regex, self._allowance)
         try:
-            return read_regex(self._expansion.of(node.name), self._allowance)
+            return read_regex(self._expansion.regex(node.name), self._allowance)
         except GrammarRefused as refused:
             told = self._grammar.told(node.name)
             raise refused if told in refused.text else GrammarRefused(f"{told}: {refused.text}") from refused
@@ -67,7 +67,7 @@ class _Writer:
         self._grammar = grammar
         self._terminals = terminals
         self._encoding = encoding
-        self._units = letters(encoding.units)
+        self._units = characters(encoding.units)
         self._allowance = allowance
         self._names: dict[str, str] = {}
         """The new names of the rules that are referred to."""
@@ -212,7 +212,7 @@ class _Ways:
         return f"{self._name}_{state}{kind}"
 
     def _steps(self, state: int, kind: str) -> Iterator[tuple[int, str, tuple[str, str]]]:
-        """`kind`: how the state was reached: by a run (`r`), by the first letter of the end (`e`), by another unit
+        """`kind`: how the state was reached: by a run (`r`), by the first character of the end (`e`), by another unit
         (`u`). A run is as long as its lexeme can be, so no run follows a run."""
         for after, unit, regex in self._after(state):
             yield after, unit, (regex, "")
@@ -239,7 +239,7 @@ class _Ways:
 
 def _may_read(tree: Tree, found: Ranges) -> bool:
     match tree:
-        case Letters(one):
+        case Characters(one):
             return any(first <= code <= last for first, last in one for code, _ in found) or any(
                 first <= code <= last for first, last in found for code, _ in one
             )

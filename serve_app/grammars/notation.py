@@ -94,7 +94,7 @@ _WHITE = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
 
 def escaped(text: str) -> str:
     """Escape a text for use inside a regex."""
-    return "".join(f"\\{letter}" if letter in _META else _WHITE.get(letter, letter) for letter in text)
+    return "".join(f"\\{character}" if character in _META else _WHITE.get(character, character) for character in text)
 
 
 def any_of(*texts: str) -> str:

@@ -1,4 +1,4 @@
-"""Owns the reader of regexes: a tree of sets of letters, sequences, choices and repetitions.
+"""Owns the reader of regexes: a tree of sets of characters, sequences, choices and repetitions.
 Never approximates: what it does not know is refused by name, even if llguidance knows it."""
 
 from __future__ import annotations
@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from serve_app.grammars import letter_sets
+from serve_app.grammars import character_sets
 from serve_app.grammars.allowance import Allowance
-from serve_app.grammars.letter_sets import EVERY, Ranges, as_class, in_both_cases, inverted, num_alike, ranges
+from serve_app.grammars.character_sets import EVERY, Ranges, as_class, in_both_cases, inverted, num_alike, ranges
 from serve_app.grammars.notation import GrammarRefused
 
 MAX_DEPTH = 200
@@ -17,8 +17,8 @@ MAX_DEPTH = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Letters:
-    """Matches one letter of a set."""
+class Characters:
+    """Matches one character of a set."""
 
     found: Ranges
 
@@ -42,7 +42,7 @@ class Times:
     most: int | None
 
 
-Tree: TypeAlias = Letters | Row | Either | Times
+Tree: TypeAlias = Characters | Row | Either | Times
 
 
 def read_regex(text: str, allowance: Allowance) -> Tree:
@@ -55,9 +55,9 @@ def read_regex(text: str, allowance: Allowance) -> Tree:
 
 
 def regex_of(tree: Tree) -> str:
-    """Write the tree as a regex, without any letter that Lark would read as another."""
+    """Write the tree as a regex, without any character that Lark would read as another."""
     match tree:
-        case Letters(found):
+        case Characters(found):
             return as_class(found)
         case Row(parts):
             return "".join(map(regex_of, parts))
@@ -85,7 +85,7 @@ _COUNT = re.compile(r"\*|\+|\?|\{(?P<least>\d*)(?P<range>,(?P<most>\d*))?\}")
 _CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]+)\}")
 _CATEGORY = re.compile(r"[pP](?:\{(\^?)(\w+)\}|(\w))")
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
-_CLASSES = {"d": letter_sets.DIGITS, "w": letter_sets.WORD, "s": letter_sets.SPACE}
+_CLASSES = {"d": character_sets.DIGITS, "w": character_sets.WORD, "s": character_sets.SPACE}
 
 
 class _Reader:
@@ -104,8 +104,8 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise GrammarRefused(f"should be nested at most {MAX_DEPTH} deep, but it is deeper")
         options, parts = list[Tree](), list[Tree]()
-        while (letter := self._peek()) not in ("", ")"):
-            if letter == "|":
+        while (character := self._peek()) not in ("", ")"):
+            if character == "|":
                 self._place += 1
                 options.append(Row(tuple(parts)))
                 parts = []
@@ -133,16 +133,18 @@ class _Reader:
         return part
 
     def _atom(self, flags: _Flags, depth: int) -> Tree:
-        letter = self._next()
-        if letter == "(":
+        character = self._next()
+        if character == "(":
             return self._group(flags, depth)
-        if letter == "[":
-            return Letters(self._class(flags))
-        if letter == ".":
-            return Letters(EVERY if flags.dot_all else inverted(letter_sets.letters("\n")))
-        if letter in "^$":
-            raise _unknown(letter)
-        return Letters(self._cased(self._escape() if letter == "\\" else letter_sets.letters(letter), flags))
+        if character == "[":
+            return Characters(self._class(flags))
+        if character == ".":
+            return Characters(EVERY if flags.dot_all else inverted(character_sets.characters("\n")))
+        if character in "^$":
+            raise _unknown(character)
+        return Characters(
+            self._cased(self._escape() if character == "\\" else character_sets.characters(character), flags)
+        )
 
     def _group(self, flags: _Flags, depth: int) -> Tree:
         self._place -= 1
@@ -183,34 +185,34 @@ class _Reader:
     def _member(self) -> Ranges:
         if (two := self._text[self._place : self._place + 2]) in ("&&", "--", "~~") or two[:1] == "[":
             raise GrammarRefused(f"a regex's {two!r} inside a class is not supported here")
-        letter = self._next()
-        return self._escape() if letter == "\\" else letter_sets.letters(letter)
+        character = self._next()
+        return self._escape() if character == "\\" else character_sets.characters(character)
 
     def _escape(self) -> Ranges:
         """Read what stands after a backslash."""
         if code := _CODE.match(self._text, self._place):
             self._place = code.end()
-            return letter_sets.letters(chr(int(next(filter(None, code.groups())), 16)))
+            return character_sets.characters(chr(int(next(filter(None, code.groups())), 16)))
         if category := _CATEGORY.match(self._text, self._place):
             self._place = category.end()
             return _of_category(category)
-        letter = self._next()
-        if letter.lower() in _CLASSES:
-            found = _CLASSES[letter.lower()]
-            return inverted(found) if letter.isupper() else found
-        if letter.isalnum() and letter not in _CONTROLS:
-            raise _unknown(f"\\{letter}")
-        return letter_sets.letters(_CONTROLS.get(letter, letter))
+        character = self._next()
+        if character.lower() in _CLASSES:
+            found = _CLASSES[character.lower()]
+            return inverted(found) if character.isupper() else found
+        if character.isalnum() and character not in _CONTROLS:
+            raise _unknown(f"\\{character}")
+        return character_sets.characters(_CONTROLS.get(character, character))
 
     def _peek(self) -> str:
         return self._text[self._place : self._place + 1]
 
     def _next(self) -> str:
-        letter = self._peek()
-        if not letter:
+        character = self._peek()
+        if not character:
             raise GrammarRefused("a regex ends too early")
         self._place += 1
-        return letter
+        return character
 
 
 def _unknown(part: str) -> GrammarRefused:
@@ -244,7 +246,7 @@ def _times(part: Tree, count: re.Match[str]) -> Tree:
 
 
 def _of_category(escape: re.Match[str]) -> Ranges:
-    found = letter_sets.of_category(escape[2] or escape[3])
+    found = character_sets.of_category(escape[2] or escape[3])
     if not found:
         raise _unknown(f"\\{escape[0]}")
     return inverted(found) if (escape[0][0] == "P") != bool(escape[1]) else found

@@ -27,7 +27,7 @@ def lark_pattern(grammar: Lark) -> str:
     if grammar.ignored:
         # It may stand between terminals and not inside them, which the regex of a single rule cannot say.
         raise GrammarRefused("has %ignore, which no single regex says")
-    return whole(with_ascii_classes(Expansion(grammar).of("start")))
+    return whole(with_ascii_classes(Expansion(grammar).regex("start")))
 
 
 def regex_pattern(definition: str) -> str:
@@ -74,7 +74,7 @@ class Expansion:
         self._open: list[str] = []
         self._depth = 0
 
-    def of(self, name: str) -> str:
+    def regex(self, name: str) -> str:
         """Return the regex of a rule or a terminal.
 
         Raises:
@@ -114,7 +114,7 @@ class Expansion:
         if not ends:
             raise GrammarRefused(f"{self._grammar.told(name)} never ends")
         if before and after:
-            self.of(name)  # refuses it: it is open
+            self.regex(name)  # refuses it: it is open
         written = _Written()
         written.add(self._repeated(before))
         written.add(self._text(Choice(tuple(ends))))
@@ -139,7 +139,7 @@ class Expansion:
             case Matches(regex):
                 yield regex
             case Refers(name):
-                yield f"(?:{self.of(name)})"
+                yield f"(?:{self.regex(name)})"
             case Sequence(items):
                 for item in items:
                     yield self._text(item)

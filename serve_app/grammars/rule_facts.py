@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias, TypeVar
 
 from serve_app.grammars.allowance import Allowance
+from serve_app.grammars.character_sets import characters, has, without
 from serve_app.grammars.lark_rules import Choice, Lark, Matches, Node, Refers, Repeats, Sequence, is_terminal
-from serve_app.grammars.letter_sets import has, letters, without
 from serve_app.grammars.notation import GrammarRefused
-from serve_app.grammars.regex_tree import Either, Letters, Row, Times, Tree
+from serve_app.grammars.regex_tree import Characters, Either, Row, Times, Tree
 
 MAX_LOOKS = 2**16
 """Limits looks at parts of rules, which are repeated where rules refer to one another in circles."""
 
 States: TypeAlias = frozenset[tuple[int, bool]]
-"""How many letters of a tag the text ends with, and whether a single terminal wrote all of them."""
+"""How many characters of a tag the text ends with, and whether a single terminal wrote all of them."""
 _Place = TypeVar("_Place")
 
 
@@ -182,32 +182,32 @@ class _Walk:
         found = frozenset[int]()
         for one in before:
             if (node, one) not in self._read:
-                read = self._after_letters(self._tree(node), frozenset({(one, False)}))
+                read = self._after_characters(self._tree(node), frozenset({(one, False)}))
                 self._read[node, one] = frozenset(place for place, _ in read)
             found |= self._read[node, one]
         return found
 
-    def _after_letters(self, tree: Tree, before: States) -> States:
+    def _after_characters(self, tree: Tree, before: States) -> States:
         self._allowance.take_steps(2)
         match tree:
-            case Letters(found):
+            case Characters(found):
                 self._allowance.take_steps(2 * len(before) * len(found))  # each is looked at twice
                 return frozenset(after for one in before for after in self._step(tree, *one))
             case Row(parts):
                 for part in parts:
-                    before = self._after_letters(part, before)
+                    before = self._after_characters(part, before)
                 return before
             case Either(options):
-                return frozenset().union(*(self._after_letters(option, before) for option in options))
+                return frozenset().union(*(self._after_characters(option, before) for option in options))
             case Times(part, least, most):
                 if most == 0:
                     return before
-                after = _closure(before, lambda one: self._after_letters(part, one))
-                return after if least == 0 else self._after_letters(part, after)
+                after = _closure(before, lambda one: self._after_characters(part, one))
+                return after if least == 0 else self._after_characters(part, after)
 
-    def _step(self, read: Letters, place: int, is_own: bool) -> Iterator[tuple[int, bool]]:
-        """Read one letter. The tag's first letter occurs only once in it. No terminal alone writes the tag: its lexemes
-        exclude it."""
+    def _step(self, read: Characters, place: int, is_own: bool) -> Iterator[tuple[int, bool]]:
+        """Read one character. The tag's first character occurs only once in it. No terminal alone writes the tag: its
+        lexemes exclude it."""
         tag = self._tag
         if place == len(tag):
             yield place, False
@@ -218,7 +218,7 @@ class _Walk:
                 yield place + 1, is_own
         if place and has(read.found, tag[0]):
             yield 1, True
-        if without(read.found, letters((tag[0], tag[place]))):
+        if without(read.found, characters((tag[0], tag[place]))):
             yield 0, True
 
 

@@ -55,9 +55,9 @@ def with_ascii_classes(pattern: str) -> str:
         if not part.startswith("\\"):
             depth = max(depth + (1 if part.startswith("[") else -1), 0)
             return part
-        if (letters := _ASCII.get(part.lower())) is None or (part[1].isupper() and depth):
+        if (characters := _ASCII.get(part.lower())) is None or (part[1].isupper() and depth):
             return part
-        return letters if depth else f"[{'^' * part[1].isupper()}{letters}]"
+        return characters if depth else f"[{'^' * part[1].isupper()}{characters}]"
 
     return _CLASS_PARTS.sub(written, pattern)
 
@@ -130,8 +130,8 @@ def _plain_escape(match: re.Match[str]) -> str:
 def _depth(text: str, opening: str = "(", closing: str = ")") -> int:
     """Return how deep brackets nest. Those in strings and character classes count too, which errs on the safe side."""
     depth = deepest = 0
-    for letter in text:
-        depth += (letter in opening) - (letter in closing)
+    for character in text:
+        depth += (character in opening) - (character in closing)
         deepest = max(deepest, depth)
     return deepest
 

@@ -79,12 +79,12 @@ class Cursor:
         """Read one of these strings, or nothing, and then return the empty string. No option may begin another."""
         seen = ""
         while seen not in options:
-            letter = yield from self.peek()
-            if not letter or not any(option.startswith(seen + letter) for option in options):
+            character = yield from self.peek()
+            if not character or not any(option.startswith(seen + character) for option in options):
                 self._unread(seen)
                 return ""
             self._at += 1
-            seen += letter
+            seen += character
         return seen
 
     def _unread(self, seen: str) -> None:

@@ -30,10 +30,10 @@ class MistralToolParser(JsonToolParser):
     def _parse(self) -> Steps[None]:
         while (yield from self._until(_TAG)):
             yield from self._cursor.run(SPACES)
-            letter = yield from self._cursor.peek()
-            if letter == "[":
+            character = yield from self._cursor.peek()
+            if character == "[":
                 yield from self._list()
-            elif letter == "{":
+            elif character == "{":
                 yield from self._call()
             else:
                 name = yield from self._cursor.run(_NAME_LETTERS)

@@ -20,10 +20,10 @@ class Phi4MiniToolParser(JsonToolParser):
         while tag := (yield from self._until(WORD, TAG)):
             yield from self._cursor.run(SPACES)
             before = self.calls
-            letter = yield from self._cursor.peek()
-            if letter == "[":
+            character = yield from self._cursor.peek()
+            if character == "[":
                 yield from self._list()
-            elif letter == "{" and tag == TAG:
+            elif character == "{" and tag == TAG:
                 yield from self._call()
             else:
                 self._give_back()

@@ -50,7 +50,7 @@ class _TaggedValueCallGrammar(TaggedCallGrammar):
         written = ""
         for parameter in parameters:
             name = parameter.name
-            if name != name.strip() or not name or any(letter in "<>\n" for letter in name):
+            if name != name.strip() or not name or any(character in "<>\n" for character in name):
                 text = f"{name[:64]!r} cannot be a parameter's name in this model's format of calls"
                 raise GrammarRefused(text, parameter.place)
             value = self._values.value(parameter)

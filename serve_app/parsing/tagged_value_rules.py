@@ -67,7 +67,7 @@ class ValueRules:
         """Write the end tag after a text in which the first characters of the tag and the frame are lexemes of their
         own.
         """
-        frame = "".join(f"{quoted(letter)} " for letter in self._frame)
+        frame = "".join(f"{quoted(character)} " for character in self._frame)
         if self._end in self._specials:
             return f"{frame}{literal(self._end, self._specials)}"
         return f"{frame}{quoted(self._end[0])} {quoted(self._end[1:])}"

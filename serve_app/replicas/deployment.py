@@ -20,8 +20,8 @@ from engine.build.engine import build_engine
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig
 from engine.protocol import AdapterRef, EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
+from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.adapters.names import AdapterNames
-from serve_app.adapters.shelf import NamedAdapters
 from serve_app.admission.gate import Gate
 from serve_app.api.generation.live import LiveRequests
 from serve_app.api.text.tokenizer import Tokenizer

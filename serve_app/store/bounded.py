@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from serve_app.store.entry import Entry, Recalled, Wanted
-from serve_app.store.shelf import Shelf, size_of
+from serve_app.store.tenant_store import TenantStore, size_of
 
-_EMPTY = Shelf()
+_EMPTY = TenantStore()
 
 
 class BoundedStore:
@@ -20,15 +20,15 @@ class BoundedStore:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._now = now
-        self._shelves: dict[str, Shelf] = {}
+        self._stores: dict[str, TenantStore] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(shelf.num_bytes for shelf in self._shelves.values())
+        return sum(own.num_bytes for own in self._stores.values())
 
     @property
     def num_entries(self) -> int:
-        return sum(map(len, self._shelves.values()))
+        return sum(map(len, self._stores.values()))
 
     def put(self, tenant: str, entry: Entry) -> bool:
         """Keep an answer, whose id is new. Return False if it is larger than the store, or than what is left by other
@@ -36,55 +36,55 @@ class BoundedStore:
         self.expire()
         if size_of(entry) > self._max_bytes:
             return False
-        shelf = self._shelves.setdefault(tenant, Shelf())
-        shelf.put(entry, self._now())
+        own = self._stores.setdefault(tenant, TenantStore())
+        own.put(entry, self._now())
         self._make_room()
-        return entry.response_id in shelf
+        return entry.response_id in own
 
     def get(self, tenant: str, response_id: str) -> Entry | None:
         self.expire()
-        return self._shelf(tenant).use(response_id, self._now())
+        return self._own(tenant).use(response_id, self._now())
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Delete an answer. Return False if there is none."""
         self.expire()
-        is_gone = self._shelf(tenant).remove(response_id)
+        is_gone = self._own(tenant).remove(response_id)
         self._forget_empty(tenant)
         return is_gone
 
     def recall(self, tenant: str, wanted: Wanted) -> Recalled:
         """Find what a request refers to. Each response and item found counts as used now."""
         self.expire()
-        return _recall(self._shelf(tenant), wanted, self._now())
+        return _recall(self._own(tenant), wanted, self._now())
 
     def expire(self) -> float | None:
         """Forget what is too old. Return the seconds until the next entry is too old, or None if there is none."""
         now = self._now()
-        for tenant, shelf in list(self._shelves.items()):
-            while len(shelf) and now - shelf.oldest_use >= self._max_age_s:
-                shelf.remove_oldest()
+        for tenant, own in list(self._stores.items()):
+            while len(own) and now - own.oldest_use >= self._max_age_s:
+                own.remove_oldest()
             self._forget_empty(tenant)
-        oldest = min((shelf.oldest_use for shelf in self._shelves.values()), default=None)
+        oldest = min((own.oldest_use for own in self._stores.values()), default=None)
         return None if oldest is None else oldest + self._max_age_s - now
 
-    def _shelf(self, tenant: str) -> Shelf:
-        return self._shelves.get(tenant, _EMPTY)
+    def _own(self, tenant: str) -> TenantStore:
+        return self._stores.get(tenant, _EMPTY)
 
     def _make_room(self) -> None:
         while self.num_bytes > self._max_bytes:
-            tenant, shelf = max(self._shelves.items(), key=lambda one: one[1].num_bytes)
-            shelf.remove_oldest()
+            tenant, own = max(self._stores.items(), key=lambda one: one[1].num_bytes)
+            own.remove_oldest()
             self._forget_empty(tenant)
 
     def _forget_empty(self, tenant: str) -> None:
-        if tenant in self._shelves and not len(self._shelves[tenant]):
-            del self._shelves[tenant]
+        if tenant in self._stores and not len(self._stores[tenant]):
+            del self._stores[tenant]
 
 
-def _recall(shelf: Shelf, wanted: Wanted, now: float) -> Recalled:
+def _recall(own: TenantStore, wanted: Wanted, now: float) -> Recalled:
     left, links, name = wanted.max_bytes, [], wanted.previous
     while name is not None:  # from the last to the first, which is so the most recently used: the others need it
-        entry = shelf.use(name, now)
+        entry = own.use(name, now)
         if entry is None:
             return Recalled(missing=name)
         links.append(entry)
@@ -94,7 +94,7 @@ def _recall(shelf: Shelf, wanted: Wanted, now: float) -> Recalled:
         name = entry.previous
     items: dict[str, bytes] = {}
     for response_id, item_id in wanted.items:
-        entry = shelf.use(response_id, now)
+        entry = own.use(response_id, now)
         found = None if entry is None else entry.output.get(item_id)
         if found is None:
             return Recalled(missing=item_id)

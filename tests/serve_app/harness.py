@@ -25,7 +25,7 @@ from engine.protocol import (
     Token,
     Usage,
 )
-from serve_app.adapters.shelf import NamedAdapters
+from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel, StreamRecord

@@ -73,8 +73,8 @@ class _Reading:
         return match.end()
 
 
-def _of(letters: str, least: int = 1) -> Draw:
-    return lambda rng: "".join(rng.choice(letters) for _ in range(rng.randint(least, 6)))
+def _of(characters: str, least: int = 1) -> Draw:
+    return lambda rng: "".join(rng.choice(characters) for _ in range(rng.randint(least, 6)))
 
 
 def _json_string(rng: random.Random) -> str:

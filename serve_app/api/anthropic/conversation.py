@@ -96,7 +96,7 @@ def _system(request: CountTokensRequest, drop_billing_header: bool) -> list[Json
 def _thinking(request: CountTokensRequest, template: ChatTemplate | None, model: ServedModel) -> Json:
     """Translate how the model is to think, and whether its thoughts are shown."""
     thinking, thinks = request.thinking, model.reasoning_parser is not None
-    translated = thinking_options(request.asked_thinking, template, (), thinks=thinks)
+    translated = thinking_options(request.thinking_wishes, template, (), thinks=thinks)
     shown: Json = {"chat_template_kwargs": translated.options} if translated.options else {}
     if thinking is None or (thinking.wanted and not thinks):
         return shown

@@ -12,7 +12,7 @@ from serve_app.api.anthropic.message import Json, block_json, message_json, stop
 from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
-from serve_app.api.openai.forms import Answering, Asked, Form
+from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.sse import Frames
 from serve_app.api.requests.schema import ChatRequest, parse_request
 from serve_app.api.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class MessageForm(Form):
 
 def read_messages(
     body: bytes, *, tokenizer: Tokenizer, model: ServedModel, drop_billing_header: bool
-) -> Asked[ChatRequest]:
+) -> ParsedRequest[ChatRequest]:
     given = parse_request(MessagesRequest, body)
     request = as_chat(given, tokenizer, model, drop_billing_header=drop_billing_header)
-    return Asked(request, lambda answering: MessageForm(answering, request), names_of(given, request))
+    return ParsedRequest(request, lambda answering: MessageForm(answering, request), names_of(given, request))

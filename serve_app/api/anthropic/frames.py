@@ -42,7 +42,7 @@ class MessageFrames:
         message = message_json(self._message_id, self._model, usage_json(self._choices.usage))
         return _frame("message_start", message=message) + _frame("ping")
 
-    def of(self, index: int, piece: Piece) -> bytes:
+    def content(self, index: int, piece: Piece) -> bytes:
         self._last = piece
         steps = self._blocks.read(piece.text, last=piece.finish_reason is not None)
         return b"".join(map(self._step, steps))

@@ -14,7 +14,7 @@ from serve_app.api.anthropic.hinted import hint_where_refused
 from serve_app.api.anthropic.message_schema import AnthropicMessage
 from serve_app.api.anthropic.read_blocks import Silent
 from serve_app.api.anthropic.tools import FAMILIES, AnyTool
-from serve_app.api.requests.effort import Asked, Effort
+from serve_app.api.requests.effort import Effort, ThinkingWishes
 from serve_app.api.requests.foreign_fields import LONGER_THAN_THE_CONTEXT
 from serve_app.api.requests.messages import FUNCTION_NAME, MAX_TOOLS
 from serve_app.api.requests.stop_schema import StopList
@@ -133,11 +133,13 @@ class CountTokensRequest(StrictModel):
         return self.output_format or (None if self.output_config is None else self.output_config.format)
 
     @property
-    def asked_thinking(self) -> Asked:
+    def thinking_wishes(self) -> ThinkingWishes:
         effort = None if self.output_config is None else self.output_config.effort
         budget = None if self.thinking is None else self.thinking.budget_tokens
         wanted = None if self.thinking is None else self.thinking.wanted
-        return Asked.of({"output_config.effort": effort}, {"thinking": wanted}, {"thinking.budget_tokens": budget})
+        return ThinkingWishes.from_fields(
+            {"output_config.effort": effort}, {"thinking": wanted}, {"thinking.budget_tokens": budget}
+        )
 
     @model_validator(mode="after")
     def _last_calls_have_results(self) -> CountTokensRequest:

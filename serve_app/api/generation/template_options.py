@@ -33,7 +33,7 @@ def template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedMo
         text = f"The model's chat template takes no {clip(ignored[0], 50)} from a request: it would change nothing."
         raise ApiError(400, text, param=ignored[0], code=UNSUPPORTED)
     thinks = model.reasoning_parser is not None
-    kwargs |= thinking_options(request.asked_thinking, tokenizer.chat_template, kwargs, thinks=thinks).options
+    kwargs |= thinking_options(request.thinking_wishes, tokenizer.chat_template, kwargs, thinks=thinks).options
     return kwargs | {
         "documents": request.documents,
         "add_generation_prompt": request.add_generation_prompt is not False,

@@ -14,7 +14,7 @@ from engine.protocol import SamplingParams, Submission
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.submission import Prepared, answer_tokens, encode_prompt, prompt_too_long, truncated
 from serve_app.api.openai.choices import Choices
-from serve_app.api.openai.forms import Answering, Asked, Form
+from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.response import Json
 from serve_app.api.openai.sse import Frames
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
@@ -24,13 +24,13 @@ from serve_app.engines.engine_client import ServedModel
 from serve_app.errors.api_error import ApiError
 
 
-def read_embeddings(body: bytes) -> Asked[EmbeddingRequest]:
+def read_embeddings(body: bytes) -> ParsedRequest[EmbeddingRequest]:
     request = parse_request(EmbeddingRequest, body)
 
     def form(answering: Answering) -> EmbeddingForm:
         return EmbeddingForm(answering.model.id, answering.choices, as_base64=request.encoding_format == "base64")
 
-    return Asked(request, form)
+    return ParsedRequest(request, form)
 
 
 async def prepare_embeddings(

@@ -54,7 +54,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[RequestT]):
+class ParsedRequest(Generic[RequestT]):
     """A parsed body: the request for the engine, and the form of the answer."""
 
     request: RequestT
@@ -100,7 +100,7 @@ class ChoicesForm(Form):
         return ChunkFrames(self.choices, self.envelope, self.usage)
 
 
-def read_chat(body: bytes) -> Asked[ChatRequest]:
+def read_chat(body: bytes) -> ParsedRequest[ChatRequest]:
     request = parse_request(ChatRequest, body)
 
     def form(answering: Answering) -> Form:
@@ -111,10 +111,10 @@ def read_chat(body: bytes) -> Asked[ChatRequest]:
         )
         return _choices_form(request, answering, shape)
 
-    return Asked(request, form)
+    return ParsedRequest(request, form)
 
 
-def read_completion(body: bytes) -> Asked[CompletionRequest]:
+def read_completion(body: bytes) -> ParsedRequest[CompletionRequest]:
     request = parse_request(CompletionRequest, body)
 
     def form(answering: Answering) -> Form:
@@ -122,7 +122,7 @@ def read_completion(body: bytes) -> Asked[CompletionRequest]:
             request, answering, TextShape(answering.tokenizer, _shown_of(request, answering.tokenizer))
         )
 
-    return Asked(request, form)
+    return ParsedRequest(request, form)
 
 
 def _choices_form(request: GenerationRequest, answering: Answering, shape: Shape) -> Form:

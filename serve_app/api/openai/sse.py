@@ -42,7 +42,7 @@ class Frames(Protocol):
         """Write what precedes the first frame of a choice; empty after that."""
         ...
 
-    def of(self, index: int, piece: Piece) -> bytes:
+    def content(self, index: int, piece: Piece) -> bytes:
         """Write the frames of a piece; empty if it has nothing to show yet."""
         ...
 
@@ -96,9 +96,9 @@ async def _send_piece(send: Send, index: int, piece: Piece, frames: Frames) -> N
     """Send what precedes a piece's frame, and the frame if it shows anything: together, to fit one packet."""
     frame = frames.opening(index)
     if piece.tokens:
-        frame += await run_sized(json_chars(piece.tokens), lambda: frames.of(index, piece))
+        frame += await run_sized(json_chars(piece.tokens), lambda: frames.content(index, piece))
     elif piece.text or piece.finish_reason is not None:
-        frame += frames.of(index, piece)
+        frame += frames.content(index, piece)
     if frame:
         await _send(send, frame)
 
@@ -126,7 +126,7 @@ class ChunkFrames:
         chunk = self._envelope.opening(index, self._choices.prompts[index])
         return b"" if chunk is None else _frame(chunk | self._usage(before=index))
 
-    def of(self, index: int, piece: Piece) -> bytes:
+    def content(self, index: int, piece: Piece) -> bytes:
         before, after = self._around[index]
         if not before or piece.finish_reason is not None or piece.tokens is not None or self._shown.always:
             return self._encoded(index, piece)

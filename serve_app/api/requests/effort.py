@@ -35,7 +35,7 @@ _OVERRULED = "another field of this request overrides it"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ThinkingWishes:
     """A request's wishes about thinking, each by the name of the field that has it."""
 
     efforts: Mapping[str, Effort] = field(default_factory=dict)
@@ -44,12 +44,12 @@ class Asked:
     budgets: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_fields(
         cls,
         efforts: Mapping[str, Effort | None],
         switches: Mapping[str, bool | None],
         budgets: Mapping[str, int | None],
-    ) -> Asked:
+    ) -> ThinkingWishes:
         """Make one from fields, leaving out those that are not set."""
         return cls(_said(efforts), _said(switches), _said(budgets))
 
@@ -73,7 +73,7 @@ class ThinkingOptions(NamedTuple):
 
 
 def thinking_options(
-    asked: Asked, template: Template | None, given: Collection[str], *, thinks: bool
+    asked: ThinkingWishes, template: Template | None, given: Collection[str], *, thinks: bool
 ) -> ThinkingOptions:
     """Choose the template's options. `given`: variables that the request sets itself, which win. `thinks`: the server
     knows how the model marks its thoughts.

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.requests.effort import Asked, Budget, Effort
+from serve_app.api.requests.effort import Budget, Effort, ThinkingWishes
 from serve_app.api.requests.strict_model import USED_IF_POSSIBLE, StrictModel, Unsupported
 
 
@@ -57,7 +57,7 @@ class ThinkingFields(StrictModel):
 
     @model_validator(mode="after")
     def _one_effort(self) -> Self:
-        asked = self.asked_thinking
+        asked = self.thinking_wishes
         for values in (asked.efforts, asked.switches, asked.budgets):
             first = next(iter(values), None)
             other = next((name for name in values if values[name] != values[first]), None) if first else None
@@ -67,7 +67,7 @@ class ThinkingFields(StrictModel):
         return self
 
     @property
-    def asked_thinking(self) -> Asked:
+    def thinking_wishes(self) -> ThinkingWishes:
         """The request's wishes about thinking, except those in `chat_template_kwargs`."""
         asked, switch = self.reasoning or ReasoningRequest(), self.thinking
         efforts = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": asked.effort}
@@ -81,4 +81,4 @@ class ThinkingFields(StrictModel):
             "reasoning.max_tokens": asked.max_tokens,
             "thinking.budget_tokens": None if switch is None else switch.budget_tokens,
         }
-        return Asked.of(efforts, switches, budgets)
+        return ThinkingWishes.from_fields(efforts, switches, budgets)

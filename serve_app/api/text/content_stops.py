@@ -54,17 +54,17 @@ class ContentStops:
 
     def _push(self, text: str) -> str:
         found = ""
-        for letter in text:
-            found += self._letter(letter)
+        for character in text:
+            found += self._character(character)
             if self.matched:
                 break
         return found
 
-    def _letter(self, letter: str) -> str:
+    def _character(self, character: str) -> str:
         if self._reasoning is None:
-            return self._read(letter)
-        self._unsplit += letter
-        split = self._reasoning.push(letter)
+            return self._read(character)
+        self._unsplit += character
+        split = self._reasoning.push(character)
         if split.content:
             return self._sort(split.content)
         if self._reasoning.inside or split.reasoning:
@@ -78,12 +78,12 @@ class ContentStops:
         too."""
         size = _common_end(self._unsplit, content)
         at = len(self._unsplit) - size
-        tag, letters, self._unsplit = self._unsplit[:at], self._unsplit[at:], ""
+        tag, characters, self._unsplit = self._unsplit[:at], self._unsplit[at:], ""
         if self._tools is not None:
             self._tools.push(content[: len(content) - size])
         found = self._pass_thought(tag)
-        for letter in letters:
-            found += self._read(letter)
+        for character in characters:
+            found += self._read(character)
             if self.matched:
                 break
         return found
@@ -95,12 +95,12 @@ class ContentStops:
         waiting, self._unread = self._unread, ""
         return self._pass(waiting + text)
 
-    def _read(self, letter: str) -> str:
+    def _read(self, character: str) -> str:
         """Read a character that belongs to no thought."""
         if self._tools is None:
-            return self._search(letter)
-        self._unread += letter
-        self._tools.push(letter)
+            return self._search(character)
+        self._unread += character
+        self._tools.push(character)
         return self._settled(self._tools.num_held)
 
     def _settled(self, num_held: int) -> str:

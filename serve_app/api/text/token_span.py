@@ -84,7 +84,7 @@ def _dropped(model: Any, vocabulary: Mapping[str, int], is_byte_level: bool) -> 
     if not isinstance(model, tokenizers.models.BPE) or _marks_places(model):
         return None
     if is_byte_level:
-        missing = [byte for letter, byte in BYTE_LETTERS.items() if letter not in vocabulary]
+        missing = [byte for character, byte in BYTE_CHARACTERS.items() if character not in vocabulary]
         # An unknown token may stand for many characters. The later bytes of a multi-byte character must all have
         # tokens.
         if missing and (model.unk_token is not None or any(0x80 <= byte < 0xC0 for byte in missing)):
@@ -99,12 +99,12 @@ def _marks_places(model: tokenizers.models.BPE) -> bool:
     return bool(model.end_of_word_suffix or model.continuing_subword_prefix)
 
 
-def byte_letters() -> dict[str, int]:
-    """Map the byte-level decoder's letters to bytes: a printable Latin-1 byte is its own letter, the n-th other one has
-    the letter with the code point 256 + n."""
+def byte_characters() -> dict[str, int]:
+    """Map the byte-level decoder's characters to bytes: a printable Latin-1 byte is its own character, the n-th other
+    one has the character with the code point 256 + n."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}
 
 
-BYTE_LETTERS = byte_letters()
+BYTE_CHARACTERS = byte_characters()

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from serve_app.api.text.chat_template import ChatTemplate, TemplateFailed
 from serve_app.api.text.detokenizer import Detokenizer
-from serve_app.api.text.token_span import BYTE_LETTERS, longest_span
+from serve_app.api.text.token_span import BYTE_CHARACTERS, longest_span
 
 # The calling thread encodes one text at a time: the library's own pool would start a thread for each core, and warn
 # when the process forks. The library reads the variable at each call.
@@ -99,7 +99,7 @@ class Tokenizer:
     def byte_level(cls, *, images: bool = False) -> Tokenizer:
         """Make a tokenizer of 262 tokens that needs no files. Ids up to 255 are bytes; then come `<eos>` (256) and one
         token per role; with `images`, one more that stands for an image."""
-        core = tokenizers.Tokenizer(models.BPE(vocab=BYTE_LETTERS, merges=[]))
+        core = tokenizers.Tokenizer(models.BPE(vocab=BYTE_CHARACTERS, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
         core.add_special_tokens([*_BYTE_LEVEL_SPECIALS, *((_BYTE_LEVEL_IMAGE,) if images else ())])
@@ -227,9 +227,9 @@ def _partial_bytes(piece: str | None) -> bytes | None:
         return None
     if match := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(match[1], 16)])
-    if not all(letter in BYTE_LETTERS for letter in piece):
+    if not all(character in BYTE_CHARACTERS for character in piece):
         return None
-    data = bytes(BYTE_LETTERS[letter] for letter in piece)
+    data = bytes(BYTE_CHARACTERS[character] for character in piece)
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -144,7 +144,7 @@ def test_the_compiled_grammars_that_are_kept_are_the_latest_used() -> None:
     assert allowed(grammars, GrammarRow("a", 'start: "0"', ())) == [{ord("0")}], "one that was dropped is made again"
 
 
-def test_the_compiled_grammars_that_are_kept_have_so_many_letters_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_grammars_that_are_kept_have_so_many_characters_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are as large as their texts, and those of a thousand tools have half a million characters."""
     texts = [f'start: "{number}" // {"x" * 100}' for number in range(5)]
     monkeypatch.setattr(grammar, "MAX_COMPILED_CHARS", 2 * len(texts[0]))

@@ -30,5 +30,5 @@ def test_a_regex_of_too_many_parts_is_refused_with_the_limit(grammar: str) -> No
         Grammars.of_bytes(262, 256).compile(grammar)
 
 
-def test_parts_that_are_letters_are_not_counted() -> None:
+def test_parts_that_are_characters_are_not_counted() -> None:
     Grammars.of_bytes(262, 256).compile(of_pattern("^" + r"\\?[?*](?:a)" * 600 + "$"))

@@ -78,23 +78,23 @@ def test_answers_that_were_cut_off_are_no_sign_of_short_ones() -> None:
 def test_a_new_tenant_has_what_all_have_and_then_its_own() -> None:
     known = lengths()
     see(known, 100, 300, tenant="brief")
-    assert known.of("verbose") is known.population
+    assert known.table("verbose") is known.population
     table = known.enter("verbose")
     assert table.survival(0, 200) == pytest.approx(known.population.survival(0, 200), abs=0.05)
     see(known, 2000, 200, tenant="verbose")
-    assert known.of("verbose").survival(0, 1000) > 0.8
-    assert known.of("brief").survival(0, 1000) < 0.1
+    assert known.table("verbose").survival(0, 1000) > 0.8
+    assert known.table("brief").survival(0, 1000) < 0.1
 
 
 def test_tenants_are_bounded_and_whoever_was_away_longest_is_forgotten() -> None:
     known = lengths(max_tenants=2)
     for name in ("a", "b", "a", "c"):
         known.enter(name)
-    assert [known.of(name) is known.population for name in ("a", "b", "c")] == [False, True, False]
-    assert lengths(max_tenants=0).of("a") is not None
+    assert [known.table(name) is known.population for name in ("a", "b", "c")] == [False, True, False]
+    assert lengths(max_tenants=0).table("a") is not None
     none = lengths(max_tenants=0)
     none.enter("a")
-    assert none.of("a") is none.population
+    assert none.table("a") is none.population
 
 
 def test_old_answers_fade() -> None:

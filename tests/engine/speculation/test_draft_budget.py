@@ -30,7 +30,7 @@ def pace(wishes: list[Wish], lengths: list[int], beside: Beside, costs: Costs) -
     """Return the tokens per time of a step of one token."""
     tokens = beside.num_rows + beside.num_forced
     expected = tokens + sum(map(gained, wishes, lengths))
-    return expected / (costs.of(tokens + sum(lengths)) + START * any(lengths))
+    return expected / (costs.duration(tokens + sum(lengths)) + START * any(lengths))
 
 
 @given(wishes=WISHES, bare=st.integers(0, 12), forced=st.integers(0, 6), room=st.integers(0, 30), costs=COSTS)
@@ -44,7 +44,7 @@ def test_drafts_are_expected_to_pay_and_every_row_keeps_its_pace(
     none = [0] * len(wishes)
     assert pace(wishes, lengths, beside, costs) >= pace(wishes, none, beside, costs) * (1 - 1e-9)
     tokens = beside.num_rows + forced
-    slower = (costs.of(tokens + sum(lengths)) + START * any(lengths)) / costs.of(tokens)
+    slower = (costs.duration(tokens + sum(lengths)) + START * any(lengths)) / costs.duration(tokens)
     gains = [1 + gained(*row) for row in zip(wishes, lengths, strict=True)] + [1.0] * bare
     assert not any(lengths) or min(gains) / slower >= KEPT - 1e-9
 
@@ -84,15 +84,15 @@ def test_a_stream_without_drafts_is_not_slowed_down_for_one_that_has_many() -> N
     costs, wish = Costs(8), Wish(0.99, 8)
     alone, beside = (choose_lengths([wish], Beside(1 + bare, 0, bare), 100, costs) for bare in (0, 1))
     assert 0 < beside[0] < alone[0]
-    assert costs.of(2 + beside[0]) + START <= costs.of(2) / KEPT
+    assert costs.duration(2 + beside[0]) + START <= costs.duration(2) / KEPT
 
 
 @given(st.integers(1, 256), COSTS)
 def test_a_step_takes_longer_with_each_token_and_ever_more_so(tokens: int, costs: Costs) -> None:
-    first, second, third = (costs.of(tokens + more) for more in range(3))
+    first, second, third = (costs.duration(tokens + more) for more in range(3))
     assert first < second < third
     assert third - second >= second - first - 1e-12
-    assert costs.of(1) == 1
+    assert costs.duration(1) == 1
 
 
 def test_the_curve_names_what_it_was_fitted_to() -> None:
@@ -108,4 +108,4 @@ def test_the_curve_names_what_it_was_fitted_to() -> None:
     fitted, matrix = rows["engine_step_vectors"], rows["engine_step"]
     assert re.findall(r"(\d+\.\d)(?: ms)? for (\d+)", told) == [(f"{ms:.1f}", str(size)) for size, ms in fitted.items()]
     assert f"32 rows take {matrix[32] / matrix[1]:.1f} times" in told
-    assert f"this curve has {Costs(8).of(32):.1f}" in told
+    assert f"this curve has {Costs(8).duration(32):.1f}" in told

@@ -423,7 +423,7 @@ def took(lengths: list[int], beside: Beside, drafter: ModelCosts) -> float:
     the draft model's i-th pass has the rows that are drafted i tokens or more."""
     passes = [sum(length > i for length in lengths) for i in range(max(lengths, default=0))]
     tokens = beside.num_rows + beside.num_forced + sum(lengths)
-    return drafter.costs.of(tokens) + START * any(lengths) + sum(map(drafter.of, passes))
+    return drafter.costs.duration(tokens) + START * any(lengths) + sum(map(drafter.duration, passes))
 
 
 @given(

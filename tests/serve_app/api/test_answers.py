@@ -181,7 +181,7 @@ async def test_stop_strings_do_not_end_an_answer_before_min_tokens() -> None:
 
 
 async def test_tokens_that_wait_while_the_client_is_slow_are_not_taken_from_the_engine() -> None:
-    client = ScriptedClient([scheduled()], *[tokens(letter) for letter in "abcdef"], [finished()])
+    client = ScriptedClient([scheduled()], *[tokens(character) for character in "abcdef"], [finished()])
     exchange = Exchange(app_for(client), "POST", "/v1/chat/completions", _json_bytes(CHAT | {"stream": True}))
     exchange.may_send.clear()
     for _ in range(50):

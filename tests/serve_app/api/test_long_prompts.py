@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
 from serve_app.api.ingress import create_app
-from serve_app.api.text.token_span import BYTE_LETTERS, TokenSpan, longest_span
+from serve_app.api.text.token_span import BYTE_CHARACTERS, TokenSpan, longest_span
 from serve_app.api.text.tokenizer import Tokenizer, TooManyTokens
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, ScriptedClient, complete, finished, post
 
@@ -52,14 +52,16 @@ def corpus() -> list[str]:
     texts = ["", " ", "\n", "\0", "a", " a", "a ", "\r\n", "\ufeffa", "\u2028", "e\u0301", "\u1f82", "👩‍👩‍👧‍👦"]
     texts += ["".join(chr(draw.randint(*script)) for _ in range(200)) for script in SCRIPTS]
     texts += ["".join(chr(draw.randint(*draw.choice(SCRIPTS))) for _ in range(500)) for _ in range(20)]
-    texts += [letter * 3000 for letter in ("a", " ", "\n", "\t", "0", "=", "é", "中", "👍", "\x04", "\u0301", "#")]
+    texts += [
+        character * 3000 for character in ("a", " ", "\n", "\t", "0", "=", "é", "中", "👍", "\x04", "\u0301", "#")
+    ]
     texts += [special + "x" + special * 2 + " " + special[:-1] for special in SPECIALS]
     texts += ["".join(map(chr, range(0x80))) * 3, "1234567890" * 300, "def f(x):\n        return x\n" * 60]
     return texts
 
 
-def byte_level(*letters_left_out: str, **options: Any) -> tokenizers.Tokenizer:
-    vocabulary = [letter for letter in BYTE_LETTERS if letter not in letters_left_out]
+def byte_level(*characters_left_out: str, **options: Any) -> tokenizers.Tokenizer:
+    vocabulary = [character for character in BYTE_CHARACTERS if character not in characters_left_out]
     vocabulary += ["aa", "aaaa", "ĠĠ"]
     merges = [("a", "a"), ("aa", "aa"), ("Ġ", "Ġ")]
     core = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(vocabulary)}, merges, **options))
@@ -95,7 +97,7 @@ CORES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     ),
     "byte level": byte_level,
     "byte level, some bytes missing": lambda: byte_level(
-        *(letter for letter, byte in BYTE_LETTERS.items() if byte < 9)
+        *(character for character, byte in BYTE_CHARACTERS.items() if byte < 9)
     ),
     "NFC": with_nfc,
     "byte fallback": with_byte_fallback,
@@ -131,7 +133,7 @@ def test_no_text_has_fewer_tokens_than_its_length_says(core: tokenizers.Tokenize
 def test_characters_that_the_vocabulary_drops_count_for_nothing() -> None:
     """The default model's vocabulary has no token for some control characters:
     a megabyte of them is an empty prompt."""
-    span = longest_span(byte_level("Ą"))  # the byte-level letter of 0x04
+    span = longest_span(byte_level("Ą"))  # the byte-level character of 0x04
     assert span == TokenSpan(4, "\x04")
     assert span.least_tokens("\x04" * 1000) == 0
     assert byte_level("Ą").encode("\x04" * 1000).ids == []
@@ -162,13 +164,13 @@ def unbounded() -> Iterator[tokenizers.Tokenizer]:
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     yield core
     yield byte_level("Ą", unk_token="a", fuse_unk=True)
-    yield byte_level(*(letter for letter, byte in BYTE_LETTERS.items() if byte == 0x81))
+    yield byte_level(*(character for character, byte in BYTE_CHARACTERS.items() if byte == 0x81))
 
 
 @pytest.mark.parametrize("option", ["end_of_word_suffix", "continuing_subword_prefix"])
 def test_a_model_that_marks_where_in_a_word_a_character_is_tells_nothing_by_length(option: str) -> None:
     """The marked character may have no token, and is then left out, although the plain one has a token."""
-    vocabulary = {letter: i for i, letter in enumerate(BYTE_LETTERS)}
+    vocabulary = {character: i for i, character in enumerate(BYTE_CHARACTERS)}
     core = tokenizers.Tokenizer(models.BPE(vocabulary, [], **{option: "@@"}))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     assert len(core.encode(" ab" * 300).ids) < 900, "fewer than one for each character"

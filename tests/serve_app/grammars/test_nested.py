@@ -13,9 +13,9 @@ import pytest
 
 from serve_app.grammars import nested
 from serve_app.grammars.allowance import MAX_STEPS, Allowance
+from serve_app.grammars.character_sets import in_both_cases, of_category
 from serve_app.grammars.encodings import JSON_STRING, Encoding, as_it_is
 from serve_app.grammars.lark_rules import read_lark
-from serve_app.grammars.letter_sets import in_both_cases, of_category
 from serve_app.grammars.nested import nested_rules
 from serve_app.grammars.notation import GrammarRefused, lark
 from serve_app.grammars.texts import MAX_LARK_DEPTH, grammar
@@ -65,13 +65,13 @@ def test_a_terminal_takes_what_its_regex_does(pattern: str) -> None:
         assert re.fullmatch(pattern, text, re.ASCII), text
 
 
-@pytest.mark.parametrize("letter", [*map(chr, range(0x20)), '"', "\\", "\x7f", "\u2028", "🦜"])
-def test_each_letter_is_written_as_json_has_it(letter: str) -> None:
+@pytest.mark.parametrize("character", [*map(chr, range(0x20)), '"', "\\", "\x7f", "\u2028", "🦜"])
+def test_each_character_is_written_as_json_has_it(character: str) -> None:
     rules = inside(f"{NESTS}A: /[^a]/")
-    assert admits(rules, letter)
-    assert admits(rules, f"(({letter}))")
-    assert not admits(rules, f"({letter}")
-    assert not admits(inside(f"{NESTS}A: /[^\\x{{{ord(letter):x}}}]/"), letter)
+    assert admits(rules, character)
+    assert admits(rules, f"(({character}))")
+    assert not admits(rules, f"({character}")
+    assert not admits(inside(f"{NESTS}A: /[^\\x{{{ord(character):x}}}]/"), character)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_refusal_of_too_much_work_names_the_rule_and_the_limit() -> None:
         nested_rules(read_lark(f"{NESTS}A: /({terminal})*/\n"), JSON_STRING)
 
 
-def test_letters_without_case_are_looked_up_and_not_searched_for() -> None:
+def test_characters_without_case_are_looked_up_and_not_searched_for() -> None:
     rules = inside(f'{NESTS}A: "{"Kelvin" * 300}"i\n')
     assert admits(rules, "\u212aELVIN" * 300)  # the sign of the unit
     assert not admits(rules, "CELVIN" * 300)

@@ -37,7 +37,7 @@ def test_a_trigger_begins_a_structure_and_text_around_it_is_free(text: str, is_a
     assert walker.admits(structural_tags(STRUCTURES, TRIGGERS, {}).text(), text) is is_admitted
 
 
-def test_a_trigger_may_be_a_special_token_which_letters_cannot_write() -> None:
+def test_a_trigger_may_be_a_special_token_which_characters_cannot_write() -> None:
     walker = Walker(["<f="])
     grammar = structural_tags(STRUCTURES, TRIGGERS, walker.specials).text()
     assert walker.admits(grammar, "One: <f=a>12</f>.")

@@ -50,7 +50,7 @@ ODD = ["a", 'say "hi"', "back\\slash", "line\nbreak", "<eos>", "/slash/", "é�
 
 
 @pytest.mark.parametrize("text", ODD)
-def test_a_choice_is_one_of_the_texts_letter_for_letter(text: str) -> None:
+def test_a_choice_is_one_of_the_texts_character_for_character(text: str) -> None:
     grammar = texts.choice(ODD).text()
     assert WALKER.admits(grammar, text)
     assert not WALKER.admits(grammar, text + "x")
@@ -65,7 +65,7 @@ def test_gbnf_is_read(text: str, is_admitted: bool) -> None:
     assert WALKER.admits(texts.grammar(ARITHMETIC).text(), text) is is_admitted
 
 
-def test_the_escapes_of_gbnf_are_the_letters_that_they_name() -> None:
+def test_the_escapes_of_gbnf_are_the_characters_that_they_name() -> None:
     grammar = texts.grammar(r'root ::= "\u0041\u00e9\U0001F99C\x42\n\\u0041" [\u0061-\u0063]').text()
     assert WALKER.admits(grammar, "Aé🦜B\n\\u0041b")
     assert not WALKER.admits(grammar, "Aé🦜B\n\\u0041d")

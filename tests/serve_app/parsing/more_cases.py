@@ -178,7 +178,7 @@ GLM45 = [
         ),
     ),
     Case(
-        "a value of several lines with tags in it, letter for letter",
+        "a value of several lines with tags in it, character for character",
         _glm("write_file", ("text", '\n if a < "b":\n</tool_call><arg_key>x\n')),
         "",
         (("write_file", '{"text": "\\n if a < \\"b\\":\\n</tool_call><arg_key>x\\n"}'),),

@@ -27,7 +27,7 @@ FAMILIES = sorted(CALL_GRAMMARS)
 BY_PARAMETER = ("glm45", "pythonic", "qwen3_coder")
 MARKERS = sorted({marker for parser in TOOL_PARSERS.values() for marker in parser.markers})
 WALKERS = {"text": Walker(), "special": Walker(MARKERS)}
-"""To some tokenizers the tags of a family are letters, to others tokens of their own."""
+"""To some tokenizers the tags of a family are characters, to others tokens of their own."""
 
 WEATHER = {
     "type": "object",
@@ -379,7 +379,7 @@ def test_a_call_of_harmony_may_have_its_recipient_on_either_side_and_follow_mess
         assert not walker.admits(lazy, f"{before}{wrong}")
 
 
-def test_a_call_of_mistral_may_have_an_id_of_nine_letters() -> None:
+def test_a_call_of_mistral_may_have_an_id_of_nine_characters() -> None:
     walker = WALKERS["special"]
     grammar = grammar_of("mistral", walker, ONE).calls().text()
     for call_id in ("", "[CALL_ID]a1B2c3D4e"):

@@ -107,7 +107,7 @@ def test_a_block_of_deepseek_ends_with_its_tag_only() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "kimi_k2"])
-def test_with_thinking_turned_off_all_text_is_content_letter_for_letter(name: str) -> None:
+def test_with_thinking_turned_off_all_text_is_content_character_for_character(name: str) -> None:
     text = "\n<think>a</think>\n\nb"
     assert split(REASONING_PARSERS[name](opened=True, enabled=False), text) == Split("", text)
 
@@ -143,7 +143,7 @@ def test_a_section_of_calls_ends_the_block_that_kimi_leaves_open() -> None:
 
 
 @given(messy_texts)
-def test_text_that_does_not_begin_with_the_tag_comes_back_letter_for_letter(text: str) -> None:
+def test_text_that_does_not_begin_with_the_tag_comes_back_character_for_character(text: str) -> None:
     if not text.lstrip().startswith("<think>"):
         assert split(REASONING_PARSERS["qwen3"](), text) == Split("", text)
 
@@ -189,8 +189,8 @@ def test_work_grows_with_the_text_and_not_with_its_square() -> None:
         parser = REASONING_PARSERS["deepseek_r1"]()
         sys.setprofile(count)
         try:
-            for letter in "a\n\n</thin" * times:
-                parser.push(letter)
+            for character in "a\n\n</thin" * times:
+                parser.push(character)
         finally:
             sys.setprofile(None)
         return counted[0]

@@ -95,7 +95,7 @@ def test_the_arguments_of_a_call_that_is_whole_are_a_json_object(name: str, case
 
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
-def test_letter_by_letter_an_answer_is_the_same(name: str, case: Case) -> None:
+def test_character_by_character_an_answer_is_the_same(name: str, case: Case) -> None:
     assert flat(deltas(name, case.text, TOOLS)) == flat(deltas(name, [case.text], TOOLS))
 
 
@@ -139,7 +139,7 @@ def test_the_start_of_a_call_comes_first_and_once_and_no_delta_is_empty(name: st
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None)
 @given(text=st.text(st.characters(exclude_characters="<[{", codec="utf-8")), at=places)
-def test_text_without_a_call_comes_back_letter_for_letter(name: str, text: str, at: list[int]) -> None:
+def test_text_without_a_call_comes_back_character_for_character(name: str, text: str, at: list[int]) -> None:
     assert collect(flat(deltas(name, cut(text, at)))) == Parsed(text, ())
 
 

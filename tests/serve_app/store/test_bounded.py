@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.store.bounded import BoundedStore
 from serve_app.store.entry import ENTRY_BYTES, PLACE_BYTES, Entry, Recalled, Wanted
-from serve_app.store.shelf import size_of
+from serve_app.store.tenant_store import size_of
 from tests.support.seeds import seeded_random
 
 PLENTY = 2**20
@@ -40,7 +40,7 @@ def room_for(count: int, size: int) -> int:
 
 def names(store: BoundedStore, tenant: str, asked: str) -> str:
     """Those of the names that the store has, without using them."""
-    return "".join(name for name in asked if name in store._shelves.get(tenant, ()))
+    return "".join(name for name in asked if name in store._stores.get(tenant, ()))
 
 
 def going_on(name: str, max_bytes: int = PLENTY) -> Wanted:
@@ -228,10 +228,10 @@ def test_whatever_happens_the_sizes_are_those_of_what_is_there() -> None:
                 store.get(tenant, f"{step - random.randrange(10)}")
             case 3:
                 store.delete(tenant, f"{step - random.randrange(10)}")
-        for shelf in store._shelves.values():
-            entries = [kept for _, kept in shelf._entries.values()]
+        for kept_by in store._stores.values():
+            entries = [kept for _, kept in kept_by._entries.values()]
             texts = {text for kept in entries for text in kept.texts}
             own = sum(size_of(kept) - sum(map(len, set(kept.texts))) for kept in entries)
             assert entries
-            assert shelf.num_bytes == own + sum(map(len, texts))
+            assert kept_by.num_bytes == own + sum(map(len, texts))
         assert store.num_bytes <= limit

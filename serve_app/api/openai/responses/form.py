@@ -10,7 +10,7 @@ from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.scored_blocks import ScoredBlocks
 from serve_app.api.http.offload import INLINE_SIZE, run_sized
-from serve_app.api.openai.forms import Answering, Asked, Form
+from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.responses.answer import Answer
 from serve_app.api.openai.responses.conversation import as_chat, names_of
 from serve_app.api.openai.responses.earlier import Earlier, recall, whole_input
@@ -57,7 +57,7 @@ class ResponseReader:
     memory: AnswerMemory | None
     max_body_bytes: int
 
-    async def read(self, body: bytes, tenant: str) -> Asked[ChatRequest]:
+    async def read(self, body: bytes, tenant: str) -> ParsedRequest[ChatRequest]:
         """Raises:
         ApiError: the request is wrong, or continues something that is not there.
         """
@@ -69,13 +69,13 @@ class ResponseReader:
         size += earlier.num_bytes
         return await run_sized(size, lambda: self._asked(given, earlier, tenant, size))
 
-    def _asked(self, given: ResponsesRequest, earlier: Earlier, tenant: str, size: int) -> Asked[ChatRequest]:
+    def _asked(self, given: ResponsesRequest, earlier: Earlier, tenant: str, size: int) -> ParsedRequest[ChatRequest]:
         toolbox = open_toolbox(given.tools or (), self.model)
         seals = pass_over_hints(given, seal=self.seal if self.model.reasoning_parser else None)
         given, options = with_effort(given, self.tokenizer, self.model)
         turns, own = Turns(toolbox, self.seal), list(whole_input(given, earlier))
         before = [("previous_response_id", item) for item in earlier.conversation]
-        request = as_chat(given, turns.of([*before, *own]), toolbox, options)
+        request = as_chat(given, turns.messages([*before, *own]), toolbox, options)
         keeping = None
         if self.memory is not None and given.store is not False:
             keeping = Keeping(self.memory, tenant, [item for _, item in own], size)
@@ -85,4 +85,4 @@ class ResponseReader:
             answer = Answer(given, toolbox, answering, seals, keeping)
             return ResponseForm(answer, blocks, ScoredBlocks(blocks, answering.tokenizer))
 
-        return Asked(request, form, names_of(request, toolbox, turns))
+        return ParsedRequest(request, form, names_of(request, toolbox, turns))

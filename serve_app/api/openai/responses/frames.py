@@ -46,7 +46,7 @@ class ResponseFrames:
         created = self._frame("response.created", response=begun)
         return created + self._frame("response.in_progress", response=begun)
 
-    def of(self, index: int, piece: Piece) -> bytes:
+    def content(self, index: int, piece: Piece) -> bytes:
         self._cut_off = piece.finish_reason == "length"
         steps = self._scored.read(piece)
         return b"".join(frame for step in steps for frame in self._step(step))

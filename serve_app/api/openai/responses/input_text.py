@@ -62,12 +62,12 @@ class InputReader:
         return "" if self._is_inside else _other("".join(self._before))
 
     def _end_of_head(self, text: str) -> int | None:
-        for place, letter in enumerate(() if self._is_other else text):
-            if letter == _HEAD[self._num_met]:
+        for place, character in enumerate(() if self._is_other else text):
+            if character == _HEAD[self._num_met]:
                 self._num_met += 1
                 if self._num_met == len(_HEAD):
                     return place + 1
-            elif not (letter.isspace() and self._num_met in _GAPS):
+            elif not (character.isspace() and self._num_met in _GAPS):
                 self._is_other = True
                 break
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import pydantic_core
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,7 +25,16 @@ from serve_app.errors.api_error import ApiError, clip
 from serve_app.store.entry import Entry, Wanted
 from serve_app.store.memory import AnswerMemory
 
-PATH = "/responses/{response_id}"
+
+class _ResponseIdConvertor(StringConvertor):
+    """Matches any name but those of OpenAI's other operations, which are not served: their clients expect a 404, and
+    would get a 405 from the route to a response of that name."""
+
+    regex = "(?!(?:compact|input_tokens)(?:/|$))[^/]+"
+
+
+register_url_convertor("response_id", _ResponseIdConvertor())
+PATH = "/responses/{response_id:response_id}"
 _ID_CHARS = 80
 _INCLUDE = ("include", "include[]")
 _OF_STREAMS = ("stream", "starting_after", "include_obfuscation")
@@ -46,7 +56,7 @@ class KeptRoutes:
         return await run_sized(_size(entry), lambda: json_response(_response(entry)))
 
     async def input_items(self, request: Request) -> Response:
-        page = Page.of(request.query_params)
+        page = Page.from_query(request.query_params)
         _check_query(request, Page.NAMES)
         entry = await self._find(request)
         before: tuple[bytes, ...] = ()

@@ -26,7 +26,7 @@ class Page:
     after: str | None
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Page:
+    def from_query(cls, query: Mapping[str, str]) -> Page:
         """Raises:
         ApiError: a value is not valid.
         """

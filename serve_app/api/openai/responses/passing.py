@@ -10,7 +10,7 @@ from serve_app.api.openai.responses.replays import UnreadItem
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.responses.toolbox import hosted
-from serve_app.api.requests.effort import Asked, thinking_options
+from serve_app.api.requests.effort import ThinkingWishes, thinking_options
 from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.api.requests.strict_model import UNSUPPORTED
 from serve_app.api.text.tokenizer import Tokenizer
@@ -61,6 +61,6 @@ def with_effort(
     """
     if request.reasoning is None or request.reasoning.effort is None:
         return request, None
-    asked = Asked(efforts={"reasoning.effort": request.reasoning.effort})
+    asked = ThinkingWishes(efforts={"reasoning.effort": request.reasoning.effort})
     told = thinking_options(asked, tokenizer.chat_template, (), thinks=model.reasoning_parser is not None)
     return request.model_copy(update={"reasoning": None}) if told.ignored else request, told.options or None

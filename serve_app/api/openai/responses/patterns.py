@@ -17,7 +17,7 @@ class Patterns:
     def __init__(self) -> None:
         self._num_chars = 0
 
-    def of(self, tool: CustomTool, field: str) -> ToolText:
+    def tool_text(self, tool: CustomTool, field: str) -> ToolText:
         """Return what constrains the tool's text, if anything does.
 
         Raises:

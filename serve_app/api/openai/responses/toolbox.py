@@ -274,7 +274,7 @@ def _offer(
         return Offer(tool, namespace, shown, place, bool(tool.strict))
     parser = model.tool_parser
     try:
-        text = patterns.of(tool, f"{place}.format")
+        text = patterns.tool_text(tool, f"{place}.format")
     except GrammarRefused as error:
         return Offer(tool, namespace, shown, place, fault=error.text)
     kept = CallableTool(shown, _schema_of(text), "", text=text.nested)

@@ -42,7 +42,7 @@ class Turns:
         self.images: list[str] = []
         """The places of the messages' images, in order."""
 
-    def of(self, items: Iterable[tuple[str, Item]]) -> list[Json]:
+    def messages(self, items: Iterable[tuple[str, Item]]) -> list[Json]:
         """Read items with their places in the request. References are already resolved.
 
         Raises:

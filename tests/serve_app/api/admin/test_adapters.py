@@ -19,8 +19,8 @@ from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from engine.protocol import AdapterRef, EngineError, ErrorCode, RequestRejected
+from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.adapters.names import AdapterNames
-from serve_app.adapters.shelf import NamedAdapters
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.auth.keys import Keys

@@ -106,7 +106,7 @@ async def test_a_text_that_nests_is_the_input_of_the_call() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_rules_that_can_write_the_tag_that_ends_a_text_are_refused_where_there_is_one(family: str) -> None:
-    """No single terminal contains the tag: its letters come from several."""
+    """No single terminal contains the tag: its characters come from several."""
     client = saying("x")
     answer = await ask(client, forced_family(family), tools=[tool(XML)], tool_choice=FORCED)
     if family not in ("qwen3_coder", "glm45"):

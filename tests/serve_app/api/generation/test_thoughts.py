@@ -19,7 +19,7 @@ from tests.support.strict_openai import strict
 pytestmark = pytest.mark.anyio
 
 THOUGHTS = "<think>\nHm.\n</think>\n\n"
-ANSWER = f"{THOUGHTS}Yes."  # the byte-level tokenizer's tokens are letters
+ANSWER = f"{THOUGHTS}Yes."  # the byte-level tokenizer's tokens are characters
 URL = "/v1/chat/completions"
 
 

@@ -35,7 +35,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
-# Three letters: overlaps and near misses are the rule, not the exception.
+# Three characters: overlaps and near misses are the rule, not the exception.
 texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)
 
@@ -54,8 +54,8 @@ def test_what_is_sent_is_the_text_up_to_the_first_stop_however_it_was_cut(
 @given(texts, stop_lists)
 def test_no_text_is_held_back_that_cannot_begin_a_stop(text: str, stops: list[str]) -> None:
     scanner, sent = StopStrings(stops), ""
-    for letter in text:
-        sent += scanner.push(letter)
+    for character in text:
+        sent += scanner.push(character)
         if scanner.matched:
             return
         held = text[len(sent) : len(sent + scanner._held)]

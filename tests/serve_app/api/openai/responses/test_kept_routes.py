@@ -50,6 +50,16 @@ async def test_a_kept_response_can_be_had_listed_and_deleted() -> None:
         assert answer.error["message"].startswith(f"Response with id '{first['id']}' not found.")
 
 
+@pytest.mark.parametrize("name", ["compact", "input_tokens"])
+@pytest.mark.parametrize("prefix", ["/v1", ""])
+async def test_openais_other_operations_are_unknown_routes(name: str, prefix: str) -> None:
+    """Regression: they were a 405, because their paths look like that of a kept response."""
+    answer = await Server().request("POST", f"{prefix}/responses/{name}")
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    answer = await Server().request("POST", f"{prefix}/responses/{name}_1")
+    assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+
+
 async def test_items_are_listed_by_pages_the_last_first() -> None:
     server = Server()
     told = await server.answered(input=[user(str(number)) for number in range(25)])

@@ -95,7 +95,7 @@ async def test_a_forced_call_is_one_of_the_tool(family: str, kind: str) -> None:
         assert valid(answer.json)["output"][0]["type"] == f"{kind}_call", made
 
 
-async def test_a_patch_that_was_cut_off_after_its_last_letter_is_of_openais_types() -> None:
+async def test_a_patch_that_was_cut_off_after_its_last_character_is_of_openais_types() -> None:
     text = call("apply_patch", '{"type": "delete_file", "path": "a"}').removesuffix("}\n</tool_call>")
     response = await whole_and_streamed(text, reason=FinishReason.LENGTH, tools=[{"type": "apply_patch"}])
     assert (response["status"], response["output"][0]["status"]) == ("incomplete", "in_progress")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from serve_app.store.entry import ENTRY_BYTES, PLACE_BYTES, Entry
 
 
-class Shelf:
+class TenantStore:
     def __init__(self) -> None:
         self._entries: OrderedDict[str, tuple[float, Entry]] = OrderedDict()
         self._texts: dict[bytes, tuple[bytes, int]] = {}

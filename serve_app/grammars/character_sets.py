@@ -1,4 +1,4 @@
-"""Owns sets of letters: what a class of a regex matches, as ranges of code points.
+"""Owns sets of characters: what a class of a regex matches, as ranges of code points.
 Never reads a regex."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def ranges(found: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(merged)
 
 
-def letters(text: Iterable[str]) -> Ranges:
-    return ranges((ord(letter), ord(letter)) for letter in text)
+def characters(text: Iterable[str]) -> Ranges:
+    return ranges((ord(character), ord(character)) for character in text)
 
 
 def inverted(found: Ranges) -> Ranges:
@@ -58,8 +58,8 @@ def without(found: Ranges, others: Ranges) -> Ranges:
     return tuple(kept)
 
 
-def has(found: Ranges, letter: str) -> bool:
-    code = ord(letter)
+def has(found: Ranges, character: str) -> bool:
+    code = ord(character)
     return any(first <= code <= last for first, last in found)
 
 
@@ -72,16 +72,16 @@ def as_class(found: Ranges) -> str:
 
 
 def _written(code: int) -> str:
-    letter = chr(code)
-    return letter if letter.isascii() and letter.isalnum() else f"\\x{{{code:x}}}"
+    character = chr(code)
+    return character if character.isascii() and character.isalnum() else f"\\x{{{code:x}}}"
 
 
 def in_both_cases(found: Ranges) -> Ranges:
-    """Add the letters that differ from a set's own only in case."""
+    """Add the characters that differ from a set's own only in case."""
     codes, groups = _alike()
     spans = [groups[bisect_left(codes, first) : bisect_left(codes, last + 1)] for first, last in found]
     alike = dict.fromkeys(group for span in spans for group in span)
-    return ranges((*found, *letters("".join(alike))))
+    return ranges((*found, *characters("".join(alike))))
 
 
 def num_alike(found: Ranges) -> int:
@@ -92,14 +92,14 @@ def num_alike(found: Ranges) -> int:
 
 @cache
 def _alike() -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return, in ascending order, the letters that share their case folding with another, each with its whole group."""
+    """Return, in ascending order, the characters that share their case folding with another, and each one's group."""
     groups: dict[str, str] = {}
     for code in range(0x20000):
-        letter = chr(code)
-        folded = letter.casefold()
-        if folded != letter and len(folded) == 1:
-            groups[folded] = groups.get(folded, folded) + letter
-    pairs = sorted((ord(letter), group) for group in groups.values() for letter in group)
+        character = chr(code)
+        folded = character.casefold()
+        if folded != character and len(folded) == 1:
+            groups[folded] = groups.get(folded, folded) + character
+    pairs = sorted((ord(character), group) for group in groups.values() for character in group)
     return tuple(code for code, _ in pairs), tuple(group for _, group in pairs)
 
 
@@ -111,7 +111,7 @@ SPACE = ranges([(9, 13), (0x2000, 0x200A), *((code, code) for code in _SPACES)])
 
 @lru_cache(256)
 def of_category(name: str) -> Ranges:
-    """Return the letters of a Unicode general category such as `L` or `Lu`, or () if there is no such category."""
+    """Return the characters of a Unicode general category such as `L` or `Lu`, or () if there is no such category."""
     found = [some for short, some in _categories().items() if name in (short, short[0])]
     return ranges(one for some in found for one in some)
 
