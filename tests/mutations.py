@@ -1938,6 +1938,9 @@ def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
     # Two reverts of one file within a second would share a .pyc, which is checked by size and second.
     env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations", "--tb=no"]
+    tests = list(tests)
+    if all("::" not in test for test in tests):
+        options += ["-m", "not slow"]  # a slow test is only run where it is named
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:
         done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -2037,9 +2040,9 @@ def main(wanted: list[str]) -> int:
     chosen = [mutation for mutation in chosen if mutation.name not in stale]
     tests = dict.fromkeys(test for mutation in chosen for test in (*mutation.named_tests(), *mutation.tests))
     alone = [test for test in tests if "::" not in test or test.partition("::")[0] not in tests]
-    for _, broken in spread(alone, lambda copy, test: first_failure(copy, [test])):
+    for test, broken in spread(alone, lambda copy, test: first_failure(copy, [test])):
         if broken:
-            raise SystemExit(f"without any revert, {broken} fails already")
+            raise SystemExit(f"without any revert, {test} does not pass: {broken}")
     for mutation, catcher in spread(chosen, try_mutation):
         caught[mutation.name] = catcher
         print(f"{mutation.name:18} {catcher or 'SURVIVED'}", flush=True)
