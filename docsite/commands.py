@@ -62,6 +62,7 @@ PROGRAMS = (
     "benchmarks.engine.step",
     "benchmarks.engine.scheduler",
     "benchmarks.engine.speculation",
+    "benchmarks.versions",
     "benchmarks.kernels",
     "benchmarks.ingress.stalls",
     "benchmarks.routing",

@@ -3,14 +3,12 @@ Never needs a GPU: Triton brings the assembler."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kernels.triton.resources import compile_for
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
@@ -21,25 +19,9 @@ EVERY = {
 }  # fmt: skip
 
 
-def compile_all(cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    found = compile_some(cache, *arguments)
+def compile_all(cache: Path, capability: str, *arguments: str) -> list[dict[str, Any]]:
+    found = compile_for(capability, str(cache), *arguments)
     assert {kernel["name"] for kernel in found} == EVERY
-    return found
-
-
-def compile_some(cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Compile in a separate process: in this one, Triton interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton.compiled", *arguments],
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert all(kernel["cubin_bytes"] for kernel in found)
     return found
 
 
@@ -64,7 +46,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_path: Path) -> None:
     """Regression guard: chunks had none that fits Ada and small Ampere GPUs, where no step could run."""
-    found = compile_some(tmp_path, "8.9", "--head-dims", "256", "--groups", "4", "--least-shared")
+    found = compile_for("8.9", str(tmp_path), "--head-dims", "256", "--groups", "4", "--least-shared")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
     assert len(sizes) == 4
     assert max(sizes) <= 99 * 1024

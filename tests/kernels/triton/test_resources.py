@@ -88,7 +88,7 @@ def test_attention_over_chunks_uses_the_newest_tensor_cores_and_copies_sixteen_b
 def test_the_table_is_what_the_compiler_gives(tmp_path: Path) -> None:
     if triton.__version__ != DOCUMENT["triton"]:
         pytest.skip(f"the table is of Triton {DOCUMENT['triton']}, and this is {triton.__version__}")
-    found = table_of("9.0", compile_for("9.0", str(tmp_path), *SHAPE, "--first-config"))
+    found = table_of("9.0", compile_for("9.0", str(tmp_path), "--resources", *SHAPE, "--first-config"))
     kept = {variant: DOCUMENT["9.0"].get(variant) for variant in found}
     assert found == kept, "run `python -m tests.kernels.triton.resources`, and read what has changed"
 
