@@ -73,7 +73,7 @@ test-flash: .venv-flash/installed ## test the engine with vllm-flash-attn 2.6.2 
 bench-gpu: ## measure kernels, steps and loads on this machine's GPU, against its own peaks; results to GPU_OUT
 	$(GPU_PYTHON) tests/gpu/first_hour.py --out $(GPU_OUT) --phases where aims
 
-test-chaos: model ## inject every fault into a real Ray cluster: killed, hung, drained and replaced parts, storms of clients (ten minutes)
+test-chaos: model ## inject every fault into a real Ray cluster: killed, hung, drained and replaced parts, storms of clients (a quarter of an hour)
 	$(BIN)/python -m pytest tests/chaos tests/k8s/test_pods.py -rP
 
 KILLS = test_streams_go_on_unchanged_while_engines_are_killed_at_random[40]
@@ -84,7 +84,7 @@ test-chaos-short: model ## inject one fault of each kind: killed and hung engine
 test-deep: install ## run the engine through 100,000 new random lives; tests/deep.json keeps the last result (half an hour)
 	$(BIN)/python -m tests.deep
 
-test-mutations: install ## revert the scheduler's fixes one by one; each must be caught by a test (some minutes)
+test-mutations: install ## revert the scheduler's fixes one by one; each must be caught by a test (half an hour)
 	$(BIN)/python -m tests.mutations
 
 check: install ## lint, check types and import contracts, and build the documentation: no dead link, no page without a place
