@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, SchedulerConfig
@@ -62,13 +62,20 @@ def whole() -> Bench:
 
 
 @pytest.fixture(scope="module")
+def transformers_model() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
+    return model
+
+
+@pytest.fixture(scope="module")
 def alone(bench: Bench) -> list[list[int]]:
     """Answer each prompt by itself, unchunked, without a prefix cache."""
     return [bench.serve([prompt], GREEDY, enable_prefix_caching=False)[0] for prompt in bench.prompts]
 
 
-def test_greedy_text_equals_that_of_transformers_for_every_chunk_budget(whole: Bench) -> None:
-    model = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
+def test_greedy_text_equals_that_of_transformers_for_every_chunk_budget(
+    whole: Bench, transformers_model: PreTrainedModel
+) -> None:
     prompts = whole.prompts[:3]
     texts = whole.serve(prompts, GREEDY)
     for budget in (7, 64):
@@ -76,7 +83,7 @@ def test_greedy_text_equals_that_of_transformers_for_every_chunk_budget(whole: B
         assert whole.serve(prompts, GREEDY, enable_prefix_caching=False, **settings) == texts
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([prompt])
-        answer = model.generate(
+        answer = transformers_model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
         )
         assert answer[0, len(prompt) :].tolist() == text
@@ -186,12 +193,13 @@ def test_an_answer_in_a_grammar_goes_on_elsewhere_and_after_a_preemption(bench: 
         assert bench.serve([prompts[0] + alone[0][:cut]], rest, num_answer_tokens=cut)[0] == alone[0][cut:]
 
 
-def test_penalised_and_banned_text_equals_that_of_transformers(whole: Bench) -> None:
+def test_penalised_and_banned_text_equals_that_of_transformers(
+    whole: Bench, transformers_model: PreTrainedModel
+) -> None:
     params = dataclasses.replace(GREEDY, repetition_penalty=1.3, bad_words=((30,), (260, 2104)))
-    model = AutoModelForCausalLM.from_pretrained(prepare_model(DEFAULT_MODEL), dtype=torch.float32)
     for prompt in whole.prompts[:3]:
         (text,) = whole.serve([prompt], params)
-        answer = model.generate(
+        answer = transformers_model.generate(
             ids := torch.tensor([prompt]),
             attention_mask=torch.ones_like(ids),
             max_new_tokens=NEW_TOKENS,

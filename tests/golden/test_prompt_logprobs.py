@@ -55,8 +55,10 @@ def test_a_prompts_log_probabilities_are_as_close_to_transformers_as_its_logits_
     check(f"default_model.{dtype}", Score(regret, mean, delta.quantile(0.99).item(), delta.max().item()))
 
 
+@pytest.mark.parametrize("default_model", ["bfloat16"], indirect=True)
 def test_chunks_of_four_score_a_prompt_as_one_pass_does(default_model: tuple[str, TorchExecutor]) -> None:
-    """S3-B9: the text is a prompt with its own continuation, which makes distributions peaked."""
+    """S3-B9: the text is a prompt with its own continuation, which makes distributions peaked. In float32 the same
+    bounds leave a thousand times more room."""
     _, executor = default_model
     prompt = tokenized_prompts()[0]
     tokens = prompt + greedy_text(executor, prompt, BLOCKS, 32)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.eager.ops import REFERENCE
+from kernels.forward import Routing
+from tests.kernels.experts_case import experts_case
 from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.states import inputs
 from tests.kernels.triton.cases import attend
@@ -19,6 +21,7 @@ from tests.kernels.triton.cases import attend
 from triton.runtime.interpreter import GridExecutor  # isort: skip
 
 from kernels.triton.elementwise.cache import write_cache  # isort: skip
+from kernels.triton.experts.experts import experts  # isort: skip
 from kernels.triton.linear_attention.causal_conv import causal_conv  # isort: skip
 from kernels.triton.linear_attention.delta_rule import delta_rule  # isort: skip
 
@@ -93,3 +96,14 @@ def test_the_tokens_before_a_convolution_are_read_at_the_end_of_a_large_memory()
     got = causal_conv(given.qkv, given.conv, far, rows)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(far[num:], state, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_experts_at_the_end_of_large_weights_are_read() -> None:
+    """As many as a layer of a large mixture holds; the router leads past all that are not written."""
+    routing = Routing(2, renormalize=True)
+    case = experts_case(3, 4, hidden=1024, size=1024, favoured=(1, 3), dtype=torch.float16)
+    num = 2**32 // case.gate_up[0].numel() + 1
+    assert num * case.down[0].numel() >= 2**31
+    far = case._replace(router=behind(num, case.router), gate_up=behind(num, case.gate_up), down=behind(num, case.down))
+    torch.testing.assert_close(experts(*far, routing), experts(*case, routing), atol=1e-3, rtol=1e-3)
