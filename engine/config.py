@@ -525,9 +525,9 @@ class EngineConfig:
     )
     attention: Literal["auto", "vllm_flash_attn", "triton", "torch"] = setting(
         "auto",
-        "Attention on a GPU. `vllm_flash_attn`: the first of vllm_flash_attn, flash_attn and FlashAttention-3 that can "
-        "be imported. `triton`: chunkserve's own kernels. `torch`: slow, the definition of correct. `auto`: the first "
-        "of these that runs; the log says why.",
+        "Attention on a GPU. `vllm_flash_attn`: the first of FlashAttention-3 (on Hopper), vllm_flash_attn and "
+        "flash_attn that can be imported. `triton`: chunkserve's own kernels. `torch`: slow, the definition of "
+        "correct. `auto`: the first of these that runs; the log says why.",
     )
     enable_prefix_caching: bool = setting(
         True, "Reuse the KV blocks of a prompt's beginning if they were computed for an earlier request."

@@ -53,10 +53,11 @@ WHOLE_CALLS = {
 }
 
 PACKAGES = (
-    Package("vllm_flash_attn", 16, (8, 9)),
     Package("flash_attn_interface", 1, (9,), whole=True),
+    Package("vllm_flash_attn", 16, (8, 9)),
     Package("flash_attn", 256, (8, 9)),
 )
+"""In the order in which they are tried. FlashAttention-3 is written for Hopper, where the others run Ampere's code."""
 
 
 def find_flash(
