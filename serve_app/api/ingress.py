@@ -31,6 +31,7 @@ from serve_app.api.generation.completion import Completion
 from serve_app.api.generation.field_grammars import refused
 from serve_app.api.generation.live import Lifecycle, LiveRequests
 from serve_app.api.generation.logprobs import json_chars, score_chars
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.generation.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.api.generation.thoughts import ThoughtCounter
 from serve_app.api.http.asgi import RequestGuard, read_json_body, unless_client_leaves
@@ -46,7 +47,6 @@ from serve_app.api.openai.forms import Answering, ParsedRequest, RequestT, read_
 from serve_app.api.openai.model_list import model_json, models_json
 from serve_app.api.openai.responses.form import ResponseReader
 from serve_app.api.openai.responses.kept_routes import KeptRoutes
-from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.sse import send_stream
 from serve_app.api.openai.text_routes import TextRoutes
 from serve_app.api.openapi.about import about_routes
@@ -341,14 +341,16 @@ def create_app(
         *guard,
         Middleware(MeasuresRequests, recorder=recorder, trace=trace),
     ]
-    read_message = partial(read_messages, tokenizer=tokenizer, model=model, drop_billing_header=drop_billing_header)
+    read_message = partial(
+        read_messages, tokenizer=tokenizer, model=model, seal=seal, drop_billing_header=drop_billing_header
+    )
     chat = _Generate(context, _at_once(read_chat), prepare_chat, "chatcmpl-")
     completions = _Generate(context, _at_once(read_completion), prepare_completion, "cmpl-")
     messages = _Generate(context, _at_once(read_message), prepare_chat, "msg_")
     reader = ResponseReader(model, tokenizer, seal, memory, max_body_bytes)
     responses = _Generate(context, reader.read, prepare_chat, "resp_")
     embeddings = _Generate(context, _at_once(read_embeddings), prepare_embeddings, "embd-")
-    count = CountTokens(tokenizer, model, max_body_bytes, adapters, drop_billing_header).answer
+    count = CountTokens(tokenizer, model, max_body_bytes, adapters, seal, drop_billing_header).answer
     app = Starlette(
         routes=[
             *_versioned("/chat/completions", chat, generating, "POST"),

@@ -268,8 +268,8 @@ class IngressReplica:
         spare_garbage_collections()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
+        from serve_app.api.generation.sealing import make_seal
         from serve_app.api.ingress import create_app
-        from serve_app.api.openai.responses.sealing import make_seal
 
         return create_app(
             self._client,

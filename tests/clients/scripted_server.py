@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.build.engine import FAKE_IMAGES
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.ingress import create_app
-from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake

@@ -65,7 +65,7 @@ class ThinkingBlock(MarkedBlock):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
-    """Not checked."""
+    """The thoughts, sealed, if `thinking` is empty; otherwise not checked."""
 
 
 class ToolUseBlock(MarkedBlock):

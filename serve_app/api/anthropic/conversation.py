@@ -19,6 +19,7 @@ from serve_app.api.anthropic.schema import (
 from serve_app.api.anthropic.tools import AbsentTool, ClientTool, Tool
 from serve_app.api.anthropic.turns import chat_turns, image_paths
 from serve_app.api.generation.image_prompt import image_names
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.requests.effort import thinking_options
 from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.api.requests.schema import ChatRequest
@@ -32,15 +33,20 @@ Json = dict[str, Any]
 
 
 def as_chat(
-    request: CountTokensRequest, tokenizer: Tokenizer, model: ServedModel, *, drop_billing_header: bool
+    request: CountTokensRequest,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    seal: Seal | None,
+    *,
+    drop_billing_header: bool,
 ) -> ChatRequest:
-    """Build the chat request that has the same answer.
+    """Build the chat request that has the same answer. `seal`: of thoughts that are not shown.
 
     Raises:
         ApiError: no chat request has the same answer.
     """
     template = tokenizer.chat_template
-    fields = _conversation(request, drop_billing_header) | _thinking(request, template, model)
+    fields = _conversation(request, seal, drop_billing_header) | _thinking(request, template, model, seal)
     if isinstance(request, MessagesRequest):
         fields |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}
         fields["stop"] = request.stop_sequences
@@ -50,9 +56,9 @@ def as_chat(
         raise from_validation(error) from error
 
 
-def _conversation(request: CountTokensRequest, drop_billing_header: bool) -> Json:
+def _conversation(request: CountTokensRequest, seal: Seal | None, drop_billing_header: bool) -> Json:
     system = _system(request, drop_billing_header)
-    turns = [turn for message in request.messages for turn in chat_turns(message)]
+    turns = [turn for message in request.messages for turn in chat_turns(message, seal)]
     if not turns:
         text = "No message has any content: there is nothing to answer."
         raise ApiError(400, text, param="messages", code="invalid_value")
@@ -93,8 +99,10 @@ def _system(request: CountTokensRequest, drop_billing_header: bool) -> list[Json
     return [{"role": "system", "content": text}] if text else []
 
 
-def _thinking(request: CountTokensRequest, template: ChatTemplate | None, model: ServedModel) -> Json:
-    """Translate how the model is to think, and whether its thoughts are shown."""
+def _thinking(
+    request: CountTokensRequest, template: ChatTemplate | None, model: ServedModel, seal: Seal | None
+) -> Json:
+    """Translate how the model is to think, and whether the answer has its thoughts, shown or sealed."""
     thinking, thinks = request.thinking, model.reasoning_parser is not None
     translated = thinking_options(request.thinking_wishes, template, (), thinks=thinks)
     shown: Json = {"chat_template_kwargs": translated.options} if translated.options else {}
@@ -102,7 +110,7 @@ def _thinking(request: CountTokensRequest, template: ChatTemplate | None, model:
         return shown
     if thinking.display == "updates":
         ignore_or_refuse("thinking.display", "thinking.display: thoughts are shown as they are, or not at all.")
-    return shown | {"include_reasoning": thinking.wanted and thinking.display != "omitted"}
+    return shown | {"include_reasoning": thinking.wanted and (seal is not None or not request.omits_thoughts)}
 
 
 def _tool(tool: Tool | ClientTool) -> Json:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from serve_app.adapters.names import AdapterNames
 from serve_app.api.anthropic.conversation import as_chat, names_of
 from serve_app.api.anthropic.schema import CountTokensRequest
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.generation.submission import encode_conversation
 from serve_app.api.http.asgi import read_json_body
 from serve_app.api.http.offload import run_sized
@@ -27,6 +28,7 @@ class CountTokens:
     model: ServedModel
     max_body_bytes: int
     adapters: AdapterNames
+    seal: Seal | None
     drop_billing_header: bool
 
     async def answer(self, request: Request) -> Response:
@@ -41,4 +43,6 @@ class CountTokens:
 
     def _read(self, body: bytes) -> tuple[CountTokensRequest, ChatRequest]:
         given = parse_request(CountTokensRequest, body)
-        return given, as_chat(given, self.tokenizer, self.model, drop_billing_header=self.drop_billing_header)
+        return given, as_chat(
+            given, self.tokenizer, self.model, self.seal, drop_billing_header=self.drop_billing_header
+        )

@@ -12,6 +12,7 @@ from serve_app.api.anthropic.message import Json, block_json, message_json, stop
 from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.sse import Frames
 from serve_app.api.requests.schema import ChatRequest, parse_request
@@ -23,6 +24,8 @@ from serve_app.engines.engine_client import ServedModel
 class MessageForm(Form):
     answering: Answering
     request: ChatRequest
+    seal: Seal | None
+    """Seals the thoughts if they are not to be shown."""
 
     def body(self, pieces: Sequence[Piece]) -> Json:
         reader, (piece,) = self._reader(), pieces
@@ -30,20 +33,22 @@ class MessageForm(Form):
         answering = self.answering
         message = message_json(answering.request_id, answering.model.id, usage_json(answering.choices.usage))
         cut = len(reader.blocks) - 1 if piece.finish_reason == "length" else None
-        content = {"content": [block_json(block, is_cut=block.index == cut) for block in reader.blocks]}
+        content = {"content": [block_json(block, is_cut=block.index == cut, seal=self.seal) for block in reader.blocks]}
         return message | content | stop_json(piece, has_called=reader.has_called)
 
     def frames(self) -> Frames:
         answering = self.answering
-        return MessageFrames(answering.request_id, answering.model.id, answering.choices, self._reader())
+        return MessageFrames(answering.request_id, answering.model.id, answering.choices, self._reader(), self.seal)
 
     def _reader(self) -> BlockReader:
         return BlockReader(self.answering.reader(self.request))
 
 
 def read_messages(
-    body: bytes, *, tokenizer: Tokenizer, model: ServedModel, drop_billing_header: bool
+    body: bytes, *, tokenizer: Tokenizer, model: ServedModel, seal: Seal | None, drop_billing_header: bool
 ) -> ParsedRequest[ChatRequest]:
+    """Read a body. `seal`: without one, thoughts that are not to be shown do not come back either."""
     given = parse_request(MessagesRequest, body)
-    request = as_chat(given, tokenizer, model, drop_billing_header=drop_billing_header)
-    return ParsedRequest(request, lambda answering: MessageForm(answering, request), names_of(given, request))
+    request = as_chat(given, tokenizer, model, seal, drop_billing_header=drop_billing_header)
+    seals = seal if given.omits_thoughts else None
+    return ParsedRequest(request, lambda answering: MessageForm(answering, request, seals), names_of(given, request))

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from serve_app.api.anthropic.message import SIGNATURE, Json, block_json, message_json, stop_json, usage_json
+from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
 from serve_app.api.generation.blocks import Block, BlockReader, Closed, Grown, Step
 from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.sse import event_frame
 from serve_app.errors.api_error import ApiError
@@ -25,11 +26,13 @@ _DELTAS = {
 class MessageFrames:
     end: ClassVar[bytes] = b""
 
-    def __init__(self, message_id: str, model: str, choices: Choices, blocks: BlockReader) -> None:
+    def __init__(self, message_id: str, model: str, choices: Choices, blocks: BlockReader, seal: Seal | None) -> None:
+        """`seal`: if given, thoughts are sealed instead of shown."""
         self._message_id = message_id
         self._model = model
         self._choices = choices
         self._blocks = blocks
+        self._seal = seal
         self._has_begun = False
         self._last = Piece("")
         self._repair = ArgumentRepair()
@@ -55,15 +58,22 @@ class MessageFrames:
     def _step(self, step: Step) -> bytes:
         block = step.block
         match step:
+            case Grown() if block.kind == "reasoning" and self._seal is not None:
+                return b""
             case Grown(_, text):
                 return _delta(block, self._repair.push(text) if block.kind == "call" else text)
             case Closed():
                 rest = self._repair.finish() if block.kind == "call" else ""
-                signed = _signed(block.index) if block.kind == "reasoning" else b""
+                signed = self._signed(block) if block.kind == "reasoning" else b""
                 return _delta(block, rest) + signed + _frame("content_block_stop", index=block.index)
             case _:
                 self._repair = ArgumentRepair()
                 return _frame("content_block_start", index=block.index, content_block=_empty(block))
+
+    def _signed(self, block: Block) -> bytes:
+        signature = block_json(block, seal=self._seal)["signature"]
+        delta: Json = {"type": "signature_delta", "signature": signature}
+        return _frame("content_block_delta", index=block.index, delta=delta)
 
     def failure(self, error: ApiError) -> bytes:
         return event_frame(anthropic_error(error, None))
@@ -78,11 +88,6 @@ def _empty(block: Block) -> Json:
     """Write a block as it is before its first delta. Its signature is empty, because it comes last."""
     opened = block_json(replace(block, text=""))
     return opened | {"signature": ""} if "signature" in opened else opened
-
-
-def _signed(index: int) -> bytes:
-    delta: Json = {"type": "signature_delta", "signature": SIGNATURE}
-    return _frame("content_block_delta", index=index, delta=delta)
 
 
 def _frame(kind: str, **fields: Json | int | None) -> bytes:

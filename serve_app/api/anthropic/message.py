@@ -9,6 +9,7 @@ from typing import Any
 from engine.protocol import Usage
 from serve_app.api.generation.blocks import Block
 from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.sealing import Seal
 from serve_app.parsing.call_arguments import UNREADABLE, read_arguments
 
 Json = dict[str, Any]
@@ -54,8 +55,11 @@ def stop_json(last: Piece, *, has_called: bool) -> Json:
     return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
 
 
-def block_json(block: Block, *, is_cut: bool = False) -> Json:
-    """`is_cut`: the length limit ended the answer inside this block."""
+def block_json(block: Block, *, is_cut: bool = False, seal: Seal | None = None) -> Json:
+    """`is_cut`: the length limit ended the answer inside this block. `seal`: if given, thoughts are not shown, and
+    their signature has them sealed."""
+    if block.kind == "reasoning" and seal is not None:
+        return {"type": "thinking", "thinking": "", "signature": seal.close(block.text)}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE}
     if block.kind == "text":

@@ -71,7 +71,8 @@ class Thinking(StrictModel):
     budget_tokens: Annotated[int | None, Field(ge=MIN_BUDGET), USED_IF_POSSIBLE] = None
     """Like a chat's `thinking_budget`."""
     display: Literal["summarized", "omitted", "updates"] | None = None
-    """With `omitted`, thoughts are not shown; `updates` is a hint."""
+    """With `omitted`, thoughts are not shown: a block's signature has them sealed, and can be sent back. `updates` is a
+    hint."""
 
     @property
     def wanted(self) -> bool:
@@ -107,6 +108,7 @@ class CountTokensRequest(StrictModel):
         },
         "tools.allowed_callers": "With callers other than `direct`.",
         **{f"messages.{kind}": "Such a block adds nothing to the prompt." for kind in get_args(Silent)},
+        "messages.thinking.signature": "Of thoughts without text that this server has not sealed, or not with its key.",
         "thinking.display": "With `updates`: thoughts are shown in full.",
     }
     model: str
@@ -127,6 +129,10 @@ class CountTokensRequest(StrictModel):
             text = "not allowed together with output_config.format"
             raise PydanticCustomError("format", "{text}", {"text": text, "field": "output_format"})
         return self
+
+    @property
+    def omits_thoughts(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def format(self) -> OutputFormat | None:

@@ -8,30 +8,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from serve_app.api.anthropic.blocks import ImageBlock, TextBlock, ThinkingBlock, ToolUseBlock, UrlSource
+from serve_app.api.anthropic.message import SIGNATURE
 from serve_app.api.anthropic.message_schema import AnthropicMessage, ToolResultBlock
+from serve_app.api.generation.sealing import Seal
+from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.parsing.call_arguments import UNREADABLE
 
 Json = dict[str, Any]
 _Shown = str | ImageBlock
 
 
-def chat_turns(message: AnthropicMessage) -> list[Json]:
-    """Translate one message; the list is empty if the message is."""
+def chat_turns(message: AnthropicMessage, seal: Seal | None) -> list[Json]:
+    """Translate one message; the list is empty if the message is. `seal`: opens thoughts that were sealed.
+
+    Raises:
+        ApiError: thoughts were sealed elsewhere, and the server is strict.
+    """
     if message.role == "assistant":
-        return _of_assistant(message)
+        return _of_assistant(message, seal)
     if message.role == "system":
         text = "\n".join(block.text for block in message.blocks if isinstance(block, TextBlock) and block.text)
         return [{"role": "system", "content": text}] if text else []
     return _of_user(message)
 
 
-def _of_assistant(message: AnthropicMessage) -> list[Json]:
+def _of_assistant(message: AnthropicMessage, seal: Seal | None) -> list[Json]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     for block in message.blocks:
         if isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
+            thoughts.append(block.thinking or _opened(block.signature, seal))
         elif isinstance(block, ToolUseBlock):
             calls.append(_call(block))
         elif isinstance(text := _shown(block), str):
@@ -43,6 +50,16 @@ def _of_assistant(message: AnthropicMessage) -> list[Json]:
     content_or_null = None if calls and not content else content
     fields = {"content": content_or_null, "reasoning_content": reasoning or None, "tool_calls": calls or None}
     return [{"role": "assistant", **fields}]
+
+
+def _opened(signature: str | None, seal: Seal | None) -> str:
+    if not signature or signature == SIGNATURE:
+        return ""
+    thoughts = None if seal is None else seal.open(signature)
+    if thoughts is None:
+        text = "messages: the signature of thoughts without text is not of this server, or its key is gone."
+        ignore_or_refuse("messages.thinking.signature", text)
+    return thoughts or ""
 
 
 def _of_user(message: AnthropicMessage) -> list[Json]:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 
 from serve_app.api.generation.blocks import Block
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.forms import Answering
 from serve_app.api.openai.responses.keeping import Keeping
 from serve_app.api.openai.responses.output import OutputItems
 from serve_app.api.openai.responses.response import Json, ending_json, response_json, usage_json
 from serve_app.api.openai.responses.schema import ResponsesRequest
-from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.responses.toolbox import Toolbox
 from serve_app.errors.api_error import ApiError
 

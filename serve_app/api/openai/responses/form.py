@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.scored_blocks import ScoredBlocks
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.http.offload import INLINE_SIZE, run_sized
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.responses.answer import Answer
@@ -19,7 +20,6 @@ from serve_app.api.openai.responses.keeping import Keeping
 from serve_app.api.openai.responses.passing import pass_over_hints, with_effort
 from serve_app.api.openai.responses.response import Json
 from serve_app.api.openai.responses.schema import ResponsesRequest
-from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.responses.toolbox import open_toolbox
 from serve_app.api.openai.responses.turns import Turns
 from serve_app.api.openai.sse import Frames

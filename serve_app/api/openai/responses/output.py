@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from serve_app.api.generation.blocks import Block
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.responses.input_text import input_of
 from serve_app.api.openai.responses.local_tools import LocalKind, call_fields, id_prefix
-from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.responses.toolbox import Toolbox
 
 Json = dict[str, Any]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.responses.includes import LOGPROBS, SEALED_THOUGHTS
 from serve_app.api.openai.responses.replays import UnreadItem
 from serve_app.api.openai.responses.schema import ResponsesRequest
-from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.responses.toolbox import hosted
 from serve_app.api.requests.effort import ThinkingWishes, thinking_options
 from serve_app.api.requests.hints import ignore_or_refuse

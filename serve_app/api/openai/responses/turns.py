@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from serve_app.api.generation.field_grammars import refused
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.responses.input_text import arguments_of
 from serve_app.api.openai.responses.items import (
     CallItem,
@@ -21,7 +22,6 @@ from serve_app.api.openai.responses.items import (
 )
 from serve_app.api.openai.responses.passing import pass_over
 from serve_app.api.openai.responses.replays import Answered, Called, Replay
-from serve_app.api.openai.responses.sealing import Seal
 from serve_app.api.openai.responses.toolbox import Toolbox
 from serve_app.api.requests.messages import MAX_TOOLS
 

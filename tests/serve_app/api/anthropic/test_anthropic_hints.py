@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
+from serve_app.api.anthropic.message import SIGNATURE
+from serve_app.api.generation.sealing import Seal
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
 from serve_app.api.text.chat_template import ChatTemplate
@@ -270,11 +272,60 @@ async def test_with_tools_a_budget_may_be_of_more_than_one_answer() -> None:
     assert (await ask(saying("x"), ASK | ENABLED | {"max_tokens": 9, "tools": TOOLS}, THINKER)).status == 200
 
 
-async def test_thoughts_that_are_to_be_omitted_are_not_shown() -> None:
-    thinking = {"type": "adaptive", "display": "omitted"}
+async def test_without_a_key_thoughts_that_are_to_be_omitted_are_left_out() -> None:
     client = saying("<think>\nHm.\n</think>\n\nYes.")
-    answer = await ask(client, ASK | {"thinking": thinking}, THINKER, strict=True)
+    answer = await ask(client, ASK | {"thinking": OMITTED}, THINKER, strict=True)
     assert answer.json["content"] == [{"type": "text", "text": "Yes."}]
+
+
+KEYS = ["WgRzoCzePWLmXM5Ww86DxfFg_y-bDjjX7A2-PWf5Gko=", "mnQqJokMDLzILsJH7qVQEsu85mskxEDuGSasFqxYrp0="]
+OMITTED = {"type": "adaptive", "display": "omitted"}
+
+
+def thought_of(signature: str | None, thinking: str = "") -> dict[str, Any]:
+    """Return a conversation whose last step has thoughts and a call."""
+    thought = {"type": "thinking", "thinking": thinking} | ({} if signature is None else {"signature": signature})
+    return said(thought, CALL) | {"messages": [*said(thought, CALL)["messages"][:-1], RESULT], "tools": TOOLS}
+
+
+async def test_thoughts_that_are_omitted_are_sealed_and_come_back() -> None:
+    """Regression: Claude Code 2.1.331 asks for this, and the thoughts between its calls were lost: the model continued
+    from another prompt than it had written, which the prefix cache did not have."""
+    body, text = ASK | {"thinking": OMITTED}, "<think>\nHm.\n</think>\n\nYes."
+    whole = await ask(saying(text), body, THINKER, strict=True, seal=Seal(KEYS))
+    thought, answer = whole.json["content"]
+    assert (thought["thinking"], answer) == ("", {"type": "text", "text": "Yes."})
+    assert Seal(KEYS).open(thought["signature"]) == "Hm."
+    streamed = events(await ask(saying(text, 3), body | {"stream": True}, THINKER, strict=True, seal=Seal(KEYS)))
+    deltas = [one["delta"] for one in streamed if one["type"] == "content_block_delta" and one["index"] == 0]
+    assert [delta["type"] for delta in deltas] == ["signature_delta"]
+    assert Seal(KEYS).open(deltas[0]["signature"]) == "Hm."
+    shown = saying("x")
+    await ask(shown, ASK | thought_of("any", "Hm."), THINKER)
+    assert "Hm." in prompt_of(shown)
+    for signature in (thought["signature"], deltas[0]["signature"], Seal(KEYS[1:]).close("Hm.")):
+        client = saying("x")
+        answer = await ask(client, ASK | thought_of(signature), THINKER, strict=True, seal=Seal(KEYS))
+        assert (answer.status, prompt_of(client)) == (200, prompt_of(shown))
+    counted = {name: value for name, value in (ASK | thought_of(thought["signature"])).items() if name != "max_tokens"}
+    app = app_of(saying("x"), THINKER, seal=Seal(KEYS))
+    answer = await post(app, "/v1/messages/count_tokens", counted)
+    assert answer.json == {"input_tokens": len(shown.submissions[0].prompt_token_ids)}
+
+
+@pytest.mark.parametrize("keys", [KEYS[:1], []])
+async def test_thoughts_that_were_sealed_elsewhere_are_a_hint(keys: list[str]) -> None:
+    options: dict[str, Any] = {"seal": Seal(keys) if keys else None}
+    for signature in (Seal(KEYS[1:]).close("Hm."), "EqQBCgIYAhIM", "é"):
+        client, without = saying("x"), saying("x")
+        answer = await ask(client, ASK | thought_of(signature), THINKER, **options)
+        assert (answer.status, answer.headers[HEADER]) == (200, "messages.thinking.signature")
+        await ask(without, ASK | thought_of(None), THINKER, strict=True, **options)
+        assert prompt_of(client) == prompt_of(without)
+        refused = await ask(saying("x"), ASK | thought_of(signature), THINKER, strict=True, **options)
+        assert (refused.status, refused.anthropic_error["message"][:8]) == (400, "messages")
+    own = await ask(saying("x"), ASK | thought_of(SIGNATURE), THINKER, strict=True, **options)
+    assert (own.status, HEADER in own.headers) == (200, False)
 
 
 # --- tools that nobody here runs ------------------------------------------------------------------------------------

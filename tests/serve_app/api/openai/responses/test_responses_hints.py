@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from serve_app.api.generation.sealing import make_seal
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
 from serve_app.api.openai.responses.replays import UNREAD
-from serve_app.api.openai.responses.sealing import make_seal
 from serve_app.api.openai.responses.tools import HOSTED
 from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.tokenizer import Tokenizer

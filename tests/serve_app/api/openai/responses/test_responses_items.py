@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from serve_app.api.generation.sealing import Seal, make_seal
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
 from serve_app.api.openai.forms import renamed
 from serve_app.api.openai.responses.earlier import NOTHING, whole_input
 from serve_app.api.openai.responses.replays import Replay
 from serve_app.api.openai.responses.schema import ResponsesRequest
-from serve_app.api.openai.responses.sealing import Seal, make_seal
 from serve_app.api.openai.responses.toolbox import Toolbox
 from serve_app.api.openai.responses.turns import Turns
 from serve_app.api.requests.messages import MAX_TOOLS
