@@ -95,18 +95,18 @@ def claude_code_turns(project: Path) -> Part:
 
 
 def claude_code_team(project: Path) -> Part:
-    """The task needs another agent, a to-do list, two calls at once, a picture, and a tool reached by MCP."""
+    """The task needs another agent, two calls at once, a picture, and a tool reached by MCP, whose schema Claude Code
+    only sends once the model has searched for it."""
     path = str(project / FILE)
     steps = [
-        Call("TaskCreate", {"subject": "Say goodbye", "description": "Change the greeting"}, shows="1"),
         Call("Agent", {"description": "Look", "prompt": SUBTASK, "subagent_type": "general-purpose"}, shows=FINAL),
         (
             Call("Read", {"file_path": path}, shows="hello"),
             Call("Read", {"file_path": str(project / PICTURE_FILE)}),
         ),
         Call("Write", {"file_path": path, "content": AFTER}, shows="updated"),
+        Call("ToolSearch", {"query": "select:mcp__shouter__shout", "max_results": 1}, shows="mcp__shouter__shout"),
         Call("mcp__shouter__shout", {"text": AFTER}, shows=SHOUTED),
-        Call("TaskUpdate", {"taskId": "1", "status": "completed"}, shows="1"),
     ]
     looks = ToolCalls([Call("Bash", {"command": "ls", "description": "List files"}, shows=FILE)], FINAL)
     return Scenes([(SUBTASK, looks), (TASK, ToolCalls(steps, FINAL))])
