@@ -94,12 +94,15 @@ def claude_code_turns(project: Path) -> Part:
     return Scenes([*_thanked(claude_code(project)), summed_up, (NOW, Texts([("", FINAL)]))])
 
 
+LOOK = {"description": "Look", "prompt": SUBTASK}
+
+
 def claude_code_team(project: Path) -> Part:
     """The task needs another agent, two calls at once, a picture, and a tool reached by MCP, whose schema Claude Code
     only sends once the model has searched for it."""
     path = str(project / FILE)
     steps = [
-        Call("Agent", {"description": "Look", "prompt": SUBTASK, "subagent_type": "general-purpose"}, shows=FINAL),
+        Call("Agent", {**LOOK, "subagent_type": "general-purpose", "run_in_background": False}, shows=FINAL),
         (
             Call("Read", {"file_path": path}, shows="hello"),
             Call("Read", {"file_path": str(project / PICTURE_FILE)}),
