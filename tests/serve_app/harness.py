@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import pytest
 from starlette.types import ASGIApp, Message
 
 from engine.async_engine import AsyncEngine
@@ -44,7 +45,7 @@ CHAT: dict[str, Any] = {"model": MODEL.id, "messages": [{"role": "user", "conten
 PROMPT: dict[str, Any] = {"model": MODEL.id, "prompt": "hi"}
 TIMEOUT_S = 10  # only ever reached by a failure
 
-Step = list[Event] | asyncio.Event | Exception
+Step = list[Event] | asyncio.Event | Exception | Callable[[], None]
 
 
 def scheduled(cached: int = 0) -> Event:
@@ -65,8 +66,23 @@ def failed(error: EngineError) -> Event:
     return Failed("r", error.code, error.message)
 
 
+def make_time_pass(seconds: float, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a step that moves the running event loop's clock forward: a deadline passes at one point of a script, and
+    never sooner, however busy the machine is. `seconds` must be less than TIMEOUT_S."""
+    loop = asyncio.get_running_loop()
+    real, ahead = loop.time, 0.0
+
+    def step() -> None:
+        nonlocal ahead
+        ahead = seconds
+
+    patch.setattr(loop, "time", lambda: real() + ahead)
+    return step
+
+
 class ScriptedClient:
-    """Follows one script for every request: an item is sent, an asyncio.Event is waited for, an exception is raised."""
+    """Follows one script for every request: an item is sent, an asyncio.Event is waited for, an exception is raised,
+    and a function is called."""
 
     def __init__(self, *script: Step, health: EngineError | None = None) -> None:
         self.script = script
@@ -95,6 +111,8 @@ class ScriptedClient:
                         await step.wait()
                     case Exception():
                         raise step
+                    case _ if callable(step):
+                        step()
                     case _:
                         self.items_taken += 1
                         yield step

@@ -174,13 +174,16 @@ class MetaDevice(FakeDevice):
 
 
 class MetaFlash:
-    """FlashAttention-2's calls on tensors without values."""
+    """The calls of FlashAttention-2, or of FlashAttention-3 if `whole`, on tensors without values."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self._table = "page_table" if whole else "block_table"
 
     def flash_attn_with_kvcache(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return self._attend(q, k, v, options["cache_seqlens"], options["block_table"])
+        return self._attend(q, k, v, options["cache_seqlens"], options[self._table])
 
     def flash_attn_varlen_func(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return self._attend(q, k, v, options["cu_seqlens_q"], options["cu_seqlens_k"], options["block_table"])
+        return self._attend(q, k, v, options["cu_seqlens_q"], options["cu_seqlens_k"], options[self._table])
 
     def _attend(self, *tensors: Tensor) -> Tensor:
         assert {tensor.device.type for tensor in tensors} == {"meta"}

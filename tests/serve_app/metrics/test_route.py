@@ -37,6 +37,7 @@ from tests.serve_app.harness import (
     app_for,
     failed,
     finished,
+    make_time_pass,
     post,
     scheduled,
     tokens,
@@ -191,7 +192,7 @@ async def test_an_answer_that_a_stop_string_ends_has_stopped_and_was_not_aborted
 
 
 async def test_preempted_requests_are_counted_once_and_their_preemptions_too() -> None:
-    async with local_app(reply=None, num_kv_blocks=16, block_size=4, scheduler=PROMPT_ALONE) as app:
+    async with local_app(reply=None, step_delay_ms=2, num_kv_blocks=16, block_size=4, scheduler=PROMPT_ALONE) as app:
         body = PROMPT | {"prompt": "0123456789", "max_tokens": 40, "ignore_eos": True}
         answers = await asyncio.gather(*(post(app, COMPLETIONS, body) for _ in range(4)))
         found = await scrape(app)
@@ -238,12 +239,12 @@ async def test_refusals_of_the_gate_and_of_the_engines_are_counted_by_their_code
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_without_its_whole_answer_at_the_deadline_has_missed_it(stream: bool) -> None:
-    never = asyncio.Event()
-    app, _ = measured(ScriptedClient([scheduled()], tokens("a"), never))
-    body = PROMPT | {"timeout_ms": 20, "stream": stream}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("serve_app.api.generation.live.GRACE_S", 0)
-        assert (await post(app, COMPLETIONS, body)).status == (200 if stream else 504)
+        script = [scheduled()], tokens("a"), make_time_pass(5, patch), asyncio.Event()
+        app, _ = measured(ScriptedClient(*script))
+        answer = await post(app, COMPLETIONS, PROMPT | {"timeout_ms": 5000, "stream": stream})
+        assert answer.status == (200 if stream else 504)
     found = await scrape(app)
     assert found["chunkserve:deadline_misses_total"] == 1
     assert found.of("chunkserve:requests_total") == {"incomplete" if stream else "error": 1}

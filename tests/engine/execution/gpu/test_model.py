@@ -34,7 +34,7 @@ from engine.step import PENDING_TOKEN, GraphUse, LogitControls, RowKind, RowSamp
 from kernels.choice import TRITON_TABLE
 from kernels.eager.ops import TORCH, Ops
 from kernels.flash.attention import flash_ops
-from kernels.flash.packages import PACKAGES
+from kernels.flash.packages import PACKAGES, Package
 from tests.support.fake_device import FakeDevice, MetaDevice, MetaFlash, write_model
 from tests.support.fake_flash import FakeFlash
 from tests.support.plans import chunk, decode, forced_logits, greedy_text, run, scored
@@ -350,12 +350,12 @@ def test_captures_share_what_they_read_and_write(captured: DeviceExecutor, model
 # --- nothing is waited for -------------------------------------------------------------------------------------------
 
 
-def on_meta(model: Path, *, capture: bool) -> DeviceExecutor:
+def on_meta(model: Path, package: Package, *, capture: bool) -> DeviceExecutor:
     device = MetaDevice()
     config = read_model_config(model)
     weights = allocate(config, torch.bfloat16, device.torch_device)
     cache = KVCache.allocate(config, 40, BLOCK_SIZE, torch.bfloat16, device.torch_device)
-    ops = flash_ops(PACKAGES[0], MetaFlash(), TORCH)
+    ops = flash_ops(package, MetaFlash(whole=package.whole), TORCH)
     made = DeviceModel(Decoder(config, weights, 256), ops, cache, device, block_size=BLOCK_SIZE, max_model_len=256)
     if capture:
         made.capture(plan_buckets("all", max_num_seqs=8, max_num_batched_tokens=96))
@@ -363,8 +363,9 @@ def on_meta(model: Path, *, capture: bool) -> DeviceExecutor:
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_launch_reads_nothing_back_from_the_device(model: Path, capture: bool) -> None:
-    executor = on_meta(model, capture=capture)
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.module)
+def test_a_launch_reads_nothing_back_from_the_device(model: Path, package: Package, capture: bool) -> None:
+    executor = on_meta(model, package, capture=capture)
     drawn = RowSampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3, num_logprobs=2)
     controls = LogitControls(allowed_token_ids=(1, 2, 3), logit_bias=((1, 2.0),), bad_words=((4,),))
     controlled = replace(drawn, banned_token_ids=(6,), controls=controls, num_logprobs=None)

@@ -41,6 +41,7 @@ from tests.serve_app.harness import (
     Step,
     failed,
     finished,
+    make_time_pass,
     post,
     scheduled,
     tokens,
@@ -327,10 +328,11 @@ async def test_a_client_that_leaves_ends_all_of_its_answers() -> None:
     assert gate.snapshot().num_live == 0
 
 
-async def test_a_deadline_ends_all_answers() -> None:
+async def test_a_deadline_ends_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     never = asyncio.Event()
-    client = ByChoice([[scheduled()], tokens("a"), never])
-    answer = await post(app_of(client), COMPLETIONS, PROMPT | {"n": 2, "timeout_ms": 50})
+    late = make_time_pass(6, monkeypatch)
+    client = ByChoice([[scheduled()], tokens("a"), never], [[scheduled()], tokens("a"), late, never])
+    answer = await post(app_of(client), COMPLETIONS, PROMPT | {"n": 2, "timeout_ms": 5000})
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
     assert client.num_closed == 2
     assert all(submission.timeout_s for submission in client.submissions)

@@ -29,6 +29,7 @@ from tests.serve_app.harness import (
     app_for,
     failed,
     finished,
+    make_time_pass,
     scheduled,
     tokens,
 )
@@ -121,9 +122,8 @@ async def test_the_error_names_what_the_client_asked_for_and_not_what_the_engine
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_does_not_keep_the_deadline_is_left(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.api.generation.live.GRACE_S", 0.0)
-    client = ScriptedClient(asyncio.Event())
-    # Long enough for a busy machine to have asked the engine by then.
-    answer = await post(app_for(client), "/v1/completions", PROMPT | {"stream": stream}, "500")
+    client = ScriptedClient(make_time_pass(5, monkeypatch), asyncio.Event())
+    answer = await post(app_for(client), "/v1/completions", PROMPT | {"stream": stream}, "5000")
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
     assert client.closed.is_set(), "the request is cancelled wherever it is"
 
