@@ -228,7 +228,7 @@ def test_what_no_route_takes_has_the_same_envelope(client: httpx.Client, method:
 
 
 def test_a_stream_that_is_late_ends_with_an_error_frame(client: httpx.Client) -> None:
-    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "timeout_ms": 300}) as answer:
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "timeout_ms": 1500}) as answer:
         payloads = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert answer.status_code == 200
     assert payloads[-1] == "[DONE]"
