@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.multimodal_inputs import SpanInput
 
@@ -288,9 +288,8 @@ class Pooled:
     """[hidden size]; not normalised."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One sampled token that belongs to the answer."""
+class Token(NamedTuple):
+    """One sampled token that belongs to the answer. A tuple, because every step makes one for each stream."""
 
     request_id: str
     token_id: int

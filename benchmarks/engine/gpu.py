@@ -173,7 +173,7 @@ class DeviceBench:
         decode = decode_plan(rows, self.load.context, block_size, self.token).rows
         first_free = 1 + max(block for row in decode for block in row.block_ids)
         (chunk,) = prefill_plan(self.load.mixed - rows, 0, block_size, self.token).rows
-        moved = dataclasses.replace(chunk, request_id="chunk", block_ids=tuple(b + first_free for b in chunk.block_ids))
+        moved = chunk._replace(request_id="chunk", block_ids=tuple(b + first_free for b in chunk.block_ids))
         return StepPlan(0, (*decode, moved))
 
     def _step(self, kind: str, size: int, executor: ModelExecutor, plan: StepPlan, least_ms: float) -> Cell:

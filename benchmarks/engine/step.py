@@ -64,7 +64,7 @@ def in_slots(executor: Executor, plan: StepPlan) -> StepPlan:
     """Give each row a slot for its state if the model has recurrent state."""
     if not executor.capabilities.recurrent_state:
         return plan
-    return replace(plan, rows=tuple(replace(row, state=StateUse(i)) for i, row in enumerate(plan.rows)))
+    return replace(plan, rows=tuple(row._replace(state=StateUse(i)) for i, row in enumerate(plan.rows)))
 
 
 def step_of(executor: Executor, plan: StepPlan) -> Callable[[], StepOutput]:

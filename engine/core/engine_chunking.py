@@ -38,8 +38,7 @@ def collect_in_chunks(executor: Executor, step: StepPlan, cuts: tuple[int, ...])
 def _chunks(row: ScheduledRequest, cuts: tuple[int, ...]) -> Iterator[ScheduledRequest]:
     for start, end in pairwise((row.start, *cuts, row.end)):
         last = end == row.end
-        yield replace(
-            row,
+        yield row._replace(
             kind=row.kind if last else RowKind.MIDDLE,
             start=start,
             token_ids=row.token_ids[start - row.start : end - row.start],

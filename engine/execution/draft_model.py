@@ -79,4 +79,4 @@ def _goes_on(row: ScheduledRequest, length: int, token: int) -> ScheduledRequest
 
 
 def _filled(row: ScheduledRequest, drafts: Sequence[int]) -> ScheduledRequest:
-    return replace(row, token_ids=(row.token_ids[0], *drafts)) if drafts else row
+    return row._replace(token_ids=(row.token_ids[0], *drafts)) if drafts else row

@@ -51,7 +51,7 @@ class FakeDraftModel:
             raise UnreadTextError(f"{row.request_id}: {context} does not end with the newest token, at {row.start}")
         drafts = propose(row, count)
         self._read(row, row.start + 1, drafts[:-1])
-        return replace(row, token_ids=(row.token_ids[0], *drafts))
+        return row._replace(token_ids=(row.token_ids[0], *drafts))
 
     def _read(self, row: ScheduledRequest, start: int, token_ids: Sequence[int]) -> None:
         digest = 0

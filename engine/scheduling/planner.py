@@ -141,7 +141,7 @@ class _Planner:
         self._chunk_ends: dict[str, int] = {}  # prefill rows of this plan
         self._num_partial: Counter[int] = Counter()  # by priority
         self._num_decodes = 0
-        self._passed: list[Request] = []  # requests that did not fit; they may be overtaken `_slack` more times
+        self._passed: dict[Request, None] = {}  # requests that did not fit; they may be overtaken `_slack` more times
         self._slack = self._policy.max_overtakes
         self._skipped: dict[Request, None] = {}
         self._taken: set[int] = set()  # cached blocks that no request held before this plan
@@ -461,7 +461,7 @@ class _Planner:
             alone = not (view.decoding or view.prefilling or self._rows)
             if not self._memory.fits(request, shared, alone=alone):
                 self._defer(DeferReason.MEMORY)
-                self._passed.append(request)
+                self._passed[request] = None
                 self._slack = min(self._slack, self._policy.max_overtakes - request.num_overtakes)
                 continue
             if self._passed and self._slack <= 0:

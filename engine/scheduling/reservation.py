@@ -9,7 +9,7 @@ from operator import add
 from typing import assert_never
 
 from engine.config import ResolvedConfig, SchedulerConfig
-from engine.scheduling.forecast import Forecast
+from engine.scheduling.forecast import Forecast, Share
 from engine.scheduling.request import Request
 
 FALLS_BESIDE_PREFILL = {"decode_only": False, "any_decode": True}
@@ -75,6 +75,7 @@ class Admission:
         self._promised = promised_blocks
         self._answer_tokens = 0.0
         self._forecast = forecast
+        self._tested: tuple[Request | None, Share] = (None, ((), ()))  # the last request that was tested, and its share
         if forecast is not None:
             self._growth, self._variance = forecast.of_others(gone)
         if self._mode == "ratio":
@@ -134,7 +135,8 @@ class Admission:
                 assert self._forecast is not None
                 if needed > self.available:
                     return False
-                growth, variance = self._forecast.candidate(request, shared_blocks)
+                growth, variance = share = self._forecast.candidate(request, shared_blocks)
+                self._tested = (request, share)
                 peak = self._forecast.peak(map(add, self._growth, growth), map(add, self._variance, variance))
                 return needed + peak <= self.available
             case "ratio":
@@ -147,7 +149,10 @@ class Admission:
         """Account for an admitted request whose first chunk ends at `end`; `hits_taken` of its prefix hits were
         evictable."""
         if self._forecast is not None:
-            growth, variance = self._forecast.candidate(request, num_prefix_blocks - hits_taken)
+            tested, share = self._tested
+            if tested is not request:  # it is alone, and was admitted without a test
+                share = self._forecast.candidate(request, num_prefix_blocks - hits_taken)
+            growth, variance = share
             self._growth = list(map(add, self._growth, growth))
             self._variance = list(map(add, self._variance, variance))
         held = self.blocks_for(end)

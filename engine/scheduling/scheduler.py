@@ -165,12 +165,12 @@ class Scheduler:
         sampling = None if kind is RowKind.MIDDLE else request.next_sampling()
         parts = self._take(request, start, end) if self.resources else NO_PARTS
         scheduled = ScheduledRequest(
-            request_id=request.request_id,
-            kind=kind,
-            start=start,
-            token_ids=request.next_tokens(num_tokens),
-            block_ids=request.block_ids,
-            sampling=sampling,
+            request.request_id,
+            kind,
+            start,
+            request.next_tokens(num_tokens),
+            request.block_ids,
+            sampling,
             scoring=None if kind is RowKind.DECODE else request.to_score(end),
             state=parts.state,
             pool_from=request.pooling.first_of(start, end, request.prompt_len) if request.pooling else None,

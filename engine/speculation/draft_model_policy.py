@@ -217,7 +217,7 @@ class DraftModelPolicy:
             if page := self._pages.pop(row.block_ids[number], None):
                 kept = page.token_ids[: max(0, start - number * self._block_size)]
                 self._pages[row.block_ids[number]] = Page(page.root, kept)
-        return replace(row, draft_context=DraftContext(start, tuple(request.token_ids[start:end])))
+        return row._replace(draft_context=DraftContext(start, tuple(request.token_ids[start:end])))
 
     def has_read(self, request: Request, row: ScheduledRequest, num_sampled: int) -> None:
         """Note what the draft model has read for a row that gave `num_sampled` tokens. Its K and V of accepted drafts

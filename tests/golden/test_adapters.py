@@ -101,8 +101,8 @@ def step_logits(executor: TorchExecutor, adapters: Sequence[str], chunk_size: in
     for start in range(0, max(map(len, SEQUENCES)), size):
         live = [number for number, tokens in enumerate(SEQUENCES) if start < len(tokens)]
         rows = [
-            replace(
-                chunk(str(n), SEQUENCES[n], start, min(start + size, len(SEQUENCES[n])), tables[n]), adapter=adapters[n]
+            chunk(str(n), SEQUENCES[n], start, min(start + size, len(SEQUENCES[n])), tables[n])._replace(
+                adapter=adapters[n]
             )
             for n in live
         ]

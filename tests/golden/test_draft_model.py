@@ -287,8 +287,7 @@ def test_sampled_tokens_have_the_models_distribution_whatever_is_proposed(bench:
     counts: dict[tuple[int, ...], torch.Tensor] = {}
     for begin in range(0, SEEDS, len(blocks)):
         rows = [
-            dataclasses.replace(
-                decode(str(number), 5, len(CONTEXT), table),
+            decode(str(number), 5, len(CONTEXT), table)._replace(
                 token_ids=(5, DRAFT_TOKEN, DRAFT_TOKEN),
                 sampling=dataclasses.replace(asked, seed=begin + number),
                 draft_context=newest if begin else whole,
@@ -414,9 +413,7 @@ def test_a_gpu_engine_has_no_draft_model(checkpoints: dict[str, Path], monkeypat
 
 
 def test_a_row_whose_newest_token_is_not_read_is_refused(bench: DraftBench) -> None:
-    row = dataclasses.replace(
-        decode("a", 5, 3, (0,)), token_ids=(5, DRAFT_TOKEN), draft_context=DraftContext(0, (1, 2))
-    )
+    row = decode("a", 5, 3, (0,))._replace(token_ids=(5, DRAFT_TOKEN), draft_context=DraftContext(0, (1, 2)))
     with pytest.raises(ValueError, match="drafts of a text that is read to DraftContext"):
         bench.executor.launch(StepPlan(0, (row,)))
 

@@ -177,8 +177,7 @@ def test_sampled_tokens_have_the_models_distribution_whatever_was_drafted(tiny: 
     counts = torch.zeros(3, VOCAB, dtype=torch.float64)
     for begin in range(0, SEEDS, ROWS):
         rows = [
-            dataclasses.replace(
-                decode(str(number), 5, len(CONTEXT), blocks[number]),
+            decode(str(number), 5, len(CONTEXT), blocks[number])._replace(
                 token_ids=drafts,
                 sampling=dataclasses.replace(DRAWN, seed=begin + number),
             )

@@ -4,7 +4,6 @@ Never schedules: tests say what each step has."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -34,7 +33,7 @@ def decode(name: str, token: int, position: int, blocks: Sequence[int]) -> Sched
 
 def stateful(executor: ModelExecutor, row: ScheduledRequest, slot: int = 0) -> ScheduledRequest:
     """Give the row a state slot, if the model has recurrent state."""
-    return replace(row, state=StateUse(slot)) if executor.capabilities.recurrent_state else row
+    return row._replace(state=StateUse(slot)) if executor.capabilities.recurrent_state else row
 
 
 def scored(
@@ -43,7 +42,7 @@ def scored(
     """Make a chunk of the positions [start, end) of a prompt that is only scored:
     each predicts the prompt's next token, if it has one."""
     scoring = PromptScoring(start, tuple(tokens[start + 1 : end + 1]), num_logprobs)
-    return replace(chunk(name, tokens, start, end, blocks), sampling=None, scoring=scoring)
+    return chunk(name, tokens, start, end, blocks)._replace(sampling=None, scoring=scoring)
 
 
 def prompt_scores(

@@ -180,7 +180,7 @@ def test_a_chunk_may_score_from_any_of_its_positions_on(
 ) -> None:
     """After a preemption, a chunk recomputes what is already scored, up to some position inside it."""
     before = scored("b", TOKENS, 0, 9, OTHER_BLOCKS)
-    row = replace(scored("a", TOKENS, 0, 40, BLOCKS), scoring=PromptScoring(25, tuple(TOKENS[26:36]), 0))
+    row = scored("a", TOKENS, 0, 40, BLOCKS)._replace(scoring=PromptScoring(25, tuple(TOKENS[26:36]), 0))
     got = step(executor, before, row).prompt_logprobs
     assert [score.token_id for score in got[1]] == TOKENS[26:36]
     want = checkpoint[1].log_softmax(-1)[range(25, 35), TOKENS[26:36]]
@@ -190,7 +190,7 @@ def test_a_chunk_may_score_from_any_of_its_positions_on(
 
 def test_a_row_that_failed_returns_no_log_probability(executor: TorchExecutor) -> None:
     nothing_left = replace(greedy(num_logprobs=1), banned_token_ids=tuple(range(VOCAB)))
-    output = step(executor, replace(scored("a", TOKENS[:9], 0, 9, BLOCKS, 1), sampling=nothing_left))
+    output = step(executor, scored("a", TOKENS[:9], 0, 9, BLOCKS, 1)._replace(sampling=nothing_left))
     assert (output.failed, output.sampled) == (((0, NO_LOGIT),), ((),))
     assert (output.logprobs, output.prompt_logprobs) == ({}, {})
 
@@ -230,7 +230,7 @@ def test_a_step_that_asks_for_no_logits_computes_none(executor: TorchExecutor, m
         return replace(computed, logits_at=None)
 
     monkeypatch.setattr(executor, "_forward", forward)
-    last = replace(chunk("a", TOKENS, 0, len(TOKENS), BLOCKS), sampling=None)
+    last = chunk("a", TOKENS, 0, len(TOKENS), BLOCKS)._replace(sampling=None)
     assert step(executor, last).sampled == ((),)
     alone = scored("a", [5], 0, 1, BLOCKS)  # a prompt of one token: nothing predicts it
     assert step(executor, alone).prompt_logprobs == {0: ()}
@@ -241,9 +241,9 @@ def test_a_mixed_step_gives_every_row_the_log_probabilities_it_gets_alone(execut
     run(executor, chunk("a", TOKENS, 0, 20, BLOCKS))
     rows = (
         decode("b", 3, 0, (16,)),
-        replace(decode("a", 7, 20, BLOCKS), sampling=replace(asks, banned_token_ids=tuple(range(0, VOCAB, 2)))),
+        decode("a", 7, 20, BLOCKS)._replace(sampling=replace(asks, banned_token_ids=tuple(range(0, VOCAB, 2)))),
         scored("c", TOKENS, 0, 40, OTHER_BLOCKS, 1),
-        replace(scored("d", TOKENS[:30], 0, 30, (17, 18)), sampling=replace(asks, temperature=2.0, top_k=3, seed=4)),
+        scored("d", TOKENS[:30], 0, 30, (17, 18))._replace(sampling=replace(asks, temperature=2.0, top_k=3, seed=4)),
     )
     together, alone = step(executor, *rows), [step(executor, row) for row in rows]
     assert (list(together.logprobs), list(together.prompt_logprobs)) == ([1, 3], [2, 3])
@@ -260,7 +260,7 @@ def test_a_sampled_token_has_the_models_own_log_probability(executor: TorchExecu
     temperature and filters have changed."""
     best = int(executor.logits(StepPlan(0, (chunk("a", TOKENS, 0, 9, BLOCKS),)))[-1].argmax())
     changed = replace(greedy(3), temperature=3.0, top_k=4, min_p=0.01, seed=8, banned_token_ids=(best,))
-    row = replace(chunk("a", TOKENS[:9], 0, 9, BLOCKS), sampling=changed)
+    row = chunk("a", TOKENS[:9], 0, 9, BLOCKS)._replace(sampling=changed)
     logits = executor.logits(StepPlan(0, (row,)))[-1]
     output = step(executor, row)
     ((token,),) = output.sampled
@@ -274,7 +274,7 @@ def test_a_row_whose_prompt_has_no_finite_logits_fails_alone(checkpoint: tuple[P
     good, bad = scored("good", [1, 2, 3], 0, 3, (0,)), scored("bad", [1, 7, 4, 5], 0, 3, (1,))
     expected = step(executor, good).prompt_logprobs[0]
     executor.model.decoder.weights.embedding[7] = torch.nan  # the row that reads this token gets NaN
-    asks = replace(chunk("asks", [7], 0, 1, (2,)), sampling=greedy(num_logprobs=1))
+    asks = chunk("asks", [7], 0, 1, (2,))._replace(sampling=greedy(num_logprobs=1))
     output = step(executor, bad, good, asks)
     assert output.failed == ((0, NO_LOGIT), (2, NO_LOGIT))
     assert [score.token_id for score in output.prompt_logprobs[1]] == [score.token_id for score in expected]

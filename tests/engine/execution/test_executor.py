@@ -192,17 +192,17 @@ def test_collect_returns_launched_steps_in_order(executor: TorchExecutor) -> Non
 
 def test_a_last_chunk_that_asks_for_no_token_gets_none_and_its_neighbours_get_theirs(executor: TorchExecutor) -> None:
     expected = run(executor, chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS))[0]
-    silent = replace(chunk("a", TOKENS[:20], 0, 20, BLOCKS), sampling=None)
+    silent = chunk("a", TOKENS[:20], 0, 20, BLOCKS)._replace(sampling=None)
     assert run(executor, silent, chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS)) == ((), expected)
 
 
 def test_the_random_number_of_a_sample_is_that_of_the_position_it_fills(executor: TorchExecutor) -> None:
     drawn = RowSampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=42)
     for end in (1, 9, 40):
-        row = replace(chunk("a", TOKENS[:end], 0, end, BLOCKS), sampling=drawn)
+        row = chunk("a", TOKENS[:end], 0, end, BLOCKS)._replace(sampling=drawn)
         logits = executor.logits(StepPlan(0, (row,)))[-1]
         assert run(executor, row) == ((reference.sample(logits, uniform(42, end), temperature=5.0),),)
-    row = replace(decode("a", 5, 40, BLOCKS), sampling=drawn)
+    row = decode("a", 5, 40, BLOCKS)._replace(sampling=drawn)
     logits = executor.logits(StepPlan(0, (row,)))[-1]
     assert run(executor, row) == ((reference.sample(logits, uniform(42, 41), temperature=5.0),),)
 
@@ -246,7 +246,7 @@ def test_a_row_that_goes_on_from_a_failed_one_fails_alone(checkpoint: Path) -> N
 def test_what_is_kept_of_a_request_goes_when_it_is_forgotten(executor: TorchExecutor) -> None:
     run(executor, chunk("a", TOKENS, 0, 70, BLOCKS), chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS))
     executor.forget(["a", "never seen"])
-    lost = replace(decode("a", PENDING_TOKEN, 70, BLOCKS), sampling=greedy(num_logprobs=1))
+    lost = decode("a", PENDING_TOKEN, 70, BLOCKS)._replace(sampling=greedy(num_logprobs=1))
     executor.launch(StepPlan(1, (lost, decode("b", PENDING_TOKEN, 9, OTHER_BLOCKS))))
     output = executor.collect()
     assert (output.failed, output.logprobs) == (((0, LOST_TOKEN),), {})
@@ -288,7 +288,7 @@ def test_rows_may_come_in_any_order_and_each_gets_its_own_answer(executor: Torch
     first, second = (greedy_text(executor, TOKENS[:n], at, 4) for n, at in ((20, BLOCKS), (30, OTHER_BLOCKS)))
     third = run(executor, chunk("c", TOKENS[:9], 0, 9, (8, 10)))[0]
     rows = (
-        replace(decode("a", first[0], 20, BLOCKS), token_ids=(first[0], first[1], 0)),
+        decode("a", first[0], 20, BLOCKS)._replace(token_ids=(first[0], first[1], 0)),
         decode("b", second[0], 30, OTHER_BLOCKS),
         chunk("c", TOKENS[:9], 0, 9, (8, 10)),
     )
@@ -306,15 +306,15 @@ def test_drafts_are_accepted_up_to_the_first_that_would_not_have_been_sampled(
     controls = LogitControls(presence_penalty=1.0, frequency_penalty=0.5)
     sampling = replace(greedy(num_logprobs=2), temperature=temperature, seed=3, controls=controls)
     prompt, text, scores = TOKENS[:20], [], []
-    row = replace(chunk("a", prompt, 0, 20, BLOCKS), sampling=sampling)
+    row = chunk("a", prompt, 0, 20, BLOCKS)._replace(sampling=sampling)
     for position in range(20, 25):
         executor.launch(StepPlan(position, (row,)))
         output = executor.collect()
         text += output.sampled[0]
         scores += output.logprobs[0]
-        row = replace(decode("a", text[-1], position, BLOCKS), sampling=sampling, answer=tuple(text))
+        row = decode("a", text[-1], position, BLOCKS)._replace(sampling=sampling, answer=tuple(text))
     drafts = [token if i != wrong_at else (token + 1) % VOCAB for i, token in enumerate(text[1:4])]
-    row = replace(decode("a", text[0], 20, BLOCKS), token_ids=(text[0], *drafts), sampling=sampling, answer=(text[0],))
+    row = decode("a", text[0], 20, BLOCKS)._replace(token_ids=(text[0], *drafts), sampling=sampling, answer=(text[0],))
     executor.launch(StepPlan(30, (row,)))
     output = executor.collect()
     assert output.sampled == (tuple(text[1 : wrong_at + 2]),)

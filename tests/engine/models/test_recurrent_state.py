@@ -55,7 +55,7 @@ def state_of(executor: TorchExecutor) -> RecurrentState:
 
 
 def in_slot(row: ScheduledRequest, slot: int, **use: Any) -> ScheduledRequest:
-    return replace(row, state=StateUse(slot, **use))
+    return row._replace(state=StateUse(slot, **use))
 
 
 def follow(executor: TorchExecutor, prompt: list[int], blocks: tuple[int, ...], slot: int, count: int) -> list[int]:
@@ -207,8 +207,8 @@ def test_after_drafts_a_state_is_that_of_the_tokens_that_count(checkpoint: Path,
     drafts = [*texts["a"][1 : 1 + num_right], *wrong[1 + num_right : 4]]
     rows = (
         in_slot(decode("c", 7, 5, (8,)), 3),
-        in_slot(replace(decode("a", texts["a"][0], 20, BLOCKS), token_ids=(texts["a"][0], *drafts)), 2),
-        in_slot(replace(decode("b", texts["b"][0], 30, OTHER_BLOCKS), token_ids=(texts["b"][0], VOCAB - 1)), 0),
+        in_slot(decode("a", texts["a"][0], 20, BLOCKS)._replace(token_ids=(texts["a"][0], *drafts)), 2),
+        in_slot(decode("b", texts["b"][0], 30, OTHER_BLOCKS)._replace(token_ids=(texts["b"][0], VOCAB - 1)), 0),
         in_slot(chunk("d", TOKENS[50:], 0, 20, (10, 6)), 1),
     )
     sampled = run(executor, *rows)
@@ -238,11 +238,11 @@ def test_a_step_whose_drafts_are_all_right_computes_nothing_again(
         return ops.delta_rule(*inputs)
 
     monkeypatch.setattr(executor.model, "_ops", replace(ops, delta_rule=counted))
-    right = replace(decode("a", text[0], 20, BLOCKS), token_ids=tuple(text[:3]))
+    right = decode("a", text[0], 20, BLOCKS)._replace(token_ids=tuple(text[:3]))
     assert run(executor, in_slot(right, 0)) == (tuple(text[1:4]),)
     assert calls == [3, 3], "two layers of three tokens"
     calls.clear()
-    wrong = replace(decode("a", text[3], 23, BLOCKS), token_ids=(text[3], VOCAB - 1, VOCAB - 1))
+    wrong = decode("a", text[3], 23, BLOCKS)._replace(token_ids=(text[3], VOCAB - 1, VOCAB - 1))
     assert len(run(executor, in_slot(wrong, 0))[0]) == 1
     assert calls == [3, 3, 1, 1], "and the accepted ones again, without the rest of the model"
 

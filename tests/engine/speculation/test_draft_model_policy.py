@@ -281,7 +281,7 @@ def test_a_row_that_is_drafted_for_says_what_leads_to_its_newest_token() -> None
         model.fill(StepPlan(0, (row,)), lambda row, count: (1,) * count)
     with pytest.raises(UnreadTextError, match="position 0 holds None"):
         FakeDraftModel(4, 4).fill(
-            StepPlan(0, (replace(row, draft_context=DraftContext(1, (2,))),)), lambda row, count: ()
+            StepPlan(0, (row._replace(draft_context=DraftContext(1, (2,))),)), lambda row, count: ()
         )
 
 

@@ -369,13 +369,13 @@ def test_a_launch_reads_nothing_back_from_the_device(model: Path, package: Packa
     drawn = RowSampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3, num_logprobs=2)
     controls = LogitControls(allowed_token_ids=(1, 2, 3), logit_bias=((1, 2.0),), bad_words=((4,),))
     controlled = replace(drawn, banned_token_ids=(6,), controls=controls, num_logprobs=None)
-    pooled = replace(chunk("d", TOKENS[:10], 0, 9, (16,)), pool_from=0)
+    pooled = chunk("d", TOKENS[:10], 0, 9, (16,))._replace(pool_from=0)
     executor.launch(
         StepPlan(
             0,
             (
-                replace(chunk("a", TOKENS[:20], 0, 20, BLOCKS), sampling=drawn),
-                replace(chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS), sampling=controlled),
+                chunk("a", TOKENS[:20], 0, 20, BLOCKS)._replace(sampling=drawn),
+                chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS)._replace(sampling=controlled),
                 scored("c", TOKENS[:12], 0, 12, (14, 15), 1),
                 pooled,
             ),

@@ -185,7 +185,7 @@ def test_drafts_are_refused_on_a_device_and_none_are_made_unasked(model: Path) -
         EngineCore(*create(model, attention="torch", num_speculative_tokens=2))
     with pytest.raises(ConfigError, match="on a GPU, recurrent state is not rolled back"):
         create(model, attention="torch", speculative=SpeculativeConfig(method="suffix"))
-    row = replace(decode("a", 5, 20, (0, 1)), token_ids=(5, 6), state=StateUse(0))
+    row = decode("a", 5, 20, (0, 1))._replace(token_ids=(5, 6), state=StateUse(0))
     with pytest.raises(ValueError, match="drafts, which this executor takes no state back from"):
         executor.launch(StepPlan(0, (row,)))
 
@@ -199,4 +199,4 @@ def test_a_step_without_memory_is_not_run_again(model: Path, monkeypatch: pytest
     monkeypatch.setattr(executor.model, "start", no_memory)
     row = chunk("a", PROMPTS[0], 0, 20, (0, 1))
     with pytest.raises(StateLostError):
-        executor.launch(StepPlan(0, (replace(row, state=StateUse(0)),)))
+        executor.launch(StepPlan(0, (row._replace(state=StateUse(0)),)))

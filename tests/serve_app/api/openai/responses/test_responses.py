@@ -4,7 +4,6 @@ Never tests what it shares with chats: parsers, admission, deadlines."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -274,7 +273,7 @@ def scored(text: str, pieces: int) -> ScriptedClient:
     for item in client.script:
         assert isinstance(item, list)
         item[:] = [
-            replace(event, logprobs=TokenLogprobs(event.token_id, -event.token_id / 8, ((97, -0.5),)))
+            event._replace(logprobs=TokenLogprobs(event.token_id, -event.token_id / 8, ((97, -0.5),)))
             if isinstance(event, Token)
             else event
             for event in item
