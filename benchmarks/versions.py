@@ -105,10 +105,10 @@ def compared(before: Sequence[Times], after: Sequence[Times]) -> list[dict[str, 
     return rows
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(document: Mapping[str, Any]) -> str:
     """Return the comparison as a Markdown table."""
     lines = ["| cell | before, ms | after, ms | after / before (least–most) |", "|---|--:|--:|--:|"]
-    for row in rows:
+    for row in document["cells"]:
         ratio = f"{row['ratio']:.2f} ({row['ratio_min']:.2f}–{row['ratio_max']:.2f})"
         lines.append(f"| {row['cell']} | {row['before_ms']:.3g} | {row['after_ms']:.3g} | {ratio} |")
     return "\n".join(lines)
@@ -126,6 +126,12 @@ def worktree(commit: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", str(path)], check=True)
 
 
+def short_name(commit: str) -> str:
+    """Return the short hash of a commit; "" if there is none of this name."""
+    command = ["git", "rev-parse", "--quiet", "--verify", "--short", f"{commit}^{{commit}}"]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+
+
 def main(arguments: Sequence[str] | None = None, programs: Sequence[Program] = PROGRAMS) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.versions",
@@ -136,10 +142,10 @@ def main(arguments: Sequence[str] | None = None, programs: Sequence[Program] = P
     parser.add_argument("--rounds", type=int, default=5, help="runs of each commit (%(default)s)")
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
+    names = {}
     for commit in (options.before, options.after):
-        if subprocess.run(
-            ["git", "rev-parse", "--quiet", "--verify", f"{commit}^{{commit}}"], check=False, stdout=subprocess.DEVNULL
-        ).returncode:
+        names[commit] = short_name(commit)
+        if not names[commit]:
             parser.error(f"{commit} is not a commit of this repository")
     before: list[Times] = []
     after: list[Times] = []
@@ -151,14 +157,14 @@ def main(arguments: Sequence[str] | None = None, programs: Sequence[Program] = P
     document = {
         "benchmark": "versions",
         **machine(),
-        "before": options.before,
-        "after": options.after,
+        "before": names[options.before],
+        "after": names[options.after],
         "rounds": options.rounds,
         "cells": compared(before, after),
     }
     if options.out:
         write_whole(options.out, document)
-    print(table(document["cells"]))
+    print(table(document))
     print(json.dumps(document))
 
 

@@ -54,6 +54,9 @@ def test_two_commits_run_in_turn_and_the_cells_of_both_are_divided(
     assert log.read_text().split() == ["old", "new", "new", "old", "old", "new"]
     document = json.loads(out.read_text())
     assert document == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (document["before"], document["after"]) == tuple(
+        git("rev-parse", "--short", name) for name in ("before", "HEAD")
+    )
     ratios = {cell["cell"]: (cell["ratio"], cell["before_ms"], cell["after_ms"]) for cell in document["cells"]}
     assert ratios == {"p, step decode, size 1": (0.5, 4, 2), "p, step loop": (0.5, 8, 4)}
     assert git("worktree", "list").count("\n") == 0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from benchmarks import versions
 from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
 from benchmarks.engine import speculation as bench_speculation
@@ -34,6 +35,7 @@ FIGURES = {
     "step-time.md": ("engine step", "engine_step.json", bench_step),
     "drafts.md": ("drafts", "speculation.json", bench_speculation),
     "transport.md": ("transport", "transport.json", transport),
+    "between-commits.md": ("versions", "versions.json", versions),
 }
 """Each page with the name of its marks, its file of figures, and the program that made the file and makes the table."""
 NAMED_BESIDE = (
@@ -78,6 +80,12 @@ def test_the_figures_are_of_valid_measurements() -> None:
     assert all(cell["valid"] for name in ("mixed_load.json", "kv_tight.json") for cell in document(name)["cells"])
     ours = [cell for cell in document("transport.json")["cells"] if cell["path"].startswith("ours")]
     assert all(cell["num_errors"] == 0 for cell in ours)
+
+
+def test_the_documented_slowdown_between_commits_is_the_largest_that_was_measured() -> None:
+    largest = max(cell["ratio"] for cell in document("versions.json")["cells"])
+    text = " ".join((DOCS / "benchmarks" / "between-commits.md").read_text(encoding="utf-8").split())
+    assert f"The largest median is {largest:.3f}, which" in text
 
 
 def test_the_documented_stalls_are_the_longest_that_were_measured() -> None:
