@@ -303,9 +303,11 @@ def _too_slow(limit: str) -> RowFailure:
 
 
 def _beyond_limits(error: str) -> RowFailure:
-    """`error`: the library's, of which the first line is for people."""
-    text = "The grammar became more work than the limits allow in the middle of the answer"
-    return RowFailure(f"{text}: {error.partition(chr(10))[0]}", ErrorCode.GRAMMAR_LIMIT_EXCEEDED)
+    """`error`: the library's, of which the first line is for people. Its advice is for authors of grammars, and here it
+    may be a schema."""
+    text = "The grammar became more work than the limits allow while the answer was written"
+    told = error.partition("\n")[0].partition("; consider")[0]
+    return RowFailure(f"{text}: {told}", ErrorCode.GRAMMAR_LIMIT_EXCEEDED)
 
 
 class _ByteTokens:

@@ -55,9 +55,9 @@ class DraftModelPolicy:
     the last one; `attach` for the plan that follows; `has_read` and `judge` with its results.
 
     The draft model's K and V lie in blocks of the same numbers as the model's, in a cache of their own. It reads a
-    request only if drafts are expected to pay, so that a full engine does not run it at all. It catches up later, with
-    at most a step's worth of tokens in a step. What it has read into a block outlives the request, as the block does: a
-    prefix hit finds both. What one request has had read into a shared block is not read again for another, and no two
+    request only if drafts are expected to pay, so that a full engine does not run it at all. It catches up later, by
+    whole blocks, with at most a step's worth of tokens in a step. What it has read into a block outlives the request,
+    as the block does: a prefix hit finds both. What one request has had read into a shared block is not read again for another, and no two
     requests read into the same block in one step: kernels may clear what follows the last token that they write into a
     block.
     """
@@ -147,14 +147,27 @@ class DraftModelPolicy:
 
     def _end_of_reading(self, request: Request, start: int, left: int, taken: set[int]) -> int:
         """The end of what is read of a request from `start` on, at most `left` tokens. Stops before a block of `taken`,
-        which another request reads into in this step; adds the request's own blocks to `taken`."""
-        end = min(len(request.token_ids), start + left)
-        for number in range(start // self._block_size, -(-end // self._block_size)):
+        which another request reads into in this step, and before one that was read for another; adds the blocks that
+        are read into to `taken`.
+
+        A text that is not read to its end is read to the end of a block: behind that, another request may have read on.
+        """
+        size, end = self._block_size, min(len(request.token_ids), start + left)
+        if end < len(request.token_ids) and self._most_read >= size:
+            end = max(end // size * size, start)
+        for number in range(start // size, -(-end // size)):
             if number < len(request.block_ids):
-                if request.block_ids[number] in taken:
-                    return max(start, number * self._block_size)
-                taken.add(request.block_ids[number])
+                block = request.block_ids[number]
+                if block in taken or (number * size > start and self._is_read(request, number)):
+                    return max(start, number * size)
+                taken.add(block)
         return end
+
+    def _is_read(self, request: Request, number: int) -> bool:
+        """Whether the whole of a request's block was read for another."""
+        page, begin = self._pages.get(request.block_ids[number]), number * self._block_size
+        text = tuple(request.token_ids[begin : begin + self._block_size])
+        return page == Page(_root(request, number) or b"", text) and len(text) == self._block_size
 
     def _candidate(self, request: Request) -> _Candidate | None:
         """None if the answer has too few tokens left for what the draft model would have to read, or ends with its next

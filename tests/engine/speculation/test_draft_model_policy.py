@@ -271,6 +271,64 @@ def test_what_two_share_is_read_by_one_of_them_at_a_time(budget: int) -> None:
     assert core.reads.num_read < 48 + 22 + 1 + 2 * 40, "once for both"
 
 
+def test_two_that_begin_to_decode_together_do_not_read_into_the_same_block() -> None:
+    core = DraftingCore(
+        num_kv_blocks=60, block_size=4, max_num_seqs=3, max_num_batched_tokens=60, max_prefill_tokens=40
+    )
+    text = [1 + number % 31 for number in range(52)]
+    core.send("a", text, max_tokens=20, ignore_eos=True)
+    core.keep(core.step())
+    core.send("b", text[:41], max_tokens=20, ignore_eos=True)
+    for _ in range(2):
+        core.keep(core.step())
+    a, b = core.plans[-1].rows
+    assert a.draft_context is not None
+    assert a.draft_context.end > 40
+    assert b.block_ids[0] == a.block_ids[0]
+    assert b.draft_context is None, "a reads for both"
+    core.run()
+    assert core.finished("b").usage.cached_tokens == 40
+
+
+@pytest.mark.parametrize("budget", range(15, 24))
+@pytest.mark.parametrize("tail", [20, 45, 70])
+def test_a_reading_that_is_cut_off_clears_nothing_that_another_has_read(budget: int, tail: int) -> None:
+    """A scored prompt computes its first block anew, and so reads from its beginning, through blocks that it shares
+    with a shorter request that has read them. Where the step's budget ended inside a block, the rest of the block was
+    cleared. Only drafts became worse, so that nothing but a search through 137,000 lives found it."""
+    core = behind_a_scored_prompt(budget, tail)
+    core.check_nothing_is_left()
+
+
+def test_what_was_read_for_a_request_that_came_later_is_not_read_again() -> None:
+    core = behind_a_scored_prompt(budget=18, tail=45)
+    read = [row.draft_context for row in decode_rows(core, "scored") if row.draft_context is not None]
+    assert read[0] == DraftContext(0, (1, 2, 3, 4))
+    assert read[1].start == 24
+
+
+def behind_a_scored_prompt(budget: int, tail: int) -> DraftingCore:
+    """Run a prompt that computes its first block anew, because it is scored, and one that shares the others."""
+    core = DraftingCore(num_kv_blocks=200, block_size=4, max_num_seqs=4, max_num_batched_tokens=budget)
+    text = [1 + number % 31 for number in range(25)]
+    core.send("first", text[:5], max_tokens=1, ignore_eos=True)
+    core.run()
+    core.send("scored", [*text, *[7] * tail], max_tokens=20, prompt_logprobs=0, ignore_eos=True)
+    while core.load().num_held_blocks * 4 <= 25:
+        core.keep(core.step())
+    core.send("behind", text, max_tokens=30, ignore_eos=True)
+    core.run()
+    assert core.finished("behind").usage.cached_tokens >= 20
+    return core
+
+
+def test_a_step_that_is_smaller_than_a_block_still_reads() -> None:
+    core = DraftingCore(num_kv_blocks=20, block_size=32, max_num_seqs=2, max_num_batched_tokens=16)
+    core.send("a", [1 + number % 31 for number in range(50)], max_tokens=20, ignore_eos=True)
+    core.run()
+    assert num_drafted(core)
+
+
 def test_a_row_that_is_drafted_for_says_what_leads_to_its_newest_token() -> None:
     """This is the contract at the seam, as the scripted draft model checks it."""
     row = ScheduledRequest(
