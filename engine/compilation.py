@@ -13,7 +13,7 @@ from engine.step import GrammarError
 
 
 class Compilation:
-    """Of one engine. One grammar at a time: while many come at once, steps keep the other cores."""
+    """Compiles the grammars of one engine, one at a time: while many come at once, steps keep the other cores."""
 
     def __init__(self, compile_grammar: Callable[[str], None] | None, config: ResolvedConfig) -> None:
         """`compile_grammar`: that of the executor's capabilities."""

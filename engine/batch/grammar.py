@@ -94,7 +94,7 @@ def _panics_told() -> Iterator[None]:
 
 
 class Grammars:
-    """Of one vocabulary. `compile` may be called on any thread, all else on the one that runs the steps."""
+    """The grammars of one vocabulary. Any thread may call `compile`; all else is for the one that runs the steps."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Grammars:
             if not made.is_error():
                 made.compute_bitmask()  # the first step's, kept by every copy
         if made.is_error():
-            raise GrammarError(made.get_error())
+            raise GrammarError(_readable(made.get_error()))
         with self._lock:
             self._compiled[grammar] = template = _Template(made)
             while len(self._compiled) > 1 and self._keeps_too_much():
@@ -296,6 +296,13 @@ class Grammars:
 
     def forget(self, request_id: str) -> None:
         self._matches.pop(request_id, None)
+
+
+def _readable(error: str) -> str:
+    """Put the library's message on one line, without its own markers."""
+    lines = (line.strip() for line in error.splitlines())
+    text = " ".join(line for line in lines if line and line != "<non-verbose/>")
+    return "it allows no text at all" if text == "NoExtensionBias" else text
 
 
 def _too_slow(limit: str) -> RowFailure:

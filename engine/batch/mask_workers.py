@@ -18,7 +18,8 @@ Value = TypeVar("Value")
 
 
 def processor_time_s(thread: threading.Thread) -> float:
-    """Of a thread that is alive. What else the machine does is not in it, so no answer depends on that."""
+    """Return the processor time of a thread that is alive. It does not depend on what else the machine does, and so
+    neither does an answer."""
     assert thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
@@ -44,7 +45,7 @@ class Outcome(Generic[Value]):
 
 
 class MaskWorkers:
-    """Of one engine. `run` is called by one thread at a time."""
+    """The threads of one engine. `run` is called by one thread at a time."""
 
     def __init__(
         self, count: int, *, clock: Callable[[threading.Thread], float] = processor_time_s, look_s: float = LOOK_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Generic
 
@@ -28,6 +28,7 @@ from serve_app.api.anthropic.count import CountTokens
 from serve_app.api.anthropic.form import read_messages
 from serve_app.api.generation.chat_reader import make_parsers, needs_reader, prompt_end
 from serve_app.api.generation.completion import Completion
+from serve_app.api.generation.constraint import Patiently
 from serve_app.api.generation.field_grammars import refused
 from serve_app.api.generation.live import Lifecycle, LiveRequests
 from serve_app.api.generation.logprobs import json_chars, score_chars
@@ -40,6 +41,7 @@ from serve_app.api.http.generation_response import GenerationResponses
 from serve_app.api.http.hint_header import TellsHints
 from serve_app.api.http.json_text import json_response
 from serve_app.api.http.offload import run_sized
+from serve_app.api.http.turns import TenantTurns
 from serve_app.api.measuring import FACTS, TIMES, MeasuresRequests
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
@@ -86,15 +88,20 @@ FLOAT_CHARS = 20
 """Approximate length of a vector's number as JSON."""
 
 Read = Callable[[bytes, str], Awaitable[ParsedRequest[RequestT]]]
-"""Of a body, and the name of the tenant that sent it."""
-Prepare = Callable[[RequestT, str, Tokenizer, ServedModel], Awaitable[list[list[Prepared]]]]
+"""Reads a body, given the name of the tenant that sent it."""
+Prepare = Callable[[RequestT, str, Tokenizer, ServedModel, Patiently], Awaitable[list[list[Prepared]]]]
 
 
 def _at_once(read: Callable[[bytes], ParsedRequest[RequestT]]) -> Read[RequestT]:
     """One that needs nothing but the body."""
+    return _for_tenant(lambda body, _tenant: read(body))
 
-    async def read_body(body: bytes, _tenant: str) -> ParsedRequest[RequestT]:
-        return await run_sized(len(body), lambda: read(body))
+
+def _for_tenant(read: Callable[[bytes, str], ParsedRequest[RequestT]]) -> Read[RequestT]:
+    """One that looks nothing up."""
+
+    async def read_body(body: bytes, tenant: str) -> ParsedRequest[RequestT]:
+        return await run_sized(len(body), lambda: read(body, tenant))
 
     return read_body
 
@@ -145,20 +152,22 @@ class _Generate(Generic[RequestT]):
             choices = facts.choices = await self._start(request, admitted, session, model)
         except ApiError as error:
             raise asked.renamed(error) from error
-        answering = Answering(admitted.request_id, self._context.tokenizer, model, choices)
+        answering = Answering(admitted.request_id, self._context.tokenizer, model, choices, scope[REQUEST_ID])
         try:
             await self._send(asked, answering, scope, receive, send)
         except RequestRejected as error:
             if error.param != "grammar":
                 raise
             raise asked.renamed(refused(choices.constrained_by, error.message)) from error
+        except ApiError as error:
+            raise asked.renamed(error) from error
 
     async def _send(
         self, asked: ParsedRequest[RequestT], answering: Answering, scope: Scope, receive: Receive, send: Send
     ) -> None:
         form, choices = asked.form(answering), answering.choices
         if asked.request.stream:
-            await send_stream(send, choices, form.frames())
+            await send_stream(send, choices, form.frames(), asked.renamed)
         else:
             pieces = await choices.whole()
             size = sum(json_chars(piece.tokens or ()) for piece in pieces)
@@ -173,7 +182,9 @@ class _Generate(Generic[RequestT]):
     async def _start(self, request: RequestT, admitted: _Admitted, session: str | None, model: ServedModel) -> Choices:
         """Prepare the request, and wait for places with the engines."""
         context, ticket, lifecycle = self._context, admitted.ticket, admitted.lifecycle
-        groups = await self._prepare(request, admitted.request_id, context.tokenizer, model)
+        patiently = partial(context.turns.run, ticket.tenant.name)
+        with lifecycle.bound():
+            groups = await self._prepare(request, admitted.request_id, context.tokenizer, model, patiently)
         num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
         with lifecycle.bound(), admitted.times.at_gate():
             await ticket.dispatched(num_tokens, sum(map(len, groups)))
@@ -221,6 +232,8 @@ class _Context:
     live: LiveRequests
     adapters: AdapterNames
     engine_load: Callable[[], EngineLoad | None]
+    turns: TenantTurns = field(default_factory=TenantTurns)
+    """For work on grammars."""
 
     def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
         """Make the counter of a chat answer's thoughts; None if the model does not mark its thoughts."""
@@ -346,8 +359,8 @@ def create_app(
     )
     chat = _Generate(context, _at_once(read_chat), prepare_chat, "chatcmpl-")
     completions = _Generate(context, _at_once(read_completion), prepare_completion, "cmpl-")
-    messages = _Generate(context, _at_once(read_message), prepare_chat, "msg_")
-    reader = ResponseReader(model, tokenizer, seal, memory, max_body_bytes)
+    messages = _Generate(context, _for_tenant(read_message), prepare_chat, "msg_")
+    reader = ResponseReader(model, tokenizer, seal, memory, max_body_bytes, context.turns)
     responses = _Generate(context, reader.read, prepare_chat, "resp_")
     embeddings = _Generate(context, _at_once(read_embeddings), prepare_embeddings, "embd-")
     count = CountTokens(tokenizer, model, max_body_bytes, adapters, seal, drop_billing_header).answer

@@ -55,7 +55,7 @@ class Attempt(Protocol):
 
 
 class _WaitOverError(EngineError):
-    """No replica has gone on with the answer in time; there is no time left for another attempt."""
+    """No replica has continued the answer in time; there is no time left for another attempt."""
 
 
 StartAttempt = Callable[[Submission, tuple[str, ...]], Attempt]

@@ -170,7 +170,7 @@ class _Answer:
         if self._is_on(ANTHROPIC_PATH):
             return _event("error", self._told(error))
         if self._is_on(RESPONSES_PATH):
-            number = max((int(found) for found in _SEQUENCE_NUMBER.findall(self._last)), default=-1) + 1
+            number = max((int(number) for number in _SEQUENCE_NUMBER.findall(self._last)), default=-1) + 1
             told = {"code": error.code, "message": error.message, "param": None}
             return _event("error", {"type": "error", "sequence_number": number, **told})
         return f"data: {json.dumps(error.body())}\n\ndata: [DONE]\n\n".encode()

@@ -124,7 +124,7 @@ class Runs:
 
     def __init__(self, automaton: Automaton, units: Ranges, allowance: Allowance) -> None:
         self._automaton = automaton
-        self._plain = [without(found, units) for found in automaton.sets]
+        self._plain = [without(characters, units) for characters in automaton.sets]
         self._allowance = allowance
         self._shorts: dict[Ranges, str] = {}
         self._classes: list[str] = []

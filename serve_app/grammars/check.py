@@ -55,4 +55,8 @@ def readable(told: str) -> str:
         return f"the schema's keywords are not all supported: {match[1]}"[:MAX_CHARS]
     lines = [line.strip() for line in told.splitlines()]
     shown = [line for line in lines if line and not re.match(r"\d+ \||\^+$", line)]
-    return " ".join(shown)[:MAX_CHARS]
+    text = " ".join(shown)
+    if len(text) <= MAX_CHARS:
+        return text
+    # A refused regex is repeated whole, and the reason comes after it.
+    return f"{text[: MAX_CHARS // 2]} … {text[3 - MAX_CHARS // 2 :]}"

@@ -25,7 +25,7 @@ def subschemas(schema: Any) -> Iterator[Json]:
         part = waiting.pop()
         if isinstance(part, dict):
             yield part
-            inner = [each for name, value in part.items() if name in _KEYWORDS for each in _schemas_of(name, value)]
+            inner = [schema for name, value in part.items() if name in _KEYWORDS for schema in _schemas_of(name, value)]
             waiting += reversed(inner)
 
 

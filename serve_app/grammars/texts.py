@@ -34,13 +34,16 @@ def regex(pattern: str) -> Grammar:
     r"""Constrain the whole answer to the pattern. Its `\d` and `\w` are ASCII, as in a schema's patterns.
 
     Raises:
-        GrammarRefused: it is too long.
+        GrammarRefused: it is too long, or ends too early.
     """
     _check_size(pattern)
+    if _ENDS_EARLY.search(pattern):  # llguidance would leave the backslash out
+        raise GrammarRefused("ends with a backslash that has nothing behind it")
     (entry,) = json.loads(LLMatcher.grammar_from_regex(with_ascii_classes(pattern)))["grammars"]
     return lark(entry["lark_grammar"])
 
 
+_ENDS_EARLY = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 _CLASS_PARTS = re.compile(r"\\[\s\S]|\[\^?\]?|\]")
 _ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 

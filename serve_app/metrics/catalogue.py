@@ -226,7 +226,7 @@ INGRESS = (
         "chunkserve:router_overlap_tokens",
         "Prompt tokens that the router expected in the prefix cache of the engine that it chose.",
     ),
-    # Of one store for all ingress replicas, where there are several: each tells what it last heard.
+    # All ingress replicas share one store where there are several: each tells what it last heard.
     _ingress_gauge(
         "chunkserve:responses_store_entries",
         "Responses that are kept. Several ingress replicas share one store, and each reports all of it.",

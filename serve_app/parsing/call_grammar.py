@@ -55,7 +55,7 @@ class CallGrammar(ABC):
         one."""
 
     def _lark(self, rules: str) -> Grammar:
-        """Of rules that are all written by now."""
+        """Make the grammar, when all of its rules are written."""
         return lark(f"{rules}{self._shared.text()}")
 
     def _literal(self, text: str) -> str:

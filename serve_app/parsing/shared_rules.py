@@ -10,7 +10,8 @@ from serve_app.grammars.notation import Json
 
 
 class SharedRules:
-    """Of one grammar. llguidance takes 65,525 symbols, and a rule for each parameter of each tool is most of them."""
+    """Writes each rule of one grammar once. llguidance takes 65,525 symbols, and a rule for each parameter of each tool
+    is most of them."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}

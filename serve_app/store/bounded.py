@@ -32,13 +32,16 @@ class BoundedStore:
 
     def put(self, tenant: str, entry: Entry) -> bool:
         """Keep an answer, whose id is new. Return False if it is larger than the store, or than what is left by other
-        tenants that keep less."""
+        tenants that keep less, or if what it goes on from is not kept."""
         self.expire()
         if size_of(entry) > self._max_bytes:
             return False
         own = self._stores.setdefault(tenant, TenantStore())
         own.put(entry, self._now())
         self._make_room()
+        if entry.previous is not None and entry.previous not in own:  # a conversation larger than the store
+            own.remove(entry.response_id)
+            self._forget_empty(tenant)
         return entry.response_id in own
 
     def get(self, tenant: str, response_id: str) -> Entry | None:

@@ -27,7 +27,7 @@ def respond(server: Server, **fields: Any) -> httpx.Response:
 
 
 def lookups(server: Server) -> list[float]:
-    """Of each ingress replica."""
+    """Return the number for each ingress replica."""
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=60).text)
     samples = [sample for family in families for sample in family.samples]
     return [one.value for one in samples if one.name == "chunkserve:responses_store_queries_total"]

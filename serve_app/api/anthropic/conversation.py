@@ -18,6 +18,7 @@ from serve_app.api.anthropic.schema import (
 )
 from serve_app.api.anthropic.tools import AbsentTool, ClientTool, Tool
 from serve_app.api.anthropic.turns import chat_turns, image_paths
+from serve_app.api.generation.field_grammars import refused
 from serve_app.api.generation.image_prompt import image_names
 from serve_app.api.generation.sealing import Seal
 from serve_app.api.requests.effort import thinking_options
@@ -63,6 +64,7 @@ def _conversation(request: CountTokensRequest, seal: Seal | None, drop_billing_h
         text = "No message has any content: there is nothing to answer."
         raise ApiError(400, text, param="messages", code="invalid_value")
     tools = [tool for _, tool in _offered_tools(request)]
+    _check_names(request)
     choice = request.tool_choice
     if choice is not None:
         _check_forced(choice, request, [tool.name for tool in tools])
@@ -81,6 +83,17 @@ def _offered_tools(request: CountTokensRequest) -> list[tuple[int, Tool | Client
     """List the tools that the model may call, with their places in the request."""
     numbered = enumerate(request.tools or ())
     return [(number, tool) for number, tool in numbered if not isinstance(tool, AbsentTool) and tool.is_offered]
+
+
+def _check_names(request: CountTokensRequest) -> None:
+    """Raises:
+    ApiError: two tools have one name, so that nobody could say which is called.
+    """
+    names = set[str]()
+    for number, tool in _offered_tools(request):
+        if tool.name in names:
+            raise refused(f"tools.{number}.name", f"is the name of two tools, {tool.name!r}")
+        names.add(tool.name)
 
 
 def _moved_tools(request: CountTokensRequest) -> dict[str, str]:

@@ -18,6 +18,7 @@ from serve_app.api.http.offload import run_sized
 from serve_app.api.openai.forms import renamed
 from serve_app.api.requests.schema import ChatRequest, parse_request
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.auth.keys import tenant_of
 from serve_app.engines.engine_client import ServedModel
 from serve_app.errors.api_error import ApiError
 
@@ -33,7 +34,8 @@ class CountTokens:
 
     async def answer(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
-        given, chat = await run_sized(len(body), lambda: self._read(body))
+        tenant = tenant_of(request.scope).name
+        given, chat = await run_sized(len(body), lambda: self._read(body, tenant))
         self.adapters.served(chat.model)
         try:
             prompt = await encode_conversation(chat, self.tokenizer, self.model)
@@ -41,8 +43,6 @@ class CountTokens:
             raise renamed(error, names_of(given, chat)) from error
         return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
-    def _read(self, body: bytes) -> tuple[CountTokensRequest, ChatRequest]:
-        given = parse_request(CountTokensRequest, body)
-        return given, as_chat(
-            given, self.tokenizer, self.model, self.seal, drop_billing_header=self.drop_billing_header
-        )
+    def _read(self, body: bytes, tenant: str) -> tuple[CountTokensRequest, ChatRequest]:
+        given, seal = parse_request(CountTokensRequest, body), None if self.seal is None else self.seal.of(tenant)
+        return given, as_chat(given, self.tokenizer, self.model, seal, drop_billing_header=self.drop_billing_header)

@@ -38,17 +38,18 @@ class MessageForm(Form):
 
     def frames(self) -> Frames:
         answering = self.answering
-        return MessageFrames(answering.request_id, answering.model.id, answering.choices, self._reader(), self.seal)
+        names = answering.request_id, answering.model.id, answering.header
+        return MessageFrames(*names, answering.choices, self._reader(), self.seal)
 
     def _reader(self) -> BlockReader:
         return BlockReader(self.answering.reader(self.request))
 
 
 def read_messages(
-    body: bytes, *, tokenizer: Tokenizer, model: ServedModel, seal: Seal | None, drop_billing_header: bool
+    body: bytes, tenant: str, *, tokenizer: Tokenizer, model: ServedModel, seal: Seal | None, drop_billing_header: bool
 ) -> ParsedRequest[ChatRequest]:
     """Read a body. `seal`: without one, thoughts that are not to be shown do not come back either."""
-    given = parse_request(MessagesRequest, body)
+    given, seal = parse_request(MessagesRequest, body), None if seal is None else seal.of(tenant)
     request = as_chat(given, tokenizer, model, seal, drop_billing_header=drop_billing_header)
     seals = seal if given.omits_thoughts else None
     return ParsedRequest(request, lambda answering: MessageForm(answering, request, seals), names_of(given, request))

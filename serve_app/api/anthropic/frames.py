@@ -26,8 +26,17 @@ _DELTAS = {
 class MessageFrames:
     end: ClassVar[bytes] = b""
 
-    def __init__(self, message_id: str, model: str, choices: Choices, blocks: BlockReader, seal: Seal | None) -> None:
-        """`seal`: if given, thoughts are sealed instead of shown."""
+    def __init__(
+        self,
+        message_id: str,
+        model: str,
+        request_id: str,
+        choices: Choices,
+        blocks: BlockReader,
+        seal: Seal | None,
+    ) -> None:
+        """`request_id`: the one in the response's headers. `seal`: if given, thoughts are sealed instead of shown."""
+        self._request_id = request_id
         self._message_id = message_id
         self._model = model
         self._choices = choices
@@ -76,7 +85,7 @@ class MessageFrames:
         return _frame("content_block_delta", index=block.index, delta=delta)
 
     def failure(self, error: ApiError) -> bytes:
-        return event_frame(anthropic_error(error, None))
+        return event_frame(anthropic_error(error, self._request_id))
 
 
 def _delta(block: Block, text: str) -> bytes:

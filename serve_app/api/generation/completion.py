@@ -23,6 +23,7 @@ from engine.protocol import (
     Usage,
 )
 from serve_app.admission.gate import AdmissionTicket
+from serve_app.api.generation.field_grammars import too_much_work
 from serve_app.api.generation.live import Lifecycle
 from serve_app.api.generation.logprobs import ScoredToken, TokenQueue
 from serve_app.api.generation.submission import Prepared
@@ -175,6 +176,8 @@ class Completion:
                 case Failed():
                     if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._lifecycle.deadline) is not None:
                         raise deadline.exceeded()  # the engine only knows the time that was left at submission
+                    if event.code is ErrorCode.GRAMMAR_LIMIT_EXCEEDED and self.constrained_by is not None:
+                        raise too_much_work(self.constrained_by, event.message)
                     raise EngineError(event.code, event.message)
         return self._piece(texts)
 

@@ -3,7 +3,7 @@ Never samples; what precedes a constrained answer, such as thoughts, is free."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from serve_app.api.generation.field_grammars import field_grammar, refused
@@ -34,11 +34,14 @@ class Constraint:
         return grammar.text()
 
 
+Patiently = Callable[[Callable[[], Constraint]], Awaitable[Constraint]]
+"""Runs work that takes a core for up to seconds when it is its turn, and away from the event loop."""
+
+
 async def constraint_of(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: ServedModel
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: ServedModel, patiently: Patiently
 ) -> Constraint | None:
-    """Build and check the constraint of the answer; None if anything is allowed. Works in a thread, because schemas and
-    grammars can be as large as a body.
+    """Build and check the constraint of the answer; None if anything is allowed.
 
     Raises:
         ApiError: the constraint cannot be enforced, or is not a valid schema or grammar; the error names the field.
@@ -48,7 +51,7 @@ async def constraint_of(
     if request.ignore_eos:
         text = f"not allowed together with {request.constrained_by}: the end of what it allows ends the answer"
         raise ApiError(400, f"ignore_eos: {text}", param="ignore_eos", code="invalid_value")
-    return await asyncio.to_thread(_constraint, request, tokenizer, model)
+    return await patiently(lambda: _constraint(request, tokenizer, model))
 
 
 def _constraint(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: ServedModel) -> Constraint:

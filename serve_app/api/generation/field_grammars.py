@@ -24,6 +24,11 @@ def refused(field: str, text: str) -> ApiError:
     return ApiError(400, f"{field}: {text}", param=field, code="invalid_value")
 
 
+def too_much_work(field: str, text: str) -> ApiError:
+    """Make the error of a grammar that was accepted and became too much work in the engine."""
+    return ApiError(400, f"{field}: {text}", param=field, code="grammar_limit_exceeded")
+
+
 def field_grammar(request: GenerationRequest, specials: Specials) -> tuple[str, Grammar] | None:
     """Return the dotted name of the field that constrains the answer, and its grammar; None if no field does.
 

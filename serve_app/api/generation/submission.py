@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from engine.multimodal_inputs import SpanInput
 from engine.protocol import SamplingParams, Submission
 from serve_app.api.generation.chat_reader import markers, prompt_end
-from serve_app.api.generation.constraint import Constraint, constraint_of
+from serve_app.api.generation.constraint import Constraint, Patiently, constraint_of
 from serve_app.api.generation.image_prompt import EncodedChat, place_images, read_images
 from serve_app.api.generation.template_options import template_options
 from serve_app.api.http.offload import INLINE_SIZE, run_sized
@@ -46,7 +46,7 @@ class Prepared:
 
 
 async def prepare_chat(
-    request: ChatRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+    request: ChatRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel, patiently: Patiently
 ) -> list[list[Prepared]]:
     """Prepare the answers to a chat's single prompt.
 
@@ -62,7 +62,7 @@ async def prepare_chat(
     if prompt.inputs and request.truncate_prompt_tokens is not None:
         text = "A conversation with images is not truncated: leave truncate_prompt_tokens out."
         raise ApiError(400, text, param="truncate_prompt_tokens", code="invalid_value")
-    constraint = await constraint_of(request, tokenizer, model)
+    constraint = await constraint_of(request, tokenizer, model, patiently)
     sampling = await _sampling(request, tokenizer)
     maker = _Maker(request, request_id, tokenizer, model, wanted, None, sampling, constraint, prompt.inputs)
     return [await maker.group(prompt.token_ids, None, "messages", 0)]
@@ -106,14 +106,14 @@ def _size(request: ChatRequest) -> int:
 
 
 async def prepare_completion(
-    request: CompletionRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+    request: CompletionRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel, patiently: Patiently
 ) -> list[list[Prepared]]:
     """Prepare the answers to each prompt.
 
     Raises:
         ApiError, RequestRejected: the request cannot be served as asked.
     """
-    constraint = await constraint_of(request, tokenizer, model)
+    constraint = await constraint_of(request, tokenizer, model, patiently)
     wanted, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
     sampling = await _sampling(request, tokenizer)
     maker = _Maker(request, request_id, tokenizer, model, wanted, default, sampling, constraint)

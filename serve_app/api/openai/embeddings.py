@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.protocol import SamplingParams, Submission
 from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.constraint import Patiently
 from serve_app.api.generation.submission import Prepared, answer_tokens, encode_prompt, prompt_too_long, truncated
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
@@ -34,7 +35,7 @@ def read_embeddings(body: bytes) -> ParsedRequest[EmbeddingRequest]:
 
 
 async def prepare_embeddings(
-    request: EmbeddingRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel
+    request: EmbeddingRequest, request_id: str, tokenizer: Tokenizer, model: ServedModel, _patiently: Patiently
 ) -> list[list[Prepared]]:
     """Prepare each input as a prompt of its own.
 

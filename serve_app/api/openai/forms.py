@@ -29,12 +29,14 @@ RequestT = TypeVar("RequestT", ChatRequest, CompletionRequest, EmbeddingRequest)
 
 @dataclass(frozen=True, slots=True)
 class Answering:
-    """What a form is made from: an answer that an engine was asked for. `request_id`: the answer's public id."""
+    """What a form is made from: an answer that an engine was asked for. `request_id`: the answer's public id. `header`:
+    the request's id in the response's headers."""
 
     request_id: str
     tokenizer: Tokenizer
     model: ServedModel
     choices: Choices
+    header: str
 
     def reader(self, request: ChatRequest) -> ChatReader:
         """Make a reader for one answer to the first prompt."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
@@ -64,8 +64,11 @@ class UsageShown:
     always: bool = False
 
 
-async def send_stream(send: Send, choices: Choices, frames: Frames) -> None:
-    """Send the whole response. Each frame waits until the server has taken the previous one.
+async def send_stream(
+    send: Send, choices: Choices, frames: Frames, named: Callable[[ApiError], ApiError] = lambda error: error
+) -> None:
+    """Send the whole response. Each frame waits until the server has taken the previous one. `named`: names an error's
+    field as the body does.
 
     Raises:
         EngineError, ApiError: before anything was sent; the caller answers with a status.
@@ -79,7 +82,7 @@ async def send_stream(send: Send, choices: Choices, frames: Frames) -> None:
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - to_api_error logs it; the client must see that the answer failed
-            choices.error = to_api_error(error)
+            choices.error = named(to_api_error(error))
             await _send(send, frames.failure(choices.error))
         await send({"type": "http.response.body", "body": frames.end})
 

@@ -111,6 +111,7 @@ def test_a_temperature_in_a_rule_is_refused_and_not_ignored() -> None:
     ("grammar", "told"),
     [
         (texts.regex("(a"), "unclosed group"),
+        (texts.regex("a" * 500 + "("), "unclosed group"),
         (texts.regex(r"\bword"), "lookarounds not supported"),
         (texts.grammar("start: word"), 'unknown name: "word"'),
         (texts.grammar("start: %json {"), ""),
@@ -125,6 +126,16 @@ def test_what_llguidance_does_not_take_is_told_in_one_bounded_line(grammar: obje
     assert "\n" not in fault
     assert len(fault) <= MAX_CHARS
     assert fault == find_fault(grammar.text())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("pattern", "ends"), [("a\\", True), ("\\", True), ("\\\\\\", True), ("a\\\\", False)])
+def test_a_regex_that_ends_with_half_an_escape_is_refused(pattern: str, ends: bool) -> None:
+    """Regression: llguidance leaves the backslash out, and answers followed another pattern."""
+    if not ends:
+        assert WALKER.admits(texts.regex(pattern).text(), "a\\")
+        return
+    with pytest.raises(GrammarRefused, match="ends with a backslash"):
+        texts.regex(pattern)
 
 
 @pytest.mark.parametrize("write", [texts.regex, texts.grammar, lambda text: texts.choice([text] * 2)])

@@ -84,6 +84,16 @@ def test_an_answer_that_is_larger_than_the_store_is_not_kept_and_pushes_nothing_
     assert names(store, "ann", "ab") == "a"
 
 
+def test_an_answer_that_pushes_out_what_it_goes_on_from_is_not_kept() -> None:
+    """Regression: it was said to be kept, and could not be continued."""
+    store = store_of(room_for(2, 100))
+    assert store.put("ann", entry("a", 100))
+    assert store.put("ann", entry("b", 100, previous="a"))
+    assert store.recall("ann", Wanted("b", (), PLENTY)).missing is None
+    assert not store.put("ann", entry("c", 100, previous="b"))
+    assert names(store, "ann", "abc") == "a"
+
+
 def test_the_tenant_that_keeps_most_makes_room() -> None:
     store = store_of(room_for(4, 100) + len(b"hi{}"))
     store.put("bob", entry("z", 100))

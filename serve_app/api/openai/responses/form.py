@@ -10,7 +10,8 @@ from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.scored_blocks import ScoredBlocks
 from serve_app.api.generation.sealing import Seal
-from serve_app.api.http.offload import INLINE_SIZE, run_sized
+from serve_app.api.http.offload import run_sized
+from serve_app.api.http.turns import TenantTurns
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.responses.answer import Answer
 from serve_app.api.openai.responses.conversation import as_chat, names_of
@@ -56,24 +57,27 @@ class ResponseReader:
     seal: Seal | None
     memory: AnswerMemory | None
     max_body_bytes: int
+    turns: TenantTurns
+    """For work on tools, whose grammars may take seconds to check."""
 
     async def read(self, body: bytes, tenant: str) -> ParsedRequest[ChatRequest]:
         """Raises:
         ApiError: the request is wrong, or continues something that is not there.
         """
-        # Even a short one may have a tool's grammar, whose translation takes tens of milliseconds: never on the event
-        # loop.
-        size = max(len(body), INLINE_SIZE + 1)
+        size = len(body)
         given = await run_sized(size, lambda: parse_request(ResponsesRequest, body))
         earlier = await recall(given, body, self.memory, tenant, self.max_body_bytes)
         size += earlier.num_bytes
+        if given.tools:
+            return await self.turns.run(tenant, lambda: self._asked(given, earlier, tenant, size))
         return await run_sized(size, lambda: self._asked(given, earlier, tenant, size))
 
     def _asked(self, given: ResponsesRequest, earlier: Earlier, tenant: str, size: int) -> ParsedRequest[ChatRequest]:
         toolbox = open_toolbox(given.tools or (), self.model)
-        seals = pass_over_hints(given, seal=self.seal if self.model.reasoning_parser else None)
+        seal = None if self.seal is None else self.seal.of(tenant)
+        seals = pass_over_hints(given, seal=seal if self.model.reasoning_parser else None)
         given, options = with_effort(given, self.tokenizer, self.model)
-        turns, own = Turns(toolbox, self.seal), list(whole_input(given, earlier))
+        turns, own = Turns(toolbox, seal), list(whole_input(given, earlier))
         before = [("previous_response_id", item) for item in earlier.conversation]
         request = as_chat(given, turns.messages([*before, *own]), toolbox, options)
         keeping = None

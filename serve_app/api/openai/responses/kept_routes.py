@@ -64,7 +64,7 @@ class KeptRoutes:
             wanted = Wanted(entry.previous, (), self.max_bytes)
             recalled = await self.memory.recall(tenant_of(request.scope).name, wanted)
             if recalled.missing is not None:
-                raise self._not_found(recalled.missing)
+                raise self._not_found(recalled.missing, f", which {clip(entry.response_id, _ID_CHARS)!r} goes on from,")
             before = recalled.conversation
         texts = [*before, *entry.input]
         return await run_sized(sum(map(len, texts)), lambda: json_response(page.cut(listed(entry.response_id, texts))))
@@ -86,8 +86,8 @@ class KeptRoutes:
             raise self._not_found(name)
         return entry
 
-    def _not_found(self, name: str) -> ApiError:
-        told = f"Response with id '{clip(name, _ID_CHARS)}' not found. {how_long(self.memory)}"
+    def _not_found(self, name: str, what: str = "") -> ApiError:
+        told = f"Response with id '{clip(name, _ID_CHARS)}'{what} not found. {how_long(self.memory)}"
         return ApiError(404, told, param="response_id", code="response_not_found")
 
     def routes(self, reading: Sequence[Middleware]) -> list[Route]:

@@ -25,6 +25,8 @@ from serve_app.api.requests.unions import by_type, text_or_list_of
 
 _NEVER: tuple[Any, ...] = ()
 _NO = (False,)
+MOST_OUTPUT_TOKENS = 2**53 - 1
+"""The answer repeats the number, and this is the largest that every JSON reader keeps."""
 
 
 class ObjectFormat(StrictModel):
@@ -109,7 +111,7 @@ class ResponsesRequest(StrictModel):
     previous_response_id: str | None = None
     """A kept response. Its input and output, and those of the responses that it continues, come before the input. Its
     instructions do not."""
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MOST_OUTPUT_TOKENS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)

@@ -232,12 +232,13 @@ def open_toolbox(tools: Sequence[Tool], model: ServedModel) -> Toolbox:
     """Build the toolbox. A tool that does not say whether it is strict is, if what it asks for can be kept.
 
     Raises:
-        ApiError: there are too many tools, two are of one type whose calls have no name, or the grammars of all tools
+        ApiError: there are too many tools, two of a namespace have one name or two are of one type whose calls have no
+            name, or the grammars of all tools
             are too large together.
     """
     _check_number(tools)
     offers: list[Offer] = []
-    patterns = Patterns()
+    patterns, in_namespaces = Patterns(), set[tuple[str, str]]()
     taken = {tool.name for tool in tools if isinstance(tool, FunctionTool | CustomTool)}
     for number, tool in enumerate(tools):
         place = f"tools.{number}"
@@ -249,6 +250,10 @@ def open_toolbox(tools: Sequence[Tool], model: ServedModel) -> Toolbox:
             offers.append(Offer(tool, None, _free(tool.name, taken), place))
         elif isinstance(tool, NamespaceTool):
             for inner, one in enumerate(tool.tools):
+                if (tool.name, one.name) in in_namespaces:
+                    text = f"is the name of two tools of the namespace {tool.name!r}, {one.name!r}"
+                    raise refused(f"{place}.tools.{inner}.name", text)
+                in_namespaces.add((tool.name, one.name))
                 shown = _free(joined(tool.name, one.name), taken)
                 offers.append(_offer(one, tool.name, shown, f"{place}.tools.{inner}", model, patterns))
     return Toolbox(offers if model.tool_parser is None else _with_defaults(offers, model.tool_parser))

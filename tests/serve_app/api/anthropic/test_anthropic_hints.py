@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
+from engine.protocol import ErrorCode, Failed
 from serve_app.api.anthropic.message import SIGNATURE
 from serve_app.api.generation.sealing import Seal
 from serve_app.api.http.hint_header import HEADER
@@ -21,7 +22,9 @@ from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
 from tests.serve_app.api.anthropic.test_anthropic import ASK, SCHEMA, TOOLS, events, together
 from tests.serve_app.api.generation.test_tools import CALLER, TEMPLATE, THINKER, prompt_of, saying
-from tests.serve_app.harness import Answer, Exchange, ScriptedClient, post
+from tests.serve_app.auth.test_auth import ANNS, BOBS
+from tests.serve_app.auth.test_auth import KEYS as TENANTS
+from tests.serve_app.harness import Answer, Exchange, ScriptedClient, post, scheduled, tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -311,6 +314,40 @@ async def test_thoughts_that_are_omitted_are_sealed_and_come_back() -> None:
     app = app_of(saying("x"), THINKER, seal=Seal(KEYS))
     answer = await post(app, "/v1/messages/count_tokens", counted)
     assert answer.json == {"input_tokens": len(shown.submissions[0].prompt_token_ids)}
+
+
+async def test_thoughts_that_were_sealed_for_another_tenant_are_a_hint() -> None:
+    """Regression: a key of another tenant opened them, and its owner could have the model repeat them."""
+    for key, header, shown in ((ANNS, None, True), (BOBS, "messages.thinking.signature", False)):
+        client = saying("x")
+        app = app_of(client, THINKER, seal=Seal(KEYS), keys=TENANTS)
+        body = json.dumps(ASK | thought_of(Seal(KEYS, "ann").close("ZEBRA"))).encode()
+        headers = (("content-type", "application/json"), ("x-api-key", key))
+        answer = await Exchange(app, "POST", "/v1/messages", body, headers).finish()
+        assert (answer.status, answer.headers.get(HEADER)) == (200, header)
+        assert ("ZEBRA" in prompt_of(client)) is shown
+        counted = json.dumps({name: one for name, one in json.loads(body).items() if name != "max_tokens"}).encode()
+        count = await Exchange(app, "POST", "/v1/messages/count_tokens", counted, headers).finish()
+        assert count.json == {"input_tokens": len(client.submissions[0].prompt_token_ids)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_became_too_much_work_is_an_error_of_its_field(stream: bool) -> None:
+    """Regression: it named no field, and a stream's error no request."""
+    fault = Failed("r", ErrorCode.GRAMMAR_LIMIT_EXCEEDED, "too much work")
+    client = ScriptedClient([scheduled()], tokens("{"), [fault])
+    body = ASK | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "stream": stream}
+    answer = await ask(client, body)
+    told = events(answer)[-1] if stream else answer.json
+    assert told["error"]["type"] == "invalid_request_error"
+    assert told["error"]["message"].startswith("output_config.format.schema: too much work")
+    assert told["request_id"] == answer.headers["request-id"]
+
+
+async def test_two_tools_of_one_name_are_refused_as_by_anthropic() -> None:
+    answer = await ask(saying("x"), ASK | {"tools": [*TOOLS, TOOLS[0]]})
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith(f"tools.{len(TOOLS)}.name: is the name of two tools, ")
 
 
 @pytest.mark.parametrize("keys", [KEYS[:1], []])

@@ -73,3 +73,15 @@ async def test_a_later_turn_has_its_calls_thoughts_and_late_instructions_where_t
     places = [prompt.index(part) for part in ("!apply_patch", "[tool:Exit code: 0", "[assistant:Done.?Hm.]", "]>")]
     assert places == sorted(places)
     assert prompt[places[2] :].startswith("[assistant:Done.?Hm.][developer:")
+
+
+async def test_two_tools_of_one_name_in_a_namespace_are_refused() -> None:
+    inner = {"type": "function", "name": "x", "parameters": {"type": "object"}}
+    for tools in (
+        [{"type": "namespace", "name": "a", "description": "", "tools": [inner, inner]}],
+        [{"type": "namespace", "name": "a", "description": "", "tools": [inner]}] * 2,
+    ):
+        answer = await ask(saying("x"), {"model": CALLER.id, "input": "hi", "tools": tools})
+        number = len(tools) - 1
+        assert (answer.status, answer.error["param"]) == (400, f"tools.{number}.tools.{1 - number}.name")
+        assert "is the name of two tools of the namespace 'a', 'x'" in answer.error["message"]

@@ -380,6 +380,7 @@ async def test_requests_of_one_cache_key_go_to_one_engine() -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "now"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**4000}, "max_output_tokens"),
         ({"n": 2}, "n"),
     ],
     ids=str,

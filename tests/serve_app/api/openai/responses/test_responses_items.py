@@ -89,6 +89,15 @@ async def test_thoughts_that_were_sealed_elsewhere_leave_their_summary(content: 
     assert "content" not in given[1]
 
 
+async def test_a_seal_opens_nothing_of_another_tenant() -> None:
+    """Regression: who had found a sealed thought in somebody's log could have the model repeat it."""
+    seal = Seal([KEY, OLD_KEY])
+    assert seal.of("a").open(seal.of("a").close("x")) == "x"
+    assert seal.of("a").open(Seal([OLD_KEY], "a").close("x")) == "x"
+    for other in (seal, seal.of("b"), seal.of("a ")):
+        assert other.open(seal.of("a").close("x")) is None
+
+
 async def test_a_replica_draws_a_key_where_no_other_has_to_open_what_it_sealed() -> None:
     drawn = make_seal((), 1)
     assert drawn is not None

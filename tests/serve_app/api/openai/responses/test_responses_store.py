@@ -301,6 +301,9 @@ async def test_a_conversation_with_a_gap_says_which_response_is_missing() -> Non
     _, code, _, message = await server.refused(previous_response_id=second["id"])
     assert code == "previous_response_not_found"
     assert message.startswith(f"Previous response with id '{first['id']}' not found, which '{second['id']}' goes on")
+    listed = await server.request("GET", f"/v1/responses/{second['id']}/input_items")
+    assert (listed.status, listed.error["code"]) == (404, "response_not_found")
+    assert f"'{first['id']}', which '{second['id']}' goes on from, not found" in listed.error["message"]
 
 
 async def test_what_is_recalled_counts_towards_the_size_of_a_body() -> None:
