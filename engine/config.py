@@ -4,6 +4,7 @@ because each setting has its description. Never reads the environment or probes 
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -45,11 +46,13 @@ _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def check_bounds(config: Any) -> None:
-    """Raise ConfigError for the first field of a dataclass whose value breaks the bounds in its metadata, or is not
-    among the choices in its type."""
+    """Raise ConfigError for the first field of a dataclass whose value is infinite, breaks the bounds in its metadata,
+    or is not among the choices in its type."""
     choices = choices_of(config.__class__)
     for spec in fields(config):
         value = getattr(config, spec.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{spec.name} must be a finite number, but it is {value}.")
         for key, (holds, sign) in _BOUNDS.items():
             if key in spec.metadata and value is not None and not holds(value, spec.metadata[key]):
                 raise ConfigError(f"{spec.name} must be {sign} {spec.metadata[key]}, but it is {value}.")

@@ -22,6 +22,14 @@ _NOT_OURS = frozenset(("--help", "--non-blocking", "--reload", "-r"))
 """With one of these, Ray's own command does the whole run after the checks."""
 
 
+def _is_config(argument: str) -> bool:
+    """Whether an argument is a config's path, and not an import path such as `module:attribute`."""
+    path = Path(argument)
+    if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
+        return True
+    return ":" not in argument and ("/" in argument or "." not in argument)
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """`of_ray`: the arguments for Ray's command. `verbose`: show everything that Ray prints."""
@@ -37,7 +45,7 @@ class Arguments:
 
     @property
     def config(self) -> Path | None:
-        """The config that `serve run` is given, if it is, or should be, a YAML file."""
+        """The config that `serve run` is given, if it is, or should be, a file."""
         if self.of_ray[:1] != ["run"] or "--help" in self.of_ray:
             return None
         rest = iter(self.of_ray[1:])
@@ -45,8 +53,20 @@ class Arguments:
             if argument in WITH_VALUE:
                 next(rest, None)
             elif not argument.startswith("-"):
-                path = Path(argument)
-                return path if path.suffix in (".yaml", ".yml") or path.is_file() else None
+                return Path(argument) if _is_config(argument) else None
+        return None
+
+    @property
+    def deployed(self) -> Path | None:
+        """The config that `serve deploy` is given."""
+        if self.of_ray[:1] != ["deploy"] or "--help" in self.of_ray:
+            return None
+        rest = iter(self.of_ray[1:])
+        for argument in rest:
+            if argument in WITH_VALUE:
+                next(rest, None)
+            elif not argument.startswith("-"):
+                return Path(argument) if _is_config(argument) else None
         return None
 
     @property

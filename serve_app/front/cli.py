@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from importlib.metadata import version
 
 from serve_app.front.arguments import Arguments
-from serve_app.front.config_file import ConfigRefused, read_config
+from serve_app.front.config_file import ConfigRefused, read_config, refuse_tls
 from serve_app.front.console import Console
 from serve_app.front.haproxy import HAProxyUnusable
 from serve_app.front.preflight import preflight
-from serve_app.front.proxy_env import serving_environment, starts_a_cluster
+from serve_app.front.proxy_env import ENABLE, serving_environment, starts_a_cluster
 from serve_app.front.servers import running_servers
 from serve_app.front.signals import exit_on_signals
 from serve_app.front.start import StartFailed, in_a_line
@@ -35,6 +35,8 @@ def main() -> None:
         elif arguments.config is not None:
             _run(arguments, console)
         else:
+            if arguments.deployed is not None and not arguments.deployed.is_file():
+                raise ConfigRefused(f"{arguments.deployed}: no such file: expected the YAML file of a Serve config.")
             exit_on_signals()
             _leave_to_ray(arguments, console)
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
@@ -57,6 +59,8 @@ def _run(arguments: Arguments, console: Console) -> None:
             checks = held.enter_context(checking(config, applications, arguments))
             os.environ[VARIABLE] = uuid.uuid4().hex
         held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
+        if own_cluster and os.environ.get(ENABLE) == "1":
+            refuse_tls(config)
         if not (applications and arguments.leaves_the_run_to_us):
             _leave_to_ray(arguments, console)
             return

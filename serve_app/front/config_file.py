@@ -3,6 +3,7 @@ Never knows the meaning of our application's `args`: `preflight` does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -116,6 +117,18 @@ def read_config(path: Path) -> ServeConfig:
     return config
 
 
+def refuse_tls(config: ServeConfig) -> None:
+    """Raises ConfigRefused: the config has settings for TLS, which Ray does not give to HAProxy: the port would speak
+    plain HTTP, and clients would send their keys over it."""
+    for key in config.content.get("http_options") or {}:
+        if key.startswith("ssl_"):
+            raise ConfigRefused(
+                f"{config.where('http_options', key)}: http_options.{key}: HAProxy in front of this server has no TLS: "
+                "end TLS in front of it, such as in a load balancer, or set RAY_SERVE_ENABLE_HA_PROXY=0 for Ray's own "
+                "proxy, which has it"
+            )
+
+
 def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     line = "" if mark is None else f", line {mark.line + 1}"
@@ -135,6 +148,7 @@ def _problems(config: ServeConfig) -> Iterator[str]:
         yield f"{config.where('http_options')}: http_options: expected a mapping with `port:` (given: {http!r})"
     else:
         yield from _unknown(config, ("http_options",), http, HTTP_KEYS)
+        yield from _in_http_options(config, http)
         if _port_in(http) is None:
             where = config.where("http_options", "port")
             yield f"{where}: http_options.port: expected a number from 1 to 65535 (given: {http['port']!r})"
@@ -149,6 +163,15 @@ def _problems(config: ServeConfig) -> Iterator[str]:
         yield from _in_application(config, number, application)
 
 
+def _in_http_options(config: ServeConfig, http: dict[str, Any]) -> Iterator[str]:
+    host, timeout_s = http.get("host", ""), http.get("request_timeout_s")
+    if not isinstance(host, str):
+        yield f"{config.where('http_options', 'host')}: http_options.host: expected a name or address (given: {host!r})"
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
+        where = config.where("http_options", "request_timeout_s")
+        yield f"{where}: http_options.request_timeout_s: expected a number of seconds above 0 (given: {timeout_s!r})"
+
+
 def _in_application(config: ServeConfig, number: int, application: Any) -> Iterator[str]:
     place = ("applications", number)
     if not isinstance(application, dict):
@@ -158,8 +181,20 @@ def _in_application(config: ServeConfig, number: int, application: Any) -> Itera
     if not isinstance(application.get("import_path"), str):
         example = "expected `module:attribute`, such as serve_app.app:build"
         yield f"{config.where(*place, 'import_path')}: applications.{number}.import_path: {example}"
+    prefix = application.get("route_prefix")
+    if prefix is not None and not _is_prefix(prefix):
+        expected = "expected a path that begins with `/` and does not end with one, such as /v2, or `/` alone"
+        where = config.where(*place, "route_prefix")
+        yield f"{where}: applications.{number}.route_prefix: {expected} (given: {prefix!r})"
     if not isinstance(application.get("args") or {}, dict):
         yield f"{config.where(*place, 'args')}: applications.{number}.args: expected a mapping of settings"
+
+
+def _is_prefix(prefix: Any) -> bool:
+    """Whether Ray takes this for a path. It knows no wildcards."""
+    if not isinstance(prefix, str) or not prefix.startswith("/") or "{" in prefix or "}" in prefix:
+        return False
+    return prefix == "/" or not prefix.endswith("/")
 
 
 def _unknown(

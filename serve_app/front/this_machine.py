@@ -47,7 +47,7 @@ def checking(config: ServeConfig, applications: list[Application], arguments: Ar
 
 
 def check_port(config: ServeConfig) -> None:
-    """Raises ConfigRefused: the config's address is not free."""
+    """Raises ConfigRefused: the config's address is unknown here, or not free."""
     if not has_proxies(config):
         return
     host, port = address_of(config)
@@ -58,6 +58,10 @@ def check_port(config: ServeConfig) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # sockets may be in TIME_WAIT
             probe.bind(address)
             probe.listen(1)
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: not a name
+        host_at = config.where("http_options", "host")
+        told = getattr(error, "strerror", None) or "not a host name"
+        raise ConfigRefused(f"{host_at}: http_options.host: {told} (given: {host!r})") from None
     except OSError as error:
         raise ConfigRefused(
             f"{where}: http_options.port {port} on {host} is not free: {error.strerror}. Stop what listens there, or "

@@ -10,7 +10,7 @@ class AdmissionSettings(BaseModel):
     """How many requests are let in, and how many wait in the ingress; serve_app.admission.gate has the rules. With
     several ingress replicas, each enforces its share of every limit, rounded up."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_concurrent_requests: int | None = Field(
         default=None,

@@ -32,7 +32,7 @@ FernetKey = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{43}=$")]
 class AppSettings(NameSettings):
     """The model that an application serves, its replicas, and their share of the machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine.")
     strict: bool = Field(
@@ -177,7 +177,7 @@ class AppSettings(NameSettings):
     @model_validator(mode="after")
     def _an_engine_has_one_gpu_or_none(self) -> Self:
         gpus = self.engine_num_gpus
-        if gpus != int(gpus):
+        if gpus % 1:
             raise ValueError(
                 f"engine_num_gpus is {gpus:g}, but an engine measures and takes the memory of a whole GPU: two that "
                 "share one would each take gpu_memory_utilization of it. Use 1, or 0 for the CPU."

@@ -13,7 +13,7 @@ _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 class ApiKey(BaseModel):
     """One API key, and the tenant to which it belongs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     tenant: str = Field(
         description="The tenant that the key belongs to. All keys of a tenant share its limits.", min_length=1
@@ -30,7 +30,7 @@ class ApiKey(BaseModel):
 class AuthSettings(BaseModel):
     """Who may use the server. `python -m serve_app.auth` makes keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     keys: tuple[ApiKey, ...] = Field(
         default=(),

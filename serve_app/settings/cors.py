@@ -14,7 +14,7 @@ LOOPBACK = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 class CorsSettings(BaseModel):
     """Which pages may use the API. The fields are named as in Starlette's CORSMiddleware."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     allow_origins: tuple[str, ...] | None = Field(
         default=None,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class ImageSettings(BaseModel):
     """The limits of images in requests, for a model that takes images; other models take none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_per_request: int = Field(default=8, description="Most images in one request.", ge=1)
     max_tokens: int = Field(

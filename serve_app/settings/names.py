@@ -27,7 +27,7 @@ _Names = Annotated[tuple[_Name, ...], Field(min_length=1), BeforeValidator(_one_
 class NameSettings(BaseModel):
     """A model, its adapters, and their names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     model: str = Field(
         DEFAULT_MODEL,

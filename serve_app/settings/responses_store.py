@@ -10,7 +10,7 @@ class ResponsesStoreSettings(BaseModel):
     """Answers of `/v1/responses` that later requests may refer to, kept in memory and nowhere else. Requests with
     `store: false` leave nothing there."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_mib: float = Field(
         default=64,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class RoutingSettings(BaseModel):
     """How requests are spread over the engine replicas; serve_app.routing.placement has the rules."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     prefix_blocks: int = Field(
         default=256,

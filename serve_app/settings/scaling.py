@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class SignalSettings(BaseModel):
     """The targets of an engine's signals."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     ttft_target_ms: float = Field(
         default=2000,
@@ -29,7 +29,7 @@ class SignalSettings(BaseModel):
 class ScalingSettings(BaseModel):
     """The target load of a replica, and how fast the number of replicas follows the load."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     target_utilization: float = Field(
         0.7,

@@ -15,7 +15,7 @@ from serve_app.settings.features import APP_RULES
 class TracingSettings(BaseModel):
     """OpenTelemetry spans of the requests for generated text. They show no prompt and no answer."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     exporter: Literal["none", "console", "otlp"] = Field(
         default="none",

@@ -37,6 +37,22 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
             "c.yaml, line 2: not YAML: while scanning for the next token, found character",
         ),
         ("a: !!python/object:os.system x\n", "c.yaml, line 1: not YAML: could not determine a constructor"),
+        (
+            "http_options:\n  host: 5\n" + APPLICATION,
+            "c.yaml, line 2: http_options.host: expected a name or address (given: 5)",
+        ),
+        (
+            "http_options:\n  port: 8000\n  request_timeout_s: -1\n" + APPLICATION,
+            "c.yaml, line 3: http_options.request_timeout_s: expected a number of seconds above 0 (given: -1)",
+        ),
+        (
+            APPLICATION + "    route_prefix: 5\n",
+            "c.yaml, line 4: applications.0.route_prefix: expected a path that beg",
+        ),
+        (
+            APPLICATION + "    route_prefix: /a/\n",
+            "c.yaml, line 4: applications.0.route_prefix: expected a path that b",
+        ),
         (b"\xff\xfe\x00", "c.yaml is not text in UTF-8"),
         ("aplications: []\n", "c.yaml, line 1: unknown key aplications: did you mean applications?"),
         ("http_options: {}\n", "c.yaml, line 1: applications: expected a list of at least one application"),

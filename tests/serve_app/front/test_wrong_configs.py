@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -23,6 +24,35 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no such model": (lambda c: args(c).update(model="/no/model"), "args.model: No model '/no/model': expected"),
     "a misspelt top-level key": (lambda c: c.update(aplications=c.pop("applications")), "unknown key aplications: did"),
     "no such module": (lambda c: app(c).update(import_path="serv_app.app:build"), "import_path: there is no module"),
+    "a module instead of a builder": (
+        lambda c: app(c).update(import_path="serve_app.app"),
+        "import_path: serve_app.app is a module: expected `module:attribute`",
+    ),
+    "an infinite time": (
+        lambda c: args(c).update(drain_timeout_s=math.inf),
+        "args.drain_timeout_s: Input should be a f",
+    ),
+    "infinite memory": (
+        lambda c: engine(c).update(kv_cache_memory_gib=math.inf),
+        "kv_cache_memory_gib must be a finite",
+    ),
+    "no number of GPUs": (
+        lambda c: args(c).update(engine_num_gpus=math.inf),
+        "args.engine_num_gpus: Input should be a ",
+    ),
+    "a prefix without a slash": (
+        lambda c: app(c).update(route_prefix="x"),
+        "applications.0.route_prefix: expected a pa",
+    ),
+    "a host that is none": (
+        lambda c: http(c).update(host="a..b"),
+        "http_options.host: not a host name (given: 'a..b')",
+    ),
+    "an unknown host": (lambda c: http(c).update(host="no.such.host.invalid"), "http_options.host: "),
+    "TLS": (
+        lambda c: http(c).update(ssl_certfile="/no/file"),
+        "http_options.ssl_certfile: HAProxy in front of this ser",
+    ),
     "no such builder": (lambda c: app(c).update(import_path="serve_app.app:main"), "serve_app.app has no main"),
     "no such keys file": (lambda c: args(c).update(auth={"keys_file": "/no/keys"}), "args.auth.keys_file: /no/keys"),
     "too long a context": (lambda c: engine(c).update(max_model_len=100_000), "max_model_len is 100000, but the"),
@@ -36,6 +66,11 @@ WRONG: dict[str, tuple[Change, str]] = {
 
 def app(config: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = config["applications"][0]
+    return found
+
+
+def http(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config["http_options"]
     return found
 
 
@@ -83,6 +118,16 @@ def test_a_file_that_is_no_config_ends_it_too(text: str | None, message: str, tm
         (tmp_path / "c.yaml").write_text(text)
     (line,) = refused(tmp_path / "c.yaml", tmp_path)
     assert message in line
+
+
+@pytest.mark.parametrize("command", [["run", "config"], ["run", "no/file"], ["run", "c.json"], ["deploy", "c.yaml"]])
+def test_a_missing_file_is_named_whatever_it_is_called(command: list[str], tmp_path: Path) -> None:
+    """Ray's command takes a name without a suffix for an import path, and shows a traceback."""
+    done = subprocess.run([SERVE, *command], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{command[1]}: ")
+    assert "o such file" in line
 
 
 def test_a_port_in_use_ends_it_at_once(tmp_path: Path) -> None:
