@@ -20,7 +20,7 @@ from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 from loadtest.driver import Driver
 from loadtest.options import SETTLE_S, add_options, goal_from, plan_from, seed_of, target_from
 from loadtest.progress import Progress
-from loadtest.report import Course, Generator, document_of, verdict, write
+from loadtest.report import Generator, RunEvents, document_of, verdict, write
 from loadtest.tally import Tally
 from loadtest.target import Held, held
 from loadtest.timeline import Timeline
@@ -144,7 +144,7 @@ class Master:
         self._cpu_percent: dict[str, float] = {}
         """By worker, for the workers that are done."""
         self._ready: dict[int, set[str]] = defaultdict(set)
-        self._course = Course()
+        self._events = RunEvents()
         self._before: Held | None = None
         self._doing: gevent.Greenlet | None = None
         self._progress = Progress(self._plan, sys.stderr)
@@ -161,7 +161,7 @@ class Master:
 
     def _fail(self, greenlet: gevent.Greenlet) -> None:
         """End the run after a bug of ours. It would otherwise never end."""
-        self._course.broken.append(f"{type(greenlet.exception).__name__}: {greenlet.exception}")
+        self._events.broken.append(f"{type(greenlet.exception).__name__}: {greenlet.exception}")
         assert self._environment.runner is not None
         self._environment.runner.quit()
 
@@ -172,7 +172,7 @@ class Master:
         elif kind == _DONE:
             self._cpu_percent[worker] = data["cpu_percent"]
             self._in_flight[worker] = 0
-            self._course.broken += [f"worker {worker}: {data['error']}"] if data["error"] else []
+            self._events.broken += [f"worker {worker}: {data['error']}"] if data["error"] else []
         else:
             self._tally.merge(Tally.from_json(data["tally"]))
             self._in_flight[worker] = data["in_flight"]
@@ -187,12 +187,12 @@ class Master:
     def end(self) -> int:
         """Write the report and return the run's exit code."""
         missing = self._workers - len(self._cpu_percent)
-        if missing and not self._course.broken:  # the run was ended from outside
-            self._course.broken.append(f"{missing} of {self._workers} workers did not end their load")
+        if missing and not self._events.broken:  # the run was ended from outside
+            self._events.broken.append(f"{missing} of {self._workers} workers did not end their load")
         cpu_percent = max(self._cpu_percent.values(), default=0.0)
         generator = Generator(self._workers, cpu_percent, self._options.max_cpu, self._options.max_lag_ms)
         settings = {"url": self._environment.host, **{name: getattr(self._options, name) for name in _SHOWN}}
-        document = document_of(self._plan, self._tally, generator, self._course, settings)
+        document = document_of(self._plan, self._tally, generator, self._events, settings)
         out = Path(self._options.out)
         write(document, out)
         self._progress.end()
@@ -204,7 +204,7 @@ class Master:
             gevent.sleep(_REPORT_S)
             self._progress.show(time.monotonic() - self._began, self._tally, sum(self._in_flight.values()))
         if self._doing and not self._doing.ready():
-            self._course.broken = self._course.broken or ["--do has not ended with the load"]
+            self._events.broken = self._events.broken or ["--do has not ended with the load"]
             self._doing.kill()
         self._settle()
         assert self._environment.runner is not None
@@ -213,20 +213,20 @@ class Master:
     def _is_over(self) -> bool:
         now = time.monotonic()
         lost = [name for name, at in self._heard.items() if name not in self._cpu_percent and now - at > _DEAD_S]
-        self._course.broken += [f"worker {name} was lost" for name in lost]
+        self._events.broken += [f"worker {name} was lost" for name in lost]
         never_came = not self._heard and now - self._began > 6 * _DEAD_S
-        self._course.broken += ["no worker began"] if never_came else []
-        return bool(self._course.broken) or len(self._cpu_percent) >= self._workers
+        self._events.broken += ["no worker began"] if never_came else []
+        return bool(self._events.broken) or len(self._cpu_percent) >= self._workers
 
     def _settle(self) -> None:
         """Wait until the server holds nothing of the load any more. Record it if the time for that runs out."""
         settle_s = SETTLE_S if self._options.settle is None else self._options.settle
         deadline = time.monotonic() + settle_s
-        while self._before is not None and not self._course.broken:
+        while self._before is not None and not self._events.broken:
             now = self._held()
             left = now.left_over(self._before) if now else None
             if left is None or time.monotonic() > deadline:
-                self._course.unsettled += [left] if left else []
+                self._events.unsettled += [left] if left else []
                 return
             gevent.sleep(_REPORT_S)
 
@@ -234,19 +234,19 @@ class Master:
         try:
             return held(target_from(self._options, self._environment.host or ""))
         except OSError as unknown:
-            self._course.unsettled.append(f"what the server holds cannot be seen: {unknown}")
+            self._events.unsettled.append(f"what the server holds cannot be seen: {unknown}")
             return None
 
     def _do(self) -> None:
         """Run the command of `--do`. If it fails, the run fails: an undisturbed load proves nothing."""
         seconds = sum(point.seconds for point in self._plan.points)
         gevent.sleep(seconds / 3 if self._options.do_at is None else self._options.do_at)
-        self._course.happened.append((time.monotonic() - self._began, self._options.do))
+        self._events.happened.append((time.monotonic() - self._began, self._options.do))
         done = subprocess.run(
             self._options.do, shell=True, capture_output=True, text=True, errors="replace", check=False
         )
         if done.returncode:
-            self._course.broken.append(f"--do ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+            self._events.broken.append(f"--do ended with {done.returncode}: {done.stderr.strip()[-300:]}")
 
 
 _WORKERS: dict[int, Worker] = {}

@@ -38,7 +38,7 @@ class Generator:
 
 
 @dataclass(slots=True)
-class Course:
+class RunEvents:
     """Events of a run other than its requests."""
 
     broken: list[str] = field(default_factory=list)
@@ -50,13 +50,18 @@ class Course:
 
 
 def document_of(
-    plan: Plan, tally: Tally, generator: Generator, course: Course, settings: Mapping[str, Any]
+    plan: Plan, tally: Tally, generator: Generator, run_events: RunEvents, settings: Mapping[str, Any]
 ) -> Document:
     points = {point.name: tally.figures(point.name) for point in plan.points}
     kinds = {name: {kind: tally.figures(name, kind) for kind in tally.kinds(name)} for name in points}
     judged = points if plan.judged is None else {name: figures.get(plan.judged, {}) for name, figures in kinds.items()}
     saturated = saturation(points, generator)
-    missed = [*misses(plan.limits, judged), *broken_promises(plan, points), *unanswered(plan, kinds), *course.unsettled]
+    missed = [
+        *misses(plan.limits, judged),
+        *broken_promises(plan, points),
+        *unanswered(plan, kinds),
+        *run_events.unsettled,
+    ]
     whole = tally.whole()
     return {
         "schema": SCHEMA,
@@ -64,12 +69,12 @@ def document_of(
         "goal": dataclasses.asdict(tally.goal),
         "limits": [f"{limit.figure}{limit.sign}{limit.bound:g}" for limit in plan.limits],
         "judged": plan.judged,
-        "exit_code": exit_code(course.broken, saturated, missed),
-        "broken": list(course.broken),
+        "exit_code": exit_code(run_events.broken, saturated, missed),
+        "broken": list(run_events.broken),
         "saturated": saturated,
         "missed": missed,
         "notes": list(plan.notes),
-        "happened": [{"at_s": at, "command": command} for at, command in course.happened],
+        "happened": [{"at_s": at, "command": command} for at, command in run_events.happened],
         "generator": {"workers": generator.workers, "cpu_percent": generator.cpu_percent},
         "plan": dict(plan.series),
         "x_label": plan.x_label,
@@ -137,9 +142,9 @@ def intervals(seconds: Mapping[int, Second]) -> Iterator[dict[str, float]]:
     merged: dict[int, Second] = {}
     for at, second in seconds.items():
         merged.setdefault(at // width, Second()).merge(second)
-    for number, found in sorted(merged.items()):
-        rates = {f"{name}_per_s": found.counts.get(name, 0) / width for name in ("offered", "good", "tokens")}
-        yield {"at_s": number * width, "seconds": width, **rates, **dict(_percentiles(found.times))}
+    for number, second in sorted(merged.items()):
+        rates = {f"{name}_per_s": second.counts.get(name, 0) / width for name in ("offered", "good", "tokens")}
+        yield {"at_s": number * width, "seconds": width, **rates, **dict(_percentiles(second.times))}
 
 
 def _percentiles(times: Mapping[str, Histogram]) -> Iterator[tuple[str, float]]:

@@ -94,7 +94,7 @@ class Cell:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Cell:
         counters = {name: Counter(fields[name]) for name in ("counts", "errors", "finish_reasons")}
-        times = {name: Histogram.from_json(found) for name, found in fields["times"].items()}
+        times = {name: Histogram.from_json(histogram) for name, histogram in fields["times"].items()}
         return Cell(window_tokens=fields["window_tokens"], times=times, **counters)
 
 
@@ -183,8 +183,8 @@ class Tally:
             self.cells.setdefault(key, Cell()).merge(cell)
         for point, seconds in other.windows.items():
             self.windows[point] = max(seconds, self.windows.get(point, 0.0))
-        for second, found in other.seconds.items():
-            self._second(second).merge(found)
+        for at, second in other.seconds.items():
+            self._second(at).merge(second)
 
     def take(self) -> Tally:
         """Remove and return what was recorded since the last call. The windows are included each time."""
@@ -211,8 +211,8 @@ class Tally:
         """The goal is left out: the receiver that merges the tally has its own."""
         cells = [[point, kind, cell.to_json()] for (point, kind), cell in self.cells.items()]
         seconds = [
-            [at, dict(found.counts), {name: histogram.to_json() for name, histogram in found.times.items()}]
-            for at, found in sorted(self.seconds.items())
+            [at, dict(second.counts), {name: histogram.to_json() for name, histogram in second.times.items()}]
+            for at, second in sorted(self.seconds.items())
         ]
         return {"cells": cells, "windows": self.windows, "seconds": seconds}
 

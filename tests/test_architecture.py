@@ -136,6 +136,36 @@ def test_every_module_says_what_it_owns_and_what_it_never_does() -> None:
         assert len(doc.splitlines()) >= (1 if path.name == "__init__.py" else 2), path.relative_to(ROOT)
 
 
+def test_no_docstring_begins_with_of() -> None:
+    """It would be the end of a sentence whose beginning is the name. The string behind an attribute counts, too."""
+    found = []
+    for folder in ("engine", "kernels", "serve_app", "loadtest", "k8s", "benchmarks", "docsite", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                value = node.value if isinstance(node, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.startswith("Of "):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
+_STACK = ("What decides: each package imports those below it", "What computes: each package imports those below it")
+
+
+def test_every_module_of_the_engine_has_its_place_in_a_contract() -> None:
+    """A new one would otherwise import what it likes."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    decides, computes = (contract["layers"] for contract in contracts if contract["name"].endswith(_STACK))
+    placed = {name.strip() for layer in (*decides, *computes) for name in layer.split("|")}
+    apart = {
+        "engine.fake": "Nothing but the build seam knows the fake executor",
+        "engine.prepare": "the command of an older release, which only runs engine.checkpoints.prepare",
+    }
+    folder = ROOT / "engine"
+    found = {f"engine.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"}
+    found |= {f"engine.{path.parent.name}" for path in folder.glob("*/__init__.py")}
+    assert found == placed | set(apart)
+
+
 def test_every_package_of_ours_is_installed() -> None:
     """An editable install finds them all; one from a wheel has only those that are listed."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]

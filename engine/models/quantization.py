@@ -211,7 +211,7 @@ def _one_of(found: Fields, where: str, key: str, *supported: Any) -> Any:
     if not any(value is choice if isinstance(choice, bool) else value == choice for choice in supported):
         raise ValueError(
             f"quantization_config ({where}): {key} is {value!r}; supported {'is' if len(supported) == 1 else 'are'} "
-            f"{', '.join(str(each) for each in supported)}."
+            f"{', '.join(map(str, supported))}."
         )
     return value
 

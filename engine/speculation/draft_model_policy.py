@@ -57,9 +57,9 @@ class DraftModelPolicy:
     The draft model's K and V lie in blocks of the same numbers as the model's, in a cache of their own. It reads a
     request only if drafts are expected to pay, so that a full engine does not run it at all. It catches up later, by
     whole blocks, with at most a step's worth of tokens in a step. What it has read into a block outlives the request,
-    as the block does: a prefix hit finds both. What one request has had read into a shared block is not read again for another, and no two
-    requests read into the same block in one step: kernels may clear what follows the last token that they write into a
-    block.
+    as the block does: a prefix hit finds both. What one request has had read into a shared block is not read again for
+    another, and no two requests read into the same block in one step: kernels may clear what follows the last token
+    that they write into a block.
     """
 
     method: Literal["draft_model"] = "draft_model"

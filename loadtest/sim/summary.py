@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loadtest.plan import Plan, Point
-from loadtest.report import Course, Document, Generator, document_of
+from loadtest.report import Document, Generator, RunEvents, document_of
 from loadtest.sim.world import POINT, World
 from loadtest.tally import Figures
 
@@ -46,5 +46,5 @@ def report(world: World, name: str, settings: Mapping[str, Any], plan: Plan | No
     plan = plan or Plan((Point(POINT, (), world.duration_s),))
     plan = dataclasses.replace(plan, notes=(*plan.notes, NOTE))
     settings = {"scenario": name, "url": "simulated engines", **settings}
-    document = document_of(plan, world.tally, _NOBODY, Course(happened=world.happened), settings)
+    document = document_of(plan, world.tally, _NOBODY, RunEvents(happened=world.happened), settings)
     return document | {"deployment": deployment_figures(world)}

@@ -15,7 +15,7 @@ import pytest
 from loadtest.arrivals import Profile
 from loadtest.page import page
 from loadtest.plan import Open, Plan, Point, Shape
-from loadtest.report import MOST_INTERVALS, Course, Generator, document_of, intervals, verdict, write
+from loadtest.report import MOST_INTERVALS, Generator, RunEvents, document_of, intervals, verdict, write
 from loadtest.slo import BROKEN, MISSED, PASSED, SATURATED, Goal, parse_limits
 from loadtest.tally import Second, Tally
 from loadtest.timeline import CANCELLED, FAILED, OK, REJECTED, Timeline
@@ -46,9 +46,9 @@ GOOD = tally(a=[good(1.0), good(2.0)], b=[good(1.0), good(2.0), good(3.0)])
 
 
 def document(
-    plan: Plan = PLAN, found: Tally = GOOD, generator: Generator = GENERATOR, course: Course | None = None
+    plan: Plan = PLAN, found: Tally = GOOD, generator: Generator = GENERATOR, run_events: RunEvents | None = None
 ) -> dict[str, Any]:
-    return document_of(plan, found, generator, course or Course(), {"scenario": "rates", "url": "http://x"})
+    return document_of(plan, found, generator, run_events or RunEvents(), {"scenario": "rates", "url": "http://x"})
 
 
 # --- whether it passed ----------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_worker_without_cpu_to_spare_fails_the_run() -> None:
 
 
 def test_a_run_that_is_not_whole_fails_whatever_its_figures() -> None:
-    assert document(course=Course(broken=["worker 1 was lost"]))["exit_code"] == BROKEN
+    assert document(run_events=RunEvents(broken=["worker 1 was lost"]))["exit_code"] == BROKEN
 
 
 def test_a_kind_that_is_judged_alone_keeps_the_limits_alone() -> None:
@@ -121,7 +121,7 @@ def test_a_refusal_that_does_not_say_when_to_come_again_is_a_miss_where_the_load
 
 
 def test_what_the_server_holds_on_to_is_a_miss() -> None:
-    found = document(course=Course(unsettled=["the server still holds 2 requests"]))
+    found = document(run_events=RunEvents(unsettled=["the server still holds 2 requests"]))
     assert (found["exit_code"], found["missed"]) == (MISSED, ["the server still holds 2 requests"])
 
 
@@ -156,7 +156,7 @@ def test_a_long_runs_intervals_are_longer_and_add_up() -> None:
 
 
 def test_the_verdict_names_what_is_wrong() -> None:
-    lines = verdict(document(course=Course(broken=["worker 1 was lost"])))
+    lines = verdict(document(run_events=RunEvents(broken=["worker 1 was lost"])))
     assert lines[-2:] == ["broken: worker 1 was lost", "failed, with code 5"]
     assert any("TTFT p50 200.0 p99 200.0 ms" in line for line in lines)
     assert verdict(document())[-1] == "passed"
@@ -209,7 +209,7 @@ def test_what_a_server_wrote_is_escaped() -> None:
 
 
 def test_what_was_done_to_the_deployment_is_marked_in_the_charts() -> None:
-    text = page(document(course=Course(happened=[(1.5, "kubectl delete pod head")])))
+    text = page(document(run_events=RunEvents(happened=[(1.5, "kubectl delete pod head")])))
     assert text.count('class="mark"') == 4  # in each chart over time
 
 

@@ -15,7 +15,7 @@ class Distance(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the tolerance. NaN, where what was compared is not finite, is beyond every one."""
+        """The share of the tolerance that is used; NaN, which is beyond every tolerance, if a value was not finite."""
         return self.distance / self.tolerance if self.tolerance else float(self.distance > 0)
 
 

@@ -155,7 +155,7 @@ inline const T* widen_panels(const Linear<T>& linear, int64_t first, int64_t las
 // Tiles 0 and 1: sums of up to 16 rows, 2 and 3: of the next 16. 4 and 5: the activations of those rows. 6 and 7: weights.
 constexpr int64_t BLOCK_ROWS = 2 * TILE_ROWS;
 
-// Of many rows: panels by which a block of them passes while it is in the first cache (147 KiB of weights at 576 inputs).
+// For many rows: the panels by which a block of them passes while it is in the first cache (147 KiB of weights at 576 inputs).
 constexpr int64_t PANELS_AT_ONCE = 4;
 
 inline void shape_product(Tiles::Shapes& shapes, int64_t rows) {

@@ -167,7 +167,7 @@ class Sampler {
         return std::max(reduce_max(best), i < size_ ? *std::max_element(logits_ + i, logits_ + size_) : best[0]);
     }
 
-    // Of all blocks, each of which is added up into `sums_`.
+    // The mass of all blocks, each of which is added up into `sums_`.
     double add_mass() {
         double total = 0.0;
         for (int64_t block = 0; block < num_blocks(); block++) {

@@ -10,7 +10,7 @@ from typing import Any
 
 from loadtest.page import page
 from loadtest.plan import Plan, Point
-from loadtest.report import Course, Generator, document_of
+from loadtest.report import Generator, RunEvents, document_of
 from loadtest.sim.recording import Recording
 from loadtest.sim.simulation import simulate
 from loadtest.sim.summary import NOTE, deployment_figures, report
@@ -58,7 +58,7 @@ def test_a_report_has_what_a_loads_has_and_what_the_deployment_did(tmp_path: Pat
 
     _, world = simulate(scenario(JOBS), happening=happen)
     found: dict[str, Any] = json.loads(json.dumps(report(world, "tests", {"seed": 1})))
-    live = document_of(Plan((Point("a", (), 1.0),)), Tally(), Generator(1, 0.0, 90.0, 50.0), Course(), {})
+    live = document_of(Plan((Point("a", (), 1.0),)), Tally(), Generator(1, 0.0, 90.0, 50.0), RunEvents(), {})
     assert found.keys() == live.keys() | {"deployment"}
     assert found["points"][0].keys() == live["points"][0].keys()
     assert (found["exit_code"], found["saturated"], found["notes"]) == (PASSED, [], [NOTE])

@@ -148,7 +148,7 @@ def test_experts_by_torch_are_not_captured_and_compute_what_the_cpu_computes(tmp
 def test_captured_and_padded_steps_with_experts_by_triton_give_the_logits_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all of Triton's kernels only these run, in its interpreter.
+    """Only these of Triton's kernels run, in its interpreter.
     Padding holds NaN, and is routed to experts, too."""
     pytest.importorskip(
         "kernels.triton.shared.launch", reason="no Triton that the kernels run on", exc_type=ImportError
