@@ -161,7 +161,8 @@ class AppSettings(NameSettings):
     reasoning_keys: tuple[FernetKey, ...] = Field(
         (),
         description="Keys that encrypt reasoning (`encrypted_content`; `signature` in `/v1/messages`), so that a "
-        "client can send it back to any replica. Each is 32 random bytes in URL-safe base64: the output of `openssl "
+        "client can send it back to any replica. Each tenant's is encrypted with a key of its own, derived from these: "
+        "nobody else can have it decrypted. Each is 32 random bytes in URL-safe base64: the output of `openssl "
         "rand -base64 32` with `-` for each `+` and `_` for each `/`. The first key encrypts, and all of them decrypt. "
         "Unset: an ingress replica makes a key when it starts; with more than one replica, reasoning is not encrypted.",
     )
