@@ -14,6 +14,8 @@ from serve_app.front.config_file import ConfigRefused, ServeConfig
 from serve_app.settings.application import AppSettings
 
 BUILDER = "serve_app.app:build"
+DEPLOYMENTS = ("Ingress", "Engine", "ResponsesStore")
+"""What the builder makes, the last with several ingress replicas that keep responses. A test compares it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,26 @@ def read_applications(config: ServeConfig) -> list[Application]:
     Raises:
         ConfigRefused: settings are wrong; the message has name, limit and value.
     """
-    return [
-        Application(config, number, name, prefix, _validated(config, number, name, args))
-        for number, app in enumerate(config.applications)
-        for name, prefix, args in our_applications({"applications": [app]})
-    ]
+    found = []
+    for number, app in enumerate(config.applications):
+        for name, prefix, args in our_applications({"applications": [app]}):
+            application = Application(config, number, name, prefix, _validated(config, number, name, args))
+            _check_deployments(application, app.get("deployments") or ())
+            found.append(application)
+    return found
+
+
+def _check_deployments(application: Application, deployments: Any) -> None:
+    """Ray would only miss one when it deploys the application."""
+    made = DEPLOYMENTS if application.settings.shares_responses else DEPLOYMENTS[:-1]
+    for number, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
+        name = deployment.get("name") if isinstance(deployment, dict) else deployment
+        if name not in made:
+            where = application.config.where("applications", application.number, "deployments", number, "name")
+            raise ConfigRefused(
+                f"{where}, application {application.name}: deployments.{number}.name: expected one of "
+                f"{', '.join(made)} (given: {name!r})"
+            )
 
 
 def our_applications(config: Any) -> Iterator[tuple[str, str, Any]]:

@@ -10,7 +10,8 @@ import yaml
 
 from loadtest.server import ROOT
 from serve_app.front.config_file import ConfigRefused, read_config
-from serve_app.front.preflight import preflight
+from serve_app.front.preflight import DEPLOYMENTS, preflight
+from tests.test_architecture import run_python
 
 
 def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:build") -> Path:
@@ -84,3 +85,16 @@ def test_a_key_in_the_place_of_its_digest_is_not_shown(tmp_path: Path) -> None:
         preflight(read_config(config_with(tmp_path, {"auth": {"admin_sha256": "sk-secret"}})))
     assert "args.auth.admin_sha256" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_the_deployments_that_may_be_named_are_those_that_the_builder_makes() -> None:
+    made = run_python(
+        "from ray.serve._private.build_app import build_app\n"
+        "from serve_app.app import build\n"
+        "from serve_app.settings.application import AppSettings\n"
+        "for replicas in (1, 2):\n"
+        "    app = build(AppSettings(ingress_replicas=replicas))\n"
+        "    print(*(one.name for one in build_app(app, name='a').deployments))"
+    )
+    alone, several = (line.split() for line in made.splitlines())
+    assert (sorted(alone), sorted(several)) == (sorted(DEPLOYMENTS[:-1]), sorted(DEPLOYMENTS))

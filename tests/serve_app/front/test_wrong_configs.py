@@ -44,6 +44,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda c: app(c).update(route_prefix="x"),
         "applications.0.route_prefix: expected a pa",
     ),
+    "an unknown deployment": (
+        lambda c: app(c).update(deployments=[{"name": "Engines"}]),
+        "deployments.0.name: expected one of Ingress, Engine (given: 'Engines')",
+    ),
     "a host that is none": (
         lambda c: http(c).update(host="a..b"),
         "http_options.host: not a host name (given: 'a..b')",
