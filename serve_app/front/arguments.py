@@ -18,16 +18,18 @@ WITH_VALUE = (
 """The options of `serve run` that take a value; a test compares them with Ray's."""
 _BRING_FILES = ("--runtime-env", "--runtime-env-json", "--working-dir")
 _ASKS_THE_DASHBOARD = frozenset(("config", "deploy", "shutdown", "status"))
+_FLAGS = ("--blocking", "--non-blocking", "--reload", "-r", "--help", "-h")
+"""The options of `serve run` without a value, but for `--verbose`, which is ours."""
 _NOT_OURS = frozenset(("--help", "--non-blocking", "--reload", "-r"))
 """With one of these, Ray's own command does the whole run after the checks."""
 
 
-def _is_config(argument: str) -> bool:
+def _is_config(argument: str, *, may_lack_suffix: bool) -> bool:
     """Whether an argument is a config's path, and not an import path such as `module:attribute`."""
     path = Path(argument)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         return True
-    return ":" not in argument and ("/" in argument or "." not in argument)
+    return may_lack_suffix and ":" not in argument and ("/" in argument or "." not in argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +48,25 @@ class Arguments:
     @property
     def config(self) -> Path | None:
         """The config that `serve run` is given, if it is, or should be, a file."""
-        if self.of_ray[:1] != ["run"] or "--help" in self.of_ray:
-            return None
-        rest = iter(self.of_ray[1:])
-        for argument in rest:
-            if argument in WITH_VALUE:
-                next(rest, None)
-            elif not argument.startswith("-"):
-                return Path(argument) if _is_config(argument) else None
-        return None
+        return self._path_after("run")
 
     @property
     def deployed(self) -> Path | None:
-        """The config that `serve deploy` is given."""
-        if self.of_ray[:1] != ["deploy"] or "--help" in self.of_ray:
+        """The config that `serve deploy` is given, likewise."""
+        return self._path_after("deploy")
+
+    def _path_after(self, command: str) -> Path | None:
+        if self.of_ray[:1] != [command] or "--help" in self.of_ray:
             return None
-        rest = iter(self.of_ray[1:])
+        rest, all_known = iter(self.of_ray[1:]), True
         for argument in rest:
             if argument in WITH_VALUE:
                 next(rest, None)
-            elif not argument.startswith("-"):
-                return Path(argument) if _is_config(argument) else None
+            elif argument.startswith("-"):
+                name = argument.partition("=")[0]
+                all_known &= name in (*WITH_VALUE, *_FLAGS) or name[:2] in WITH_VALUE
+            else:  # after an option that Ray will refuse, this may be its value
+                return Path(argument) if _is_config(argument, may_lack_suffix=all_known) else None
         return None
 
     @property
