@@ -60,6 +60,7 @@ PROGRAMS = (
     "benchmarks.engine.mixed",
     "benchmarks.engine.memory",
     "benchmarks.engine.step",
+    "benchmarks.engine.step_model",
     "benchmarks.engine.scheduler",
     "benchmarks.engine.speculation",
     "benchmarks.versions",

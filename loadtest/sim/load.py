@@ -60,7 +60,7 @@ def add_deployment(made: argparse.ArgumentParser) -> None:
         "--steps",
         type=Path,
         default=MEASURED,
-        help="output of benchmarks.engine.step, which says how long steps take on its machine",
+        help="output of benchmarks.engine.step or .step_model, which say how long steps take on their machine",
     )
 
 

@@ -1,5 +1,5 @@
-"""Owns the duration of a simulated step: a constant, or a linear model of the work in the step.
-Never measures: the linear model is fitted to times that `benchmarks.engine.step` measured or a server logged."""
+"""Owns the duration of a simulated step: a constant, a linear model of the work in the step, or the engine's own model.
+Never measures: models are fitted to times that `benchmarks.engine` measured or a server logged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from engine.scheduling.step_time import StepCosts, read_costs
+from engine.scheduling.step_time import work_of as costed_work
 from engine.step import RowKind, StepPlan
 
 MEASURED = Path(__file__).parents[1] / "results" / "engine_step_vectors.json"
 """Step times of the studies' machine: two cores without a matrix unit, like most machines."""
 BENCHMARK = "engine_step"
 """The name of the benchmark in such a file."""
+CALIBRATION = "step_model"
+"""The name of the benchmark in a file with the engine's own model, as benchmarks.engine.step_model fitted it."""
 ATTENTION_CONTEXT = 3072
 """Context at which a token's attention costs as much as its matrix products. It follows from the shape of SmolLM2-135M,
 as the engine derives `chunk_halving_context`. It is not fitted, since the measured steps have only one context."""
@@ -66,6 +70,27 @@ class LinearStep:
     def prefill_tokens_per_s(self) -> float:
         """The prefill rate for short prompts in large steps."""
         return 1 / self.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class CalibratedStep:
+    """A step takes what the engine's own model of this machine says, and `scale` times that."""
+
+    costs: StepCosts
+    scale: float = 1.0
+
+    def seconds(self, plan: StepPlan) -> float:
+        return self.scale * self.costs.seconds(costed_work(plan))
+
+    def faster(self, times: float) -> CalibratedStep:
+        """See LinearStep.faster."""
+        return CalibratedStep(self.costs, self.scale / times)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The prefill rate for short prompts in large steps."""
+        (x0, x1), (y0, y1) = self.costs.knots[-2:], self.costs.curve_s[-2:]
+        return (x1 - x0) / max(self.scale * (y1 - y0), 1e-9)
 
 
 def work_of(plan: StepPlan) -> tuple[int, int, float]:
@@ -129,11 +154,12 @@ def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
     return 1.0, size + size * (context + size / 2) / ATTENTION_CONTEXT, 0.0
 
 
-def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
-    """Fit the model to a result of `benchmarks.engine.step` (.json) or to a server's log with `step_trace`.
+def measured(path: Path = MEASURED) -> tuple[LinearStep | CalibratedStep, float]:
+    """Fit the model to a result of `benchmarks.engine.step` (.json) or to a server's log with `step_trace`; or take the
+    engine's own model from a result of `benchmarks.engine.step_model`.
 
     Returns:
-        The model, and its largest error.
+        The model, and its largest error; of the engine's own model the relative deviation.
 
     Raises:
         OSError: the file cannot be read.
@@ -144,6 +170,8 @@ def measured(path: Path = MEASURED) -> tuple[LinearStep, float]:
             return fit_trace(log)
     document = json.loads(path.read_text())
     benchmark = document.get("benchmark") if isinstance(document, dict) else None
+    if benchmark == CALIBRATION:
+        return CalibratedStep(read_costs(document["costs"])), float(document["deviation"])
     if benchmark != BENCHMARK or not document.get("cells"):  # other benchmarks have cells of their own kinds
         raise ValueError(f"{path} is not a result of benchmarks.engine.step with cells: its benchmark is {benchmark}")
     return fit(document["cells"])

@@ -19,6 +19,7 @@ from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
 from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
+from benchmarks.engine import step_model as bench_step_model
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
@@ -33,6 +34,7 @@ FIGURES = {
     "chunking.md": ("mixed load", "mixed_load.json", bench_mixed),
     "memory-reservation.md": ("kv tight", "kv_tight.json", bench_memory),
     "step-time.md": ("engine step", "engine_step.json", bench_step),
+    "step-model.md": ("step model", "step_model.json", bench_step_model),
     "drafts.md": ("drafts", "speculation.json", bench_speculation),
     "transport.md": ("transport", "transport.json", transport),
     "between-commits.md": ("versions", "versions.json", versions),

@@ -10,11 +10,23 @@ import pytest
 
 from engine.core.core import _trace
 from engine.observer import ComputedStep
+from engine.scheduling.step_time import StepCosts
 from engine.step import RowKind, ScheduledRequest, StepPlan
-from loadtest.sim.step_time import ATTENTION_CONTEXT, MEASURED, ConstantStep, LinearStep, fit, measured
+from loadtest.sim.step_time import (
+    ATTENTION_CONTEXT,
+    MEASURED,
+    CalibratedStep,
+    ConstantStep,
+    LinearStep,
+    fit,
+    measured,
+)
 from loadtest.sim.validation import STEPS
 
 MODEL = LinearStep(step_s=0.01, token_s=0.001, decode_row_s=0.002, attention_context=1000)
+
+
+COSTS = StepCosts((1, 8, 64), (0.010, 0.012, 0.040), 0.0002, 1e-6, 4e-7, 0.001)
 
 
 def row(kind: RowKind, start: int, count: int) -> ScheduledRequest:
@@ -110,3 +122,23 @@ def test_the_recorded_steps_are_described_to_a_quarter(path: Path) -> None:
     model, error = measured(path)
     assert error < 0.25
     assert model.token_s < model.decode_row_s < model.step_s
+
+
+def test_the_engines_own_model_can_be_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"benchmark": "step_model", "costs": COSTS.document(), "deviation": 0.07}))
+    model, error = measured(path)
+    assert (model, error) == (CalibratedStep(COSTS), 0.07)
+    plan = StepPlan(0, (row(RowKind.DECODE, 499, 1), row(RowKind.MIDDLE, 100, 35)))
+    attended = 500 + 35 * 100 + 35 * 36 / 2
+    assert model.seconds(plan) == pytest.approx(0.026 + 0.0002 + 1e-6 * (500 + 135) + 4e-7 * attended)
+    assert model.faster(4).seconds(plan) == pytest.approx(model.seconds(plan) / 4)
+    assert model.prefill_tokens_per_s == pytest.approx(2000)
+    assert model.faster(2).prefill_tokens_per_s == pytest.approx(4000)
+
+
+def test_a_file_whose_model_has_no_costs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"benchmark": "step_model", "costs": {"knots": [1]}, "deviation": 0.07}))
+    with pytest.raises(ValueError, match="these are no step costs"):
+        measured(path)

@@ -1,0 +1,180 @@
+"""Owns the study of the step time model on the CPU: how far predictions are from what random steps really take.
+Never schedules: it draws steps and hands them to an executor. The last line of output is one JSON document."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.results import write_whole
+from engine.build.executor import create_executor
+from engine.checkpoints.prepare import prepare_model
+from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
+from engine.core.calibration import GREEDY, calibrate
+from engine.scheduling.step_time import StepTimeModel, work_of
+from engine.step import Executor, RowKind, ScheduledRequest, StepPlan
+
+KINDS = ("decode", "prefill", "mixed")
+MAX_ROWS, MAX_CHUNK, MAX_CONTEXT = 32, 480, 3000
+
+
+def draw_step(kind: str, draw: random.Random, config: ResolvedConfig) -> StepPlan:
+    """Draw a step: log-uniform numbers of rows and tokens, each row with a context of its own."""
+    num_decodes = 0 if kind == "prefill" else _log_uniform(draw, 1, MAX_ROWS)
+    chunks = 0 if kind == "decode" else draw.choice((1, 1, 1, 2, 3))
+    rows: list[ScheduledRequest] = []
+    left, first = MAX_CHUNK, 0
+    for number in range(num_decodes + chunks):
+        decodes = number < num_decodes
+        count = 1 if decodes else _log_uniform(draw, 1, max(left // 2, 1) if chunks > 1 else left)
+        left -= 0 if decodes else count
+        longest = min(MAX_CONTEXT, config.max_model_len - count)
+        start = 0 if not decodes and draw.random() < 0.5 else _log_uniform(draw, 1, longest)
+        needed = -(-(start + count) // config.block_size)
+        if first + needed > config.num_kv_blocks:
+            break
+        last = decodes or draw.random() < 0.5
+        kind_of_row = RowKind.DECODE if decodes else RowKind.LAST if last else RowKind.MIDDLE
+        ids = tuple(draw.randrange(config.vocab_size) for _ in range(count))
+        table = tuple(range(first, first + needed))
+        rows.append(ScheduledRequest(str(number), kind_of_row, start, ids, table, GREEDY if last else None))
+        first += needed
+    return StepPlan(0, tuple(rows))
+
+
+def _log_uniform(draw: random.Random, least: int, most: int) -> int:
+    return round(math.exp(draw.uniform(math.log(least), math.log(max(most, least)))))
+
+
+def drawn_steps(draw: random.Random, config: ResolvedConfig) -> Iterator[tuple[str, StepPlan]]:
+    while True:
+        kind = draw.choice(KINDS)
+        if (plan := draw_step(kind, draw, config)).rows:
+            yield kind, plan
+
+
+def timed(executor: Executor, plan: StepPlan, clock: Callable[[], float] = time.perf_counter) -> float:
+    started = clock()
+    executor.launch(plan)
+    executor.collect()
+    return clock() - started
+
+
+def study(
+    executor: Executor, config: ResolvedConfig, draw: random.Random, *, steps: int, seconds: float
+) -> dict[str, Any]:
+    """Calibrate, then predict and run drawn steps for `seconds`: the first `steps` and the last are compared."""
+    began = time.perf_counter()
+    found = calibrate(executor, config)
+    took = time.perf_counter() - began
+    model = StepTimeModel(found.costs, deviation=found.deviation)
+    errors: list[tuple[str, dict[str, float]]] = []  # kind of step, error by model
+    until = time.perf_counter() + seconds
+    for kind, plan in drawn_steps(draw, config):
+        work = work_of(plan)
+        fitted, corrected = found.costs.seconds(work), model.seconds(work)
+        measured = timed(executor, plan)
+        model.observe(work, measured)
+        errors.append((kind, {"fitted": fitted / measured - 1, "corrected": corrected / measured - 1}))
+        if len(errors) >= 2 * steps and time.perf_counter() > until:
+            break
+    cells = []
+    for name, part in (("first", errors[:steps]), ("last", errors[-steps:])):
+        for kind in (*KINDS, "all"):
+            own = [error for of_kind, error in part if kind in (of_kind, "all")]
+            cells += [
+                {"steps": name, "kind": kind, "model": which, **_spread([abs(error[which]) for error in own])}
+                for which in ("fitted", "corrected")
+            ]
+    return {
+        "calibration_s": took,
+        "shapes": len(found.steps),
+        "deviation": found.deviation,
+        "costs": found.costs.document(),
+        "num_steps": len(errors),
+        "scale": model.scale,
+        "cells": cells,
+    }
+
+
+def _spread(errors: Sequence[float]) -> dict[str, float]:
+    percentiles = statistics.quantiles(errors, n=100, method="inclusive")
+    return {"count": len(errors), "p50": percentiles[49], "p90": percentiles[89], "p99": percentiles[98]}
+
+
+def table(document: dict[str, Any]) -> str:
+    """Render the table of docs/benchmarks/step-model.md: errors in percent of what the steps took."""
+    lines = ["| steps | kind | model | number | p50 | p90 | p99 |", "|---|---|---|--:|--:|--:|--:|"]
+    for cell in document["cells"]:
+        errors = " | ".join(f"{cell[name]:.1%}" for name in ("p50", "p90", "p99"))
+        lines.append(f"| {cell['steps']} | {cell['kind']} | {cell['model']} | {cell['count']} | {errors} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    config = EngineConfig(
+        device="cpu",
+        load_format=options.load_format,
+        num_kv_blocks=options.blocks,
+        max_num_seqs=MAX_ROWS,
+        max_num_batched_tokens=512,
+        max_prefill_tokens=512,
+        speculative=SpeculativeConfig(method="none"),
+    )
+    model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
+    executor, resolved = create_executor(model, config)
+    try:
+        found = study(executor, resolved, random.Random(options.seed), steps=options.steps, seconds=options.seconds)
+    finally:
+        executor.shutdown()
+    document = {
+        "benchmark": "step_model",
+        **machine(),
+        "model": options.model,
+        "seed": options.seed,
+        "config": dataclasses.asdict(resolved),
+        **found,
+    }
+    if options.out:
+        write_whole(options.out, document)
+    print(table(document))
+    print(json.dumps(document))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.step_model",
+        description="Calibrate the step time model on this CPU, and compare its predictions with random steps.",
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument(
+        "--load-format",
+        default="auto",
+        choices=["auto", "dummy"],
+        help="dummy: random weights in the model's shape (%(default)s)",
+    )
+    parser.add_argument("--blocks", type=int, default=4000, help="KV blocks of 16 tokens (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="steps compared at the begin and end (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to run steps (%(default)s)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=time.time_ns() % 1_000_000,
+        help="seed of the steps; another one each time if not given",
+    )
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

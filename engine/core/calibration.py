@@ -1,0 +1,132 @@
+"""Owns the measurement of an executor's step times: steps of given shapes, run before any request is served.
+Never touches a request or the prefix cache: its rows use blocks that nobody holds, and are forgotten."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from engine.config import ResolvedConfig
+from engine.scheduling.step_time import (
+    Measured,
+    StepCosts,
+    fit_costs,
+    knots_up_to,
+    relative_errors,
+    work_of,
+)
+from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
+
+GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
+"""Contexts of measured rows. What a token of context costs follows from the two; the longer one may be cut."""
+ROUNDS = 3
+"""Measurements of each shape. The median counts."""
+ENOUGH_S = 0.2
+"""A shape that was measured for so long is not measured again: the longer a step, the less its time varies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step of decode rows and at most one chunk, all after `context` tokens."""
+
+    num_decodes: int
+    chunk: int
+    context: int
+
+    def plan(self, block_size: int, *, has_state: bool) -> StepPlan:
+        """Return a step of this shape. Its rows share no block."""
+        rows = []
+        kinds = [(RowKind.DECODE, 1)] * self.num_decodes + [(RowKind.LAST, self.chunk)] * bool(self.chunk)
+        blocks = 0
+        for number, (kind, count) in enumerate(kinds):
+            needed = -(-(self.context + count) // block_size)
+            table = tuple(range(blocks, blocks + needed))
+            blocks += needed
+            ids = tuple((number + place) % 2 for place in range(count))
+            state = StateUse(number) if has_state else None
+            name = f"calibration {number}"
+            rows.append(ScheduledRequest(name, kind, self.context, ids, table, GREEDY, state=state))
+        return StepPlan(0, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Fitted costs, and how well they fit."""
+
+    costs: StepCosts
+    deviation: float
+    """Relative deviation of single measurements from the fitted costs, as a root mean square."""
+    steps: tuple[Measured, ...]
+    """The median of each shape."""
+
+
+def calibrate(
+    executor: Executor, config: ResolvedConfig, *, clock: Callable[[], float] = time.perf_counter
+) -> Calibration:
+    """Measure steps of all sizes that this engine may plan, and fit their costs. Takes some seconds.
+
+    Raises:
+        ValueError: the engine's limits leave too few sizes to measure.
+    """
+    has_state = executor.capabilities.recurrent_state
+    shapes = list(shapes_for(config))
+    plans = {shape: shape.plan(config.block_size, has_state=has_state) for shape in shapes}
+    times: dict[Shape, list[float]] = defaultdict(list)
+    order = random.Random(0)
+    for shape in shapes:  # the first run of a shape may compile or touch memory for the first time
+        _run(executor, plans[shape])
+    for _ in range(ROUNDS):
+        order.shuffle(shapes)  # a machine that becomes slower meanwhile shows in all sizes alike
+        for shape in shapes:
+            if sum(times[shape]) >= ENOUGH_S:
+                continue
+            started = clock()
+            _run(executor, plans[shape])
+            times[shape].append(clock() - started)
+    executor.forget(sorted({row.request_id for plan in plans.values() for row in plan.rows}))
+    works = {shape: work_of(plan) for shape, plan in plans.items()}
+    medians = tuple(Measured(works[shape], statistics.median(found)) for shape, found in times.items())
+    costs = fit_costs(medians, knots_up_to(max(work.tokens for work in works.values())))
+    single = [Measured(works[shape], seconds) for shape, found in times.items() for seconds in found]
+    errors = relative_errors(costs, single)
+    return Calibration(costs, (sum(error**2 for error in errors) / len(errors)) ** 0.5, medians)
+
+
+def shapes_for(config: ResolvedConfig) -> Iterator[Shape]:
+    """Yield the shapes to measure: decode rows and chunks of every size at two contexts, and both together."""
+    most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
+    most_chunk = min(config.max_prefill_tokens, config.max_num_batched_tokens, config.max_model_len - 1)
+    decodes, chunks = (dict.fromkeys(min(one, most) for one in _sizes(most)) for most in (most_decodes, most_chunk))
+    asked = [Shape(count, 0, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for count in decodes]
+    asked += [Shape(0, count, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for count in chunks]
+    asked += [Shape(few, count, SHORT_CONTEXT) for few in (4, 16) for count in (32, 128, most_chunk - 16) if count > 0]
+    found = (_fitting(shape, config) for shape in asked)
+    yield from dict.fromkeys(shape for shape in found if shape is not None)
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """Yield sizes at the knots, and between two: what a part of a tile costs only shows there."""
+    knots = knots_up_to(max(most, 9))
+    yield from knots
+    yield from (low + (high - low) * 3 // 5 for low, high in pairwise(knots))
+
+
+def _fitting(shape: Shape, config: ResolvedConfig) -> Shape | None:
+    """Return the shape with a context cut to what the model and the KV cache can hold; None if they hold none of it."""
+    num_rows = shape.num_decodes + bool(shape.chunk)
+    if num_rows > config.max_num_seqs or shape.num_decodes + shape.chunk > config.max_num_batched_tokens:
+        return None
+    room = min(config.max_model_len, config.num_kv_blocks // num_rows * config.block_size)
+    context = min(shape.context, room - max(shape.chunk, 1))
+    return replace(shape, context=context) if context > 0 else None
+
+
+def _run(executor: Executor, plan: StepPlan) -> None:
+    executor.launch(plan)
+    executor.collect()

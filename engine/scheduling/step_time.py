@@ -1,0 +1,291 @@
+"""Owns the prediction of a step's duration from its rows: a cost model fitted to measured steps, and its correction.
+Never reads a clock and never runs a step: it is told what steps took."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from engine.step import RowKind, StepPlan
+
+FIRST_KNOT = 8
+"""The curve of tokens has no knot between 1 and this: so few tokens wait for the weights to be read."""
+TILES = (1, 4, 8, 16, 32)
+"""Numbers of tokens that kernels may multiply at a time."""
+FIT_SWEEPS = 20_000
+"""Maximum number of passes over the factors in a fit, each of some microseconds a factor."""
+FIT_PRECISION = 1e-9
+"""A fit ends when no factor changes by more, in steps of average length."""
+
+
+class StepWork(NamedTuple):
+    """What a step computes, as far as its duration depends on it. It does not name any request."""
+
+    tokens: int
+    """Tokens of all rows."""
+    samples: int = 0
+    """Positions after which a token is chosen, each of which needs logits over the vocabulary."""
+    keys: int = 0
+    """Sum over rows of the positions whose keys and values are read, once for all tokens of a row."""
+    attended: int = 0
+    """Sum over tokens of the positions that they attend to."""
+    encoded: int = 0
+    """Tokens of inputs, such as images, that are encoded before the rows."""
+
+    def plus(self, other: StepWork) -> StepWork:
+        return StepWork(*map(sum, zip(self, other, strict=True)))
+
+
+def decode_work(num_rows: int, context: int) -> StepWork:
+    """Return the work of `num_rows` decode rows of one token after `context` others."""
+    return StepWork(num_rows, num_rows, num_rows * (context + 1), num_rows * (context + 1))
+
+
+def chunk_work(start: int, count: int, *, last: bool) -> StepWork:
+    """Return the work of a prompt's chunk of `count` tokens after `start` others; `last` if it completes the prompt."""
+    return StepWork(count, int(last), start + count, _attended(start, count))
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    """Return the work of a planned step."""
+    tokens = samples = keys = attended = 0
+    for row in plan.rows:
+        count = len(row.token_ids)
+        tokens += count
+        keys += row.start + count
+        attended += _attended(row.start, count)
+        # A row with drafts chooses a token after each of its tokens.
+        samples += count if row.kind is RowKind.DECODE else row.sampling is not None
+    encoded = sum(math.prod(job.grid) for job in plan.encodes)
+    return StepWork(tokens, samples, keys, attended, encoded)
+
+
+def _attended(start: int, count: int) -> int:
+    return count * start + count * (count + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """How long a step takes.
+
+        seconds = curve(tiles * tile) + sample_s * samples + key_s * keys + attended_s * attended + encoded_s * encoded
+        tiles = ceil(tokens / tile)
+
+    `curve` is linear between its knots and goes on from the last two: few tokens wait for the weights to be read, many
+    for the arithmetic, and where one becomes the other is the machine's affair. It never falls, and no factor is
+    negative, so that more work never takes less time. Kernels multiply so many tokens at a time as a tile has, and a
+    part of a tile takes as long as a whole one.
+    """
+
+    knots: tuple[int, ...]
+    """Numbers of tokens, ascending, at least two."""
+    curve_s: tuple[float, ...]
+    """Seconds at each knot."""
+    sample_s: float = 0.0
+    key_s: float = 0.0
+    attended_s: float = 0.0
+    encoded_s: float = 0.0
+    tile: int = 1
+    """Number of tokens."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the predicted duration."""
+        return self._curve(work.tokens) + self._rest(work)
+
+    def tokens_within(self, seconds: float, beside: StepWork, start: int) -> int:
+        """Return how many tokens of a prompt, after `start` others, fit into a step of `seconds` beside other work; 0
+        if none does. A bisection, so that it agrees with `seconds` to the token."""
+        least, most = 0, 1
+        while self.seconds(beside.plus(chunk_work(start, most, last=True))) <= seconds:
+            least, most = most, 2 * most
+            if most > 1 << 24:  # beyond any context
+                return least
+        while most - least > 1:
+            middle = (least + most) // 2
+            if self.seconds(beside.plus(chunk_work(start, middle, last=True))) <= seconds:
+                least = middle
+            else:
+                most = middle
+        return least
+
+    def _curve(self, tokens: int) -> float:
+        tokens = _rounded(tokens, self.tile)
+        right = min(max(bisect_left(self.knots, tokens), 1), len(self.knots) - 1)
+        x0, x1 = self.knots[right - 1], self.knots[right]
+        y0, y1 = self.curve_s[right - 1], self.curve_s[right]
+        return max(y0 + (y1 - y0) * (tokens - x0) / (x1 - x0), 0.0)
+
+    def _rest(self, work: StepWork) -> float:
+        return (
+            self.sample_s * work.samples
+            + self.key_s * work.keys
+            + self.attended_s * work.attended
+            + self.encoded_s * work.encoded
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the costs as JSON's types; `read_costs` is its counterpart."""
+        return asdict(self)
+
+
+def read_costs(document: Mapping[str, Any]) -> StepCosts:
+    """Read what `StepCosts.document` returned.
+
+    Raises:
+        ValueError: it is something else, or its factors are no costs.
+    """
+    try:
+        knots = tuple(int(one) for one in document["knots"])
+        curve = tuple(float(one) for one in document["curve_s"])
+        rest = {name: float(document[name]) for name in _FACTORS}
+        tile = int(document["tile"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"these are no step costs: {type(error).__name__}: {error}") from error
+    rising = all(x0 < x1 for x0, x1 in pairwise(knots)) and all(y0 <= y1 for y0, y1 in pairwise(curve))
+    sound = all(math.isfinite(one) and one >= 0 for one in (*curve, *rest.values()))
+    if len(knots) < 2 or len(knots) != len(curve) or not rising or not sound or tile < 1:
+        raise ValueError("these are no step costs: expected rising knots with rising times, and no negative factor")
+    return StepCosts(knots, curve, **rest, tile=tile)
+
+
+_FACTORS = ("sample_s", "key_s", "attended_s", "encoded_s")
+
+
+class Measured(NamedTuple):
+    work: StepWork
+    seconds: float
+
+
+def fit_costs(steps: Sequence[Measured], knots: Sequence[int]) -> StepCosts:
+    """Fit costs to measured steps by least squares over relative errors, with no factor below 0.
+
+    A knot beyond which no step was measured has no effect and is left out. A kind of work that no step has costs
+    nothing. The tile is that of TILES with the least errors.
+
+    Raises:
+        ValueError: there are too few steps for so many knots, or one took no time.
+    """
+    most = max((step.work.tokens for step in steps), default=0)
+    kept = (*(knot for knot in knots if knot < most), most)
+    if len(kept) < 2 or len({step.work.tokens for step in steps}) < len(kept):
+        raise ValueError(f"{len(steps)} steps of up to {most} tokens are too few for a curve with {len(kept)} knots")
+    if min(step.seconds for step in steps) <= 0:
+        raise ValueError("a step took no time")
+    fits = [_fit(steps, kept, tile) for tile in TILES if tile <= most]
+    return min(fits, key=lambda costs: sum(error**2 for error in relative_errors(costs, steps)))
+
+
+def _fit(steps: Sequence[Measured], kept: tuple[int, ...], tile: int) -> StepCosts:
+    """Solve for the time at the first knot, what each next knot adds, and the factors. None is negative."""
+    tokens = [_rounded(step.work.tokens, tile) for step in steps]
+    rows = [[1.0, *_shares(kept, count), *map(float, step.work[1:])] for count, step in zip(tokens, steps, strict=True)]
+    found = _non_negative_least_squares(
+        [[x / step.seconds for x in row] for row, step in zip(rows, steps, strict=True)]
+    )
+    first, added, factors = found[0], found[1 : len(kept)], found[len(kept) :]
+    curve = [first]
+    for more in added:
+        curve.append(curve[-1] + more)
+    return StepCosts(kept, tuple(curve), **dict(zip(_FACTORS, factors, strict=True)), tile=tile)
+
+
+def _rounded(tokens: int, tile: int) -> int:
+    return -(-tokens // tile) * tile
+
+
+def _shares(knots: Sequence[int], tokens: int) -> list[float]:
+    """Return how much of the way from each knot to the next the tokens have gone: 0 to 1."""
+    return [min(max((tokens - x0) / (x1 - x0), 0.0), 1.0) for x0, x1 in pairwise(knots)]
+
+
+def _non_negative_least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return x >= 0 that minimizes the sum over rows of (row · x - 1)², by descent along one coordinate at a time."""
+    size = len(rows[0])
+    scale = [math.sqrt(sum(row[i] ** 2 for row in rows)) or 1.0 for i in range(size)]
+    scaled = [[value / by for value, by in zip(row, scale, strict=True)] for row in rows]
+    gram = [[sum(row[i] * row[j] for row in scaled) for j in range(size)] for i in range(size)]
+    aim = [sum(row[i] for row in scaled) for i in range(size)]
+    x = [0.0] * size
+    for _ in range(FIT_SWEEPS):
+        largest = 0.0
+        for i in range(size):
+            if not gram[i][i]:
+                continue  # no step has this kind of work
+            slope = aim[i] - sum(map(float.__mul__, gram[i], x))
+            moved = max(x[i] + slope / gram[i][i], 0.0)
+            largest = max(largest, abs(moved - x[i]))
+            x[i] = moved
+        if largest < FIT_PRECISION:
+            break
+    return [value / by for value, by in zip(x, scale, strict=True)]
+
+
+def knots_up_to(most: int) -> tuple[int, ...]:
+    """Return knots for steps of up to `most` tokens: 1, 8, 16, 32 and so on, and `most`."""
+    knots = [1, FIRST_KNOT]
+    while knots[-1] * 2 < most:
+        knots.append(knots[-1] * 2)
+    return (*(knot for knot in knots if knot < most), most)
+
+
+# --- while the engine runs --------------------------------------------------------------------------------------------
+
+MEMORY_STEPS = 200
+"""Steps after which an error of the past counts a third."""
+MOST_SCALE = 4.0
+"""The correction stays between a quarter of the fitted times and four times them. Beyond that the costs were measured
+on another machine, and are to be measured again."""
+MOST_SURPRISE = math.log(2.0)
+"""One step counts as at most twice or half its prediction: a process that was stopped says nothing about the next."""
+
+
+class StepTimeModel:
+    """Predicted step times that follow the machine: costs, corrected by what steps really took.
+
+    The correction is one factor for all steps. It follows a machine that has become slower, as with a noisy neighbour,
+    within some hundred steps, and never leaves its bounds.
+    """
+
+    def __init__(self, costs: StepCosts, *, deviation: float) -> None:
+        """`deviation`: the relative deviation of measured steps from `costs`, such as 0.05."""
+        self.costs = costs
+        self._log_scale = 0.0
+        self._square = deviation**2
+
+    @property
+    def scale(self) -> float:
+        """What fitted times are multiplied by."""
+        return math.exp(self._log_scale)
+
+    @property
+    def deviation(self) -> float:
+        """Recent relative deviation of steps from their predictions, as a root mean square."""
+        return math.sqrt(self._square)
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the predicted duration of a step."""
+        return self.scale * self.costs.seconds(work)
+
+    def tokens_within(self, seconds: float, beside: StepWork, start: int, *, margin: float = 0.0) -> int:
+        """Like `StepCosts.tokens_within`, with `margin` standard deviations kept free."""
+        return self.costs.tokens_within(seconds / (self.scale * (1 + margin * self.deviation)), beside, start)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Correct the model by a step that took `seconds`."""
+        predicted = self.seconds(work)
+        if min(seconds, predicted) <= 0:
+            return  # no ratio
+        error = math.log(seconds / predicted)
+        error = min(max(error, -MOST_SURPRISE), MOST_SURPRISE)
+        bound = math.log(MOST_SCALE)
+        self._log_scale = min(max(self._log_scale + error / MEMORY_STEPS, -bound), bound)
+        self._square += (error**2 - self._square) / MEMORY_STEPS
+
+
+def relative_errors(costs: StepCosts, steps: Iterable[Measured]) -> list[float]:
+    """Return predicted / measured - 1 for each step."""
+    return [costs.seconds(step.work) / step.seconds - 1 for step in steps]

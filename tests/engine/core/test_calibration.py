@@ -1,0 +1,107 @@
+"""The measurement of step times at start: what it hands to the executor, and what it makes of the times."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from engine.core.calibration import ENOUGH_S, ROUNDS, calibrate, shapes_for
+from engine.scheduling.step_time import StepCosts, work_of
+from engine.step import Capabilities, StepOutput, StepPlan
+from tests.support.engines import resolved_config
+
+COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7)
+LARGE = {"max_model_len": 8192, "block_size": 16, "num_kv_blocks": 6000, "max_num_seqs": 64}
+BUDGETS = {"max_num_batched_tokens": 512, "max_prefill_tokens": 512}
+
+
+class ClockedExecutor:
+    """Each step moves the clock by what its costs say, and by `noise` more or less."""
+
+    def __init__(self, costs: StepCosts, *, noise: float = 0.0, recurrent_state: bool = False) -> None:
+        self._costs, self._noise, self._draw = costs, noise, random.Random(0)
+        self.capabilities = Capabilities(recurrent_state=recurrent_state)
+        self.now, self.plans, self.forgotten = 0.0, list[StepPlan](), list[str]()
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.now += self._costs.seconds(work_of(plan)) * self._draw.uniform(1 - self._noise, 1 + self._noise)
+
+    def collect(self) -> StepOutput:
+        return StepOutput(0, tuple((1,) for _ in self.plans[-1].rows))
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        self.forgotten += request_ids
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_a_calibration_finds_what_steps_cost() -> None:
+    executor = ClockedExecutor(COSTS)
+    found = calibrate(executor, resolved_config(**LARGE, **BUDGETS), clock=lambda: executor.now)
+    assert found.deviation < 0.02
+    for step in found.steps:
+        assert found.costs.seconds(step.work) == pytest.approx(step.seconds, rel=0.05)
+
+
+def test_its_deviation_is_that_of_single_steps_and_not_of_their_medians() -> None:
+    executor = ClockedExecutor(COSTS, noise=0.3)
+    found = calibrate(executor, resolved_config(**LARGE, **BUDGETS), clock=lambda: executor.now)
+    assert 0.08 < found.deviation < 0.3
+
+
+def test_no_shape_is_measured_before_it_has_run_once() -> None:
+    """The first step of a shape may compile kernels, which later steps do not."""
+    config = resolved_config(**LARGE, **BUDGETS)
+    executor = ClockedExecutor(COSTS)
+    calibrate(executor, config, clock=lambda: executor.now)
+    num_shapes = len(list(shapes_for(config)))
+    first, rest = executor.plans[:num_shapes], executor.plans[num_shapes:]
+    assert {work_of(plan) for plan in first} == {work_of(plan) for plan in rest}
+    times = Counter((work_of(plan), plan.rows[0].kind) for plan in rest)
+    assert set(times.values()) <= set(range(1, ROUNDS + 1))
+    assert all(COSTS.seconds(work) >= ENOUGH_S / ROUNDS for (work, _), count in times.items() if count < ROUNDS)
+
+
+def test_the_executor_forgets_the_rows_of_a_calibration() -> None:
+    executor = ClockedExecutor(COSTS)
+    calibrate(executor, resolved_config(**LARGE, **BUDGETS), clock=lambda: executor.now)
+    assert set(executor.forgotten) == {row.request_id for plan in executor.plans for row in plan.rows}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_step_is_larger_than_the_engines_limits(seed: int) -> None:
+    draw = random.Random(seed)
+    config = resolved_config(
+        max_model_len=draw.choice((16, 64, 256, 8192)),
+        block_size=draw.choice((1, 4, 16)),
+        num_kv_blocks=draw.choice((16, 64, 1000)),
+        max_num_seqs=draw.choice((1, 2, 8, 64, 300)),
+        max_num_batched_tokens=draw.choice((300, 512, 2048)),
+        max_prefill_tokens=draw.choice((1, 8, 64, 300)),
+    )
+    shapes = list(shapes_for(config))
+    assert len(shapes) == len(set(shapes))
+    for shape in shapes:
+        plan = shape.plan(config.block_size, has_state=True)
+        blocks = [block for row in plan.rows for block in row.block_ids]
+        assert len(blocks) == len(set(blocks))
+        assert set(blocks) <= set(range(config.num_kv_blocks))
+        assert 1 <= len(plan.rows) <= config.max_num_seqs
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        for row in plan.rows:
+            assert 0 < row.start < row.end <= config.max_model_len
+            assert len(row.block_ids) * config.block_size >= row.end
+            assert row.state is not None
+        assert len({row.state.slot for row in plan.rows if row.state}) == len(plan.rows)
+
+
+def test_an_engine_with_one_size_of_step_cannot_be_calibrated() -> None:
+    config = resolved_config(max_num_seqs=1, max_prefill_tokens=1, max_num_batched_tokens=1)
+    executor = ClockedExecutor(COSTS)
+    with pytest.raises(ValueError, match="too few for a curve"):
+        calibrate(executor, config, clock=lambda: executor.now)

@@ -1,0 +1,251 @@
+"""The step time model: what it predicts, what a fit finds, and how far one step may move it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.multimodal_inputs import EncodeJob
+from engine.scheduling.step_time import (
+    MEMORY_STEPS,
+    MOST_SCALE,
+    Measured,
+    StepCosts,
+    StepTimeModel,
+    StepWork,
+    chunk_work,
+    decode_work,
+    fit_costs,
+    knots_up_to,
+    read_costs,
+    relative_errors,
+    work_of,
+)
+from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
+
+GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7, 0.001)
+WORKS = st.builds(
+    StepWork,
+    st.integers(1, 2000),
+    st.integers(0, 200),
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.integers(0, 500),
+)
+
+
+def row(kind: RowKind, start: int, count: int, *, samples: bool = True) -> ScheduledRequest:
+    return ScheduledRequest("r", kind, start, (1,) * count, (0,), GREEDY if samples else None)
+
+
+def measured(costs: StepCosts, draw: random.Random, count: int, noise: float = 0.0) -> list[Measured]:
+    """Draw steps of up to 512 tokens, which take what `costs` say but for `noise`."""
+    steps = []
+    for _ in range(count):
+        work = StepWork(draw.randint(1, 512), draw.randint(0, 32), draw.randint(0, 10**5), draw.randint(0, 10**5))
+        steps.append(Measured(work, costs.seconds(work) * draw.uniform(1 - noise, 1 + noise)))
+    return [Measured(decode_work(1, 10), costs.seconds(decode_work(1, 10))), *steps]
+
+
+# --- what a step's work is --------------------------------------------------------------------------------------------
+
+
+def test_the_work_of_a_step_is_that_of_its_rows() -> None:
+    """A decode row with drafts chooses a token after each of its tokens; of a prompt, only the last chunk does."""
+    plan = StepPlan(
+        0,
+        (
+            row(RowKind.DECODE, 100, 1),
+            row(RowKind.DECODE, 200, 3),
+            row(RowKind.MIDDLE, 0, 40, samples=False),
+            row(RowKind.LAST, 16, 4),
+        ),
+        encodes=(EncodeJob(b"", (1, 4, 6), b""), EncodeJob(b"", (1, 2, 2), b"")),
+    )
+    attended = 101 + (201 + 202 + 203) + 40 * 41 // 2 + (17 + 18 + 19 + 20)
+    assert work_of(plan) == StepWork(48, 5, 101 + 203 + 40 + 20, attended, 28)
+
+
+@given(st.integers(1, 40), st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 500), st.booleans())
+def test_the_work_of_parts_adds_up_to_that_of_the_step(
+    rows: int, context: int, start: int, count: int, last: bool
+) -> None:
+    kind = RowKind.LAST if last else RowKind.MIDDLE
+    plan = StepPlan(0, (*[row(RowKind.DECODE, context, 1)] * rows, row(kind, start, count, samples=last)))
+    assert decode_work(rows, context).plus(chunk_work(start, count, last=last)) == work_of(plan)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_its_tokens_and_what_else_it_does() -> None:
+    assert COSTS.seconds(StepWork(36)) == pytest.approx(0.021)
+    assert COSTS.seconds(StepWork(36, 10, 1000, 500, 3)) == pytest.approx(0.021 + 0.002 + 0.001 + 0.0002 + 0.003)
+
+
+def test_beyond_its_last_knot_the_curve_goes_on_as_it_came() -> None:
+    assert COSTS.seconds(StepWork(960)) == pytest.approx(0.2 + 0.17)
+
+
+@given(WORKS, WORKS)
+def test_more_work_never_takes_less_time(work: StepWork, more: StepWork) -> None:
+    assert COSTS.seconds(work.plus(more)) >= COSTS.seconds(work)
+
+
+@given(st.floats(0.001, 2.0), st.integers(0, 40), st.integers(0, 8000))
+def test_the_tokens_that_fit_are_as_many_as_the_prediction_allows(seconds: float, rows: int, start: int) -> None:
+    beside = decode_work(rows, 500)
+    count = COSTS.tokens_within(seconds, beside, start)
+    assert not count or COSTS.seconds(beside.plus(chunk_work(start, count, last=True))) <= seconds
+    assert COSTS.seconds(beside.plus(chunk_work(start, count + 1, last=True))) > seconds
+
+
+def test_where_tokens_cost_nothing_their_number_is_still_finite() -> None:
+    assert StepCosts((1, 2), (0.0, 0.0)).tokens_within(1.0, StepWork(0), 0) > 10**6
+
+
+# --- the fit ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_the_costs_that_made_the_measurements() -> None:
+    found = fit_costs(measured(COSTS, random.Random(1), 400), (1, 8, 64, 512))
+    assert max(map(abs, relative_errors(found, measured(COSTS, random.Random(2), 100)))) < 0.001
+
+
+def test_a_fit_finds_how_many_tokens_are_multiplied_at_a_time() -> None:
+    """On a CPU nine tokens take as long as sixteen."""
+    tiled = replace(COSTS, tile=8)
+    assert tiled.seconds(StepWork(9)) == tiled.seconds(StepWork(16)) > tiled.seconds(StepWork(8))
+    found = fit_costs(measured(tiled, random.Random(7), 300, noise=0.02), (1, 8, 64, 512))
+    assert found.tile == 8
+    assert max(map(abs, relative_errors(found, measured(tiled, random.Random(8), 100)))) < 0.05
+
+
+def test_noise_of_a_tenth_moves_a_prediction_by_little() -> None:
+    found = fit_costs(measured(COSTS, random.Random(3), 600, noise=0.1), (1, 8, 64, 512))
+    errors = sorted(map(abs, relative_errors(found, measured(COSTS, random.Random(4), 200))))
+    assert errors[len(errors) // 2] < 0.02
+    assert errors[-1] < 0.15
+
+
+@given(st.integers(0, 10**6), st.lists(st.floats(0.001, 10.0), min_size=40, max_size=40))
+def test_whatever_was_measured_no_factor_is_negative(seed: int, seconds: list[float]) -> None:
+    """Nor does the curve fall: a plan that trusts it could otherwise grow for ever."""
+    steps = measured(COSTS, random.Random(seed), 39)
+    found = fit_costs([Measured(step.work, took) for step, took in zip(steps, seconds, strict=True)], (1, 64))
+    assert list(found.curve_s) == sorted(found.curve_s)
+    assert min(found.curve_s[0], found.sample_s, found.key_s, found.attended_s) >= 0
+
+
+def test_work_that_no_step_had_costs_nothing() -> None:
+    steps = [Measured(StepWork(count), 0.01 + 0.001 * count) for count in (1, 8, 64)]
+    assert fit_costs(steps, (1, 8, 64)).encoded_s == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "knots", "error"),
+    [
+        ([], (1, 8), "0 steps of up to 0 tokens are too few"),
+        ([Measured(StepWork(1), 0.1)] * 9, (1, 8), "9 steps of up to 1 tokens are too few"),
+        (
+            [Measured(StepWork(count), 0.1) for count in (1, 500)],
+            (1, 8),
+            "2 steps of up to 500 tokens are too few for a curve with 3",
+        ),
+        ([Measured(StepWork(1), 0.1), Measured(StepWork(8), 0.0)], (1, 8), "a step took no time"),
+    ],
+)
+def test_too_few_measurements_are_refused(steps: list[Measured], knots: tuple[int, ...], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        fit_costs(steps, knots)
+
+
+@pytest.mark.parametrize("most", [9, 16, 17, 512, 1000, 8192])
+def test_knots_rise_up_to_the_largest_step(most: int) -> None:
+    knots = knots_up_to(most)
+    assert list(knots) == sorted(set(knots))
+    assert (knots[0], knots[-1]) == (1, most)
+
+
+def test_costs_survive_a_file() -> None:
+    assert read_costs(json.loads(json.dumps(COSTS.document()))) == COSTS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"knots": [1]},
+        {"knots": [8, 1, 64, 512]},
+        {"curve_s": [0.1, 0.05, 0.2, 0.3]},
+        {"curve_s": None},
+        {"sample_s": -1.0},
+        {"sample_s": "x"},
+        {"sample_s": math.nan},
+        {"tile": 0},
+    ],
+)
+def test_a_file_with_something_else_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="these are no step costs"):
+        read_costs({**COSTS.document(), **change})
+
+
+# --- the correction ---------------------------------------------------------------------------------------------------
+
+
+def test_the_model_follows_a_machine_that_became_slower() -> None:
+    model, draw = StepTimeModel(COSTS, deviation=0.02), random.Random(5)
+    for step in measured(COSTS, draw, 5 * MEMORY_STEPS):
+        model.observe(step.work, 1.7 * step.seconds)
+    assert model.scale == pytest.approx(1.7, rel=0.02)
+    assert model.seconds(StepWork(36)) == pytest.approx(1.7 * 0.021, rel=0.02)
+
+
+def test_one_step_of_a_minute_moves_it_by_less_than_a_hundredth() -> None:
+    model = StepTimeModel(COSTS, deviation=0.02)
+    model.observe(StepWork(8), 60.0)
+    assert 1 < model.scale < 1.01
+
+
+@given(st.lists(st.tuples(WORKS, st.floats(0.0, 1e6))), st.integers(1, 40))
+def test_the_correction_never_leaves_its_bounds(seen: list[tuple[StepWork, float]], times: int) -> None:
+    model = StepTimeModel(COSTS, deviation=0.02)
+    for work, seconds in seen * times:
+        model.observe(work, seconds)
+    assert model.scale * (1 + 1e-9) >= 1 / MOST_SCALE
+    assert model.scale <= MOST_SCALE * (1 + 1e-9)
+    assert 0 <= model.deviation <= 1
+
+
+def test_the_deviation_is_that_of_the_steps() -> None:
+    model, draw = StepTimeModel(COSTS, deviation=0.5), random.Random(6)
+    for step in measured(COSTS, draw, 10 * MEMORY_STEPS):
+        model.observe(step.work, step.seconds * draw.choice((0.9, 1 / 0.9)))
+    assert model.deviation == pytest.approx(0.105, abs=0.02)
+
+
+def test_a_margin_leaves_room_for_the_deviation() -> None:
+    model = StepTimeModel(COSTS, deviation=0.1)
+    beside = decode_work(4, 100)
+    with_margin = model.tokens_within(0.1, beside, 0, margin=2.0)
+    assert with_margin == COSTS.tokens_within(0.1 / 1.2, beside, 0)
+    assert with_margin < model.tokens_within(0.1, beside, 0)
+
+
+def test_a_step_without_a_prediction_or_without_a_time_teaches_nothing() -> None:
+    free = StepTimeModel(StepCosts((1, 2), (0.0, 0.0)), deviation=0.1)
+    free.observe(StepWork(1), 1.0)
+    model = StepTimeModel(COSTS, deviation=0.1)
+    model.observe(StepWork(1), 0.0)
+    assert (free.scale, free.deviation, model.scale, model.deviation) == (
+        1.0,
+        pytest.approx(0.1),
+        1.0,
+        pytest.approx(0.1),
+    )
