@@ -14,7 +14,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.batch import grammar
-from engine.batch.grammar import MAX_COMPILED, Grammars
+from engine.batch.grammar import MAX_COMPILED, Grammars, MaskLimits
 from engine.batch.mask_workers import MaskWorkers
 from engine.build.engine import FAKE_EOS_TOKEN_ID, FAKE_VOCAB_SIZE, build_engine
 from engine.compilation import Compilation
@@ -55,9 +55,14 @@ PERSON = of_schema(
 WORDS = "start: /(alpha|beta|gamma)( (alpha|beta|gamma)){2,5}/"
 
 
-def grammar_core(workers: MaskWorkers | None = None, **options: Any) -> RecordingCore:
+PATIENT = MaskLimits(60.0, 60.0)
+"""No answer ends because this machine was slow for a moment: where processor time is stolen, a mask of a millisecond has
+been late."""
+
+
+def grammar_core(workers: MaskWorkers | None = None, limits: MaskLimits = PATIENT, **options: Any) -> RecordingCore:
     settings = {"vocab_size": FAKE_VOCAB_SIZE, "eos_token_ids": (FAKE_EOS_TOKEN_ID,), "max_num_batched_tokens": 64}
-    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID, workers)
+    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID, workers, limits)
     alphabet = tuple(b"abcdefghijklmnopqrstuvwxyz ")
     return RecordingCore(**{**settings, **options}, alphabet=alphabet, grammars=grammars)
 

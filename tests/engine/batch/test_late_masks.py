@@ -13,7 +13,7 @@ import llguidance.numpy
 import pytest
 
 from engine.batch import grammar
-from engine.batch.grammar import Grammars
+from engine.batch.grammar import DEFAULT_LIMITS, Grammars
 from engine.batch.mask_workers import MaskWorkers
 from engine.build.engine import FAKE_EOS_TOKEN_ID, FAKE_VOCAB_SIZE
 from engine.protocol import ErrorCode, Failed, Token
@@ -48,7 +48,7 @@ def test_a_mask_that_takes_too_long_fails_the_answers_of_its_grammar_alone(
 
     monkeypatch.setattr(llguidance.numpy, name, slow)
     workers = MaskWorkers(1, clock=lambda thread: 100.0 * (thread in late), look_s=0.001)
-    core = grammar_core(num_speculative_tokens=drafts, workers=workers)
+    core = grammar_core(limits=DEFAULT_LIMITS, num_speculative_tokens=drafts, workers=workers)
     try:
         for name, text in (("a", WORDS), ("b", FIXED), ("c", WORDS), ("d", FIXED)):
             core.send(name, PROMPT, max_tokens=60, grammar=text)
@@ -81,7 +81,9 @@ def test_an_answer_whose_masks_are_slow_one_after_another_fails_alone(
     for name in ("fill_next_token_bitmask_par", "fill_next_token_bitmask_par_with_draft_tokens"):
         monkeypatch.setattr(llguidance.numpy, name, partial(slow, getattr(llguidance.numpy, name)))
     monkeypatch.setattr(grammar, "thread_time", lambda: 0.0)
-    core = grammar_core(num_speculative_tokens=drafts, workers=MaskWorkers(1, clock=spent.__getitem__))
+    core = grammar_core(
+        limits=DEFAULT_LIMITS, num_speculative_tokens=drafts, workers=MaskWorkers(1, clock=spent.__getitem__)
+    )
     letters = "start: /[a-z]{60}/"
     for request, text in (("a", WORDS), ("b", letters), ("c", letters)):
         core.send(request, PROMPT, max_tokens=60, grammar=text)
@@ -98,7 +100,7 @@ def test_an_answer_whose_masks_are_slow_one_after_another_fails_alone(
 def test_the_time_of_consuming_and_of_forced_tokens_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(grammar, "thread_time", lambda: 0.05 * next(clock))  # each call of the library takes so long
-    core = grammar_core(workers=MaskWorkers(1, clock=lambda thread: 0.0))
+    core = grammar_core(limits=DEFAULT_LIMITS, workers=MaskWorkers(1, clock=lambda thread: 0.0))
     core.send("a", PROMPT, max_tokens=60, grammar="start: /[a-z]{60}/")
     core.run()
     (failure,) = (event for event in core.events["a"] if isinstance(event, Failed))
