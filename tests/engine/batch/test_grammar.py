@@ -56,8 +56,8 @@ WORDS = "start: /(alpha|beta|gamma)( (alpha|beta|gamma)){2,5}/"
 
 
 PATIENT = MaskLimits(60.0, 60.0)
-"""No answer ends because this machine was slow for a moment: where processor time is stolen, a mask of a millisecond has
-been late."""
+"""No answer ends because this machine was slow for a moment: where processor time is stolen, a mask of a millisecond
+has been late."""
 
 
 def grammar_core(workers: MaskWorkers | None = None, limits: MaskLimits = PATIENT, **options: Any) -> RecordingCore:
