@@ -22,15 +22,14 @@ from benchmarks.machine import machine
 from engine.build.executor import create_executor
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
+from engine.core.calibration import GREEDY
 from engine.core.core import EngineCore
 from engine.execution.executor import ModelExecutor
 from engine.models.native import NativeModel
 from engine.protocol import SamplingParams, Submission
 from engine.scheduling.request import create_request
-from engine.step import Executor, RowKind, RowSampling, ScheduledRequest, StateUse, StepOutput, StepPlan
+from engine.step import Executor, RowKind, ScheduledRequest, StateUse, StepOutput, StepPlan
 from kernels.cpu.native.program import Program, StepRows
-
-GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 def decode_plan(rows: int, context: int, block_size: int, draw: Callable[[], int]) -> StepPlan:

@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from benchmarks.results import write_whole
 from engine.build.executor import create_executor
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
-from engine.core.calibration import GREEDY, calibrate
+from engine.core.calibration import GREEDY, calibrate, run_timed
 from engine.scheduling.step_time import StepTimeModel, work_of
 from engine.step import Executor, RowKind, ScheduledRequest, StepPlan
 
@@ -62,13 +62,6 @@ def drawn_steps(draw: random.Random, config: ResolvedConfig) -> Iterator[tuple[s
             yield kind, plan
 
 
-def timed(executor: Executor, plan: StepPlan, clock: Callable[[], float] = time.perf_counter) -> float:
-    started = clock()
-    executor.launch(plan)
-    executor.collect()
-    return clock() - started
-
-
 def study(
     executor: Executor, config: ResolvedConfig, draw: random.Random, *, steps: int, seconds: float
 ) -> dict[str, Any]:
@@ -82,7 +75,7 @@ def study(
     for kind, plan in drawn_steps(draw, config):
         work = work_of(plan)
         fitted, corrected = found.costs.seconds(work), model.seconds(work)
-        measured = timed(executor, plan)
+        measured = run_timed(executor, plan)
         model.observe(work, measured)
         errors.append((kind, {"fitted": fitted / measured - 1, "corrected": corrected / measured - 1}))
         if len(errors) >= 2 * steps and time.perf_counter() > until:

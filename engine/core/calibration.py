@@ -80,15 +80,13 @@ def calibrate(
     times: dict[Shape, list[float]] = defaultdict(list)
     order = random.Random(0)
     for shape in shapes:  # the first run of a shape may compile or touch memory for the first time
-        _run(executor, plans[shape])
+        run_timed(executor, plans[shape], clock)
     for _ in range(ROUNDS):
         order.shuffle(shapes)  # a machine that becomes slower meanwhile shows in all sizes alike
         for shape in shapes:
             if sum(times[shape]) >= ENOUGH_S:
                 continue
-            started = clock()
-            _run(executor, plans[shape])
-            times[shape].append(clock() - started)
+            times[shape].append(run_timed(executor, plans[shape], clock))
     executor.forget(sorted({row.request_id for plan in plans.values() for row in plan.rows}))
     works = {shape: work_of(plan) for shape, plan in plans.items()}
     medians = tuple(Measured(works[shape], statistics.median(found)) for shape, found in times.items())
@@ -127,6 +125,9 @@ def _fitting(shape: Shape, config: ResolvedConfig) -> Shape | None:
     return replace(shape, context=context) if context > 0 else None
 
 
-def _run(executor: Executor, plan: StepPlan) -> None:
+def run_timed(executor: Executor, plan: StepPlan, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Run a step, and return its seconds."""
+    started = clock()
     executor.launch(plan)
     executor.collect()
+    return clock() - started

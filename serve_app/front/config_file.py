@@ -120,8 +120,8 @@ def read_config(path: Path) -> ServeConfig:
 def refuse_tls(config: ServeConfig) -> None:
     """Raises ConfigRefused: the config has settings for TLS, which Ray does not give to HAProxy: the port would speak
     plain HTTP, and clients would send their keys over it."""
-    for key in config.content.get("http_options") or {}:
-        if key.startswith("ssl_"):
+    for key, value in (config.content.get("http_options") or {}).items():
+        if key.startswith("ssl_") and value is not None:
             raise ConfigRefused(
                 f"{config.where('http_options', key)}: http_options.{key}: HAProxy in front of this server has no TLS: "
                 "end TLS in front of it, such as in a load balancer, or set RAY_SERVE_ENABLE_HA_PROXY=0 for Ray's own "

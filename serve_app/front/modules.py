@@ -37,13 +37,10 @@ def _path_of_ray(app_dir: str) -> Iterator[None]:
 def _check_modules(config: ServeConfig, brings_files: bool) -> None:
     for number, app in enumerate(config.applications):
         module, _, attribute = app["import_path"].replace(":", ".").rpartition(".")
-        ours = module == BUILDER.partition(":")[0] and attribute != "build"
-        if _is_there(module) and _is_there(f"{module}.{attribute}"):  # Ray would wait for ever
-            where = config.where("applications", number, "import_path")
-            raise ConfigRefused(
-                f"{where}, application {app.get('name', 'default')}: import_path: {module}.{attribute} is a module: "
-                f"expected `module:attribute` (given: {app['import_path']!r}); this project's is {BUILDER}"
-            )
+        own = BUILDER.partition(":")[0]
+        # With the attribute forgotten Ray would wait for ever. Other packages may export what a module of theirs is
+        # called.
+        ours = (module == own and attribute != "build") or f"{module}.{attribute}" == own
         if ours or not (brings_files or app.get("runtime_env") or _is_there(module)):
             what = f"{module} has no {attribute}" if ours else f"there is no module {module!r}"
             raise ConfigRefused(

@@ -63,8 +63,9 @@ def _conversation(request: CountTokensRequest, seal: Seal | None, drop_billing_h
     if not turns:
         text = "No message has any content: there is nothing to answer."
         raise ApiError(400, text, param="messages", code="invalid_value")
-    tools = [tool for _, tool in _offered_tools(request)]
-    _check_names(request)
+    offered = _offered_tools(request)
+    _check_names(offered)
+    tools = [tool for _, tool in offered]
     choice = request.tool_choice
     if choice is not None:
         _check_forced(choice, request, [tool.name for tool in tools])
@@ -85,12 +86,12 @@ def _offered_tools(request: CountTokensRequest) -> list[tuple[int, Tool | Client
     return [(number, tool) for number, tool in numbered if not isinstance(tool, AbsentTool) and tool.is_offered]
 
 
-def _check_names(request: CountTokensRequest) -> None:
+def _check_names(offered: Sequence[tuple[int, Tool | ClientTool]]) -> None:
     """Raises:
     ApiError: two tools have one name, so that nobody could say which is called.
     """
     names = set[str]()
-    for number, tool in _offered_tools(request):
+    for number, tool in offered:
         if tool.name in names:
             raise refused(f"tools.{number}.name", f"is the name of two tools, {tool.name!r}")
         names.add(tool.name)

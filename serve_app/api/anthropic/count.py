@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from serve_app.adapters.names import AdapterNames
 from serve_app.api.anthropic.conversation import as_chat, names_of
 from serve_app.api.anthropic.schema import CountTokensRequest
-from serve_app.api.generation.sealing import Seal
+from serve_app.api.generation.sealing import Seal, of_tenant
 from serve_app.api.generation.submission import encode_conversation
 from serve_app.api.http.asgi import read_json_body
 from serve_app.api.http.offload import run_sized
@@ -44,5 +44,5 @@ class CountTokens:
         return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
     def _read(self, body: bytes, tenant: str) -> tuple[CountTokensRequest, ChatRequest]:
-        given, seal = parse_request(CountTokensRequest, body), None if self.seal is None else self.seal.of(tenant)
+        given, seal = parse_request(CountTokensRequest, body), of_tenant(self.seal, tenant)
         return given, as_chat(given, self.tokenizer, self.model, seal, drop_billing_header=self.drop_billing_header)

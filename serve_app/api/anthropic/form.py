@@ -12,7 +12,7 @@ from serve_app.api.anthropic.message import Json, block_json, message_json, stop
 from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
-from serve_app.api.generation.sealing import Seal
+from serve_app.api.generation.sealing import Seal, of_tenant
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.sse import Frames
 from serve_app.api.requests.schema import ChatRequest, parse_request
@@ -49,7 +49,7 @@ def read_messages(
     body: bytes, tenant: str, *, tokenizer: Tokenizer, model: ServedModel, seal: Seal | None, drop_billing_header: bool
 ) -> ParsedRequest[ChatRequest]:
     """Read a body. `seal`: without one, thoughts that are not to be shown do not come back either."""
-    given, seal = parse_request(MessagesRequest, body), None if seal is None else seal.of(tenant)
+    given, seal = parse_request(MessagesRequest, body), of_tenant(seal, tenant)
     request = as_chat(given, tokenizer, model, seal, drop_billing_header=drop_billing_header)
     seals = seal if given.omits_thoughts else None
     return ParsedRequest(request, lambda answering: MessageForm(answering, request, seals), names_of(given, request))

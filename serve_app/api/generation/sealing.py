@@ -36,6 +36,11 @@ class Seal:
             return None
 
 
+def of_tenant(seal: Seal | None, tenant: str) -> Seal | None:
+    """Return the seal of a tenant, if there is any."""
+    return None if seal is None else seal.of(tenant)
+
+
 def _own_key(key: str, tenant: str) -> bytes:
     """Derive a tenant's key (RFC 5869)."""
     derived = HKDF(SHA256(), length=32, salt=None, info=b"chunkserve thoughts of " + tenant.encode())

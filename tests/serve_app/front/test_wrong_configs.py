@@ -26,7 +26,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no such module": (lambda c: app(c).update(import_path="serv_app.app:build"), "import_path: there is no module"),
     "a module instead of a builder": (
         lambda c: app(c).update(import_path="serve_app.app"),
-        "import_path: serve_app.app is a module: expected `module:attribute`",
+        "import_path: serve_app has no app (given: 'serve_app.app'); this project's is serve_app.app:build",
     ),
     "an infinite time": (
         lambda c: args(c).update(drain_timeout_s=math.inf),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.scored_blocks import ScoredBlocks
-from serve_app.api.generation.sealing import Seal
+from serve_app.api.generation.sealing import Seal, of_tenant
 from serve_app.api.http.offload import run_sized
 from serve_app.api.http.turns import TenantTurns
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
@@ -74,7 +74,7 @@ class ResponseReader:
 
     def _asked(self, given: ResponsesRequest, earlier: Earlier, tenant: str, size: int) -> ParsedRequest[ChatRequest]:
         toolbox = open_toolbox(given.tools or (), self.model)
-        seal = None if self.seal is None else self.seal.of(tenant)
+        seal = of_tenant(self.seal, tenant)
         seals = pass_over_hints(given, seal=seal if self.model.reasoning_parser else None)
         given, options = with_effort(given, self.tokenizer, self.model)
         turns, own = Turns(toolbox, seal), list(whole_input(given, earlier))
