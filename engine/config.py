@@ -459,6 +459,37 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Service-level targets, by which steps are composed and prompts ordered. Times are predicted by a model of this
+    machine that is measured at the first start and kept; docs/explanation/scheduling-by-time.md has more."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    tpot_ms: float | None = setting(
+        None,
+        "Longest time between two tokens of a stream, in milliseconds. A step takes as much prefill as fits into it "
+        "beside the decode rows; without decode rows it takes up to max_num_batched_tokens. Lower it for shorter gaps "
+        "in streams; raise it for earlier first tokens of long prompts and more throughput. Unset: the number of "
+        "tokens alone limits a step.",
+        gt=0,
+    )
+    ttft_ms: float | None = setting(
+        None,
+        "Longest time from a request's arrival at the engine to its first token, in milliseconds. Within a priority "
+        "and a tenant, short prompts go before long ones that arrived a little earlier, and those that can no longer "
+        "be in time go after those that can. Unset: prompts go in the order of arrival.",
+        gt=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def any(self) -> bool:
+        return self.tpot_ms is not None or self.ttft_ms is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The settings of one engine as written. Frozen; unknown keys in YAML are refused."""
 
@@ -659,6 +690,10 @@ class EngineConfig:
     step_trace: bool = setting(
         False, "Log a line for every step: its rows, its tokens, and how long it took.", expert=True
     )
+    targets: Targets = field(
+        default_factory=Targets,
+        metadata={"description": "Service-level targets, in time."},
+    )
     speculative: SpeculativeConfig = field(
         default_factory=SpeculativeConfig,
         metadata={"description": "Drafts, besides those that grammars force."},
@@ -728,6 +763,7 @@ class ResolvedConfig:
     encoder_cache_tokens: int = 0
     """Tokens of inputs whose embeddings fit into encoder_cache_memory_gib."""
     max_loras: int = 0
+    targets: Targets = Targets()
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 
@@ -760,6 +796,7 @@ class ResolvedConfig:
             enable_prefix_caching=config.enable_prefix_caching,
             max_encoder_tokens=config.max_encoder_tokens,
             max_loras=config.max_loras,
+            targets=config.targets,
             kv_cache_dtype=config.kv_cache_dtype,
             scheduler=resolved.pop("scheduler", config.scheduler),
             step_trace=config.step_trace,

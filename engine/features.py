@@ -127,6 +127,8 @@ GPU_MEMORY = _setting("a share of the GPU's memory", "gpu_memory_utilization", _
 NUM_BLOCKS = _setting("a number of KV blocks", "num_kv_blocks", _NOT_NONE)
 KV_MEMORY = _setting("memory for the KV cache", "kv_cache_memory_gib", _NOT_NONE)
 
+TPOT_TARGET = _setting("a target between tokens", "targets.tpot_ms", _NOT_NONE)
+
 ENCODER_TOKENS = _setting("a limit of image tokens in a step", "max_encoder_tokens", None)
 ENCODER_CACHE = _setting("a cache of images", "encoder_cache_memory_gib", None)
 
@@ -292,6 +294,16 @@ RULES = (
         (LOCAL_CHUNKS, LONG_PREFILL, CHUNK_HALVING),
         (ENGINE_CHUNKS,),
         "chunk_owner engine computes a prompt in one call, so other chunk limits have no effect",
+    ),
+    Rule(
+        (TPOT_TARGET,),
+        (ENGINE_CHUNKS, LOCAL_CHUNKS),
+        "a chunk ends where the step's time does, which depends on the rest of the step",
+    ),
+    Rule(
+        (CHUNK_HALVING,),
+        (TPOT_TARGET,),
+        "the predicted time of a chunk already counts the context that it attends to",
     ),
     # by which executor
     Rule((MIXED_STEPS,), (NOTHING_MIXED,), "this executor does not support mixed steps"),

@@ -30,12 +30,14 @@ class ComputedStep:
     """Time in the executor, from the launch until the step was read back."""
     num_encoded: int = 0
     """Tokens of inputs, such as images, that were encoded before the rows."""
+    predicted_s: float | None = None
+    """Predicted time from this step's begin to the next one's; None if the engine predicts none."""
 
     @classmethod
-    def of(cls, step: StepPlan, num_waiting: int, duration_s: float) -> ComputedStep:
+    def of(cls, step: StepPlan, num_waiting: int, duration_s: float, predicted_s: float | None = None) -> ComputedStep:
         chunks = tuple(len(row.token_ids) for row in step.rows if row.kind is not RowKind.DECODE)
         num_decodes, encoded = len(step.rows) - len(chunks), sum(prod(work.grid) for work in step.encodes)
-        return cls(step.step_id, num_decodes, chunks, step.num_tokens, num_waiting, duration_s, encoded)
+        return cls(step.step_id, num_decodes, chunks, step.num_tokens, num_waiting, duration_s, encoded, predicted_s)
 
 
 class Verified(NamedTuple):

@@ -209,6 +209,10 @@ class Submission:
     """The contents of spans of the prompt that are not text, such as images."""
     adapter: AdapterRef | None = None
     """None means the model without an adapter."""
+    tpot_ms: float | None = None
+    """The request's own target between two tokens, in milliseconds, instead of the engine's; see Targets."""
+    ttft_ms: float | None = None
+    """The request's own target from its arrival to its first token, likewise."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.prompt_token_ids)
@@ -224,6 +228,9 @@ class Submission:
         for name, value in (("timeout_s", self.timeout_s), ("queue_timeout_s", self.queue_timeout_s)):
             if value is not None:
                 _require(math.isfinite(value) and value > 0, name, "a positive number of seconds", value)
+        for name, target in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
+            if target is not None:
+                _require(math.isfinite(target) and target > 0, name, "a positive number of milliseconds", target)
         _check_spans("atomic_spans", self.atomic_spans, num_tokens)
         _check_spans("inputs", [(span.start, span.end) for span in self.inputs], num_tokens)
 

@@ -20,7 +20,8 @@ from engine.build.executor import create_executor
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core.calibration import GREEDY, calibrate, run_timed
-from engine.scheduling.step_time import StepTimeModel, work_of
+from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.step_time import work_of
 from engine.step import Executor, RowKind, ScheduledRequest, StepPlan
 
 KINDS = ("decode", "prefill", "mixed")
@@ -74,7 +75,7 @@ def study(
     until = time.perf_counter() + seconds
     for kind, plan in drawn_steps(draw, config):
         work = work_of(plan)
-        fitted, corrected = found.costs.seconds(work), model.seconds(work)
+        fitted, corrected = found.costs.seconds(work), model.now.seconds(work)
         measured = run_timed(executor, plan)
         model.observe(work, measured)
         errors.append((kind, {"fitted": fitted / measured - 1, "corrected": corrected / measured - 1}))
@@ -94,7 +95,8 @@ def study(
         "deviation": found.deviation,
         "costs": found.costs.document(),
         "num_steps": len(errors),
-        "scale": model.scale,
+        "scale": model.now.scale,
+        "extra_ms": model.now.extra_s * 1000,
         "cells": cells,
     }
 

@@ -8,6 +8,7 @@ import os
 
 from engine.async_engine import AsyncEngine
 from engine.batch.grammar import Grammars, MaskLimits
+from engine.build.step_times import fake_step_times, measured_step_times
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.core.core import EngineCore, check_capabilities
@@ -16,6 +17,7 @@ from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
 from engine.features import FAKE, TEXT, turned_on
 from engine.multimodal_inputs import InputKind
+from engine.scheduling.step_prediction import StepTimeModel
 from engine.step import Executor
 
 logger = logging.getLogger(__name__)
@@ -43,11 +45,15 @@ def build_engine(model: str, config: EngineConfig, engines: int = 1) -> AsyncEng
         ModelError: the model cannot be found, read or run.
         ConfigError: the settings do not fit the model or the machine.
     """
-    executor, resolved = _build_fake(config) if config.executor == "fake" else _build_torch(model, config, engines)
+    if config.executor == "fake":
+        executor, resolved = _build_fake(config)
+        step_times = fake_step_times(config) if resolved.targets.any else None
+    else:
+        executor, resolved, step_times = _build_torch(model, config, engines)
     logger.info("engine resolved: %s", resolved)
     for setting, reason in resolved.reasons.items():
         logger.info("%s: %s", setting, reason)
-    return AsyncEngine(EngineCore(executor, resolved))
+    return AsyncEngine(EngineCore(executor, resolved, step_times=step_times))
 
 
 def check_engine(model: str, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
@@ -64,14 +70,19 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
     return check_executor(prepare_model(model, weights=config.load_format != "dummy", progress=False), config, engines)
 
 
-def _build_torch(model: str, config: EngineConfig, engines: int) -> tuple[Executor, ResolvedConfig]:
+def _build_torch(
+    model: str, config: EngineConfig, engines: int
+) -> tuple[Executor, ResolvedConfig, StepTimeModel | None]:
     # torch reads this once, when it is loaded. By default its threads spin while they wait, which takes cores from the
     # server and the proxy: on two busy cores a step of 16 streams took 900 to 2,500 ms, and 400 ms without spinning.
     # The native kernels have threads of their own.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.build.executor import create_executor
 
-    return create_executor(prepare_model(model, weights=config.load_format != "dummy"), config, engines)
+    model_dir = prepare_model(model, weights=config.load_format != "dummy")
+    executor, resolved = create_executor(model_dir, config, engines)
+    step_times = measured_step_times(executor, model_dir, config, resolved) if resolved.targets.any else None
+    return executor, resolved, step_times
 
 
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:

@@ -160,6 +160,8 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
         return asked, "chunk_owner engine does not cut prompts"
     if asked.chunk_halving_context is not None:
         return asked, "asked for"
+    if config.targets.tpot_ms is not None:
+        return replace(asked, chunk_halving_context=0), "targets.tpot_ms limits a chunk by its predicted time"
     size, products = model.num_heads * model.head_dim, _products(model)
     attending = model.num_attention_layers
     # q·k and p·v: two products of `size` per token of the context, in the layers with attention.

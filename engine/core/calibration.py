@@ -3,11 +3,12 @@ Never touches a request or the prefix cache: its rows use blocks that nobody hol
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,7 +27,15 @@ GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 SHORT_CONTEXT, LONG_CONTEXT = 32, 2048
 """Contexts of measured rows. What a token of context costs follows from the two; the longer one may be cut."""
 ROUNDS = 3
-"""Measurements of each shape. The median counts."""
+"""Most measurements of each shape. The median counts."""
+MOST_S = 6.0
+"""No round of measurements begins after so many seconds, but the first."""
+LARGEST_TILE = 128
+"""Number of tokens. Of more, a part of a tile is a small share."""
+CHECKED = 6
+"""Shapes that show whether costs from an earlier start still hold."""
+MOST_CHANGE, MOST_SLOWER = 1.4, 2.0
+"""They do not if the ratios of measured to predicted times differ by more from each other, or from 1."""
 ENOUGH_S = 0.2
 """A shape that was measured for so long is not measured again: the longer a step, the less its time varies."""
 
@@ -81,7 +90,10 @@ def calibrate(
     order = random.Random(0)
     for shape in shapes:  # the first run of a shape may compile or touch memory for the first time
         run_timed(executor, plans[shape], clock)
-    for _ in range(ROUNDS):
+    began = clock()
+    for number in range(ROUNDS):
+        if number and clock() - began > MOST_S:
+            break
         order.shuffle(shapes)  # a machine that becomes slower meanwhile shows in all sizes alike
         for shape in shapes:
             if sum(times[shape]) >= ENOUGH_S:
@@ -96,6 +108,31 @@ def calibrate(
     return Calibration(costs, (sum(error**2 for error in errors) / len(errors)) ** 0.5, medians)
 
 
+def check_costs(
+    executor: Executor, config: ResolvedConfig, costs: StepCosts, *, clock: Callable[[], float] = time.perf_counter
+) -> float | None:
+    """Return what `costs` must be multiplied by for steps as they run now, from a few of them; None if no factor does,
+    so that they must be measured again. Takes a fraction of the time of `calibrate`."""
+    has_state = executor.capabilities.recurrent_state
+    shapes = list(shapes_for(config))
+    plans = [shape.plan(config.block_size, has_state=has_state) for shape in _spread(shapes, CHECKED)]
+    ratios = []
+    for plan in plans:
+        predicted = costs.seconds(work_of(plan))
+        times = [run_timed(executor, plan, clock) for _ in range(1 + ROUNDS)][1:]  # the first touches memory
+        ratios.append(statistics.median(times) / predicted if predicted else math.inf)
+    executor.forget(sorted({row.request_id for plan in plans for row in plan.rows}))
+    scale = statistics.median(ratios)
+    same = all(scale / MOST_CHANGE <= ratio <= scale * MOST_CHANGE for ratio in ratios)
+    return scale if same and 1 / MOST_SLOWER <= scale <= MOST_SLOWER else None
+
+
+def _spread(shapes: Sequence[Shape], count: int) -> list[Shape]:
+    """Return `count` of the shapes, evenly from the smallest to half of the largest steps: those take longest."""
+    by_size = sorted(shapes, key=lambda shape: (shape.num_decodes + shape.chunk, shape.context))
+    return [by_size[number * (len(by_size) - 1) // (2 * count)] for number in range(count)]
+
+
 def shapes_for(config: ResolvedConfig) -> Iterator[Shape]:
     """Yield the shapes to measure: decode rows and chunks of every size at two contexts, and both together."""
     most_decodes = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -103,16 +140,16 @@ def shapes_for(config: ResolvedConfig) -> Iterator[Shape]:
     decodes, chunks = (dict.fromkeys(min(one, most) for one in _sizes(most)) for most in (most_decodes, most_chunk))
     asked = [Shape(count, 0, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for count in decodes]
     asked += [Shape(0, count, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for count in chunks]
-    asked += [Shape(few, count, SHORT_CONTEXT) for few in (4, 16) for count in (32, 128, most_chunk - 16) if count > 0]
+    asked += [Shape(few, count, SHORT_CONTEXT) for few in (4, 16) for count in (32, 128, most_chunk // 2) if count > 0]
     found = (_fitting(shape, config) for shape in asked)
     yield from dict.fromkeys(shape for shape in found if shape is not None)
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """Yield sizes at the knots, and between two: what a part of a tile costs only shows there."""
+    """Yield sizes at the knots, and small ones between two: what a part of a tile costs only shows there."""
     knots = knots_up_to(max(most, 9))
     yield from knots
-    yield from (low + (high - low) * 3 // 5 for low, high in pairwise(knots))
+    yield from (low + (high - low) * 3 // 5 for low, high in pairwise(knots) if high <= LARGEST_TILE)
 
 
 def _fitting(shape: Shape, config: ResolvedConfig) -> Shape | None:

@@ -37,6 +37,8 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.planner import DeferReason, Plan
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.step_time import StepWork, work_of
 from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
 from engine.step import (
@@ -63,6 +65,8 @@ class _Launched:
     step: StepPlan
     epochs: tuple[int, ...]
     started: float
+    work: StepWork | None
+    """Set if the engine predicts step times."""
     output: StepOutput | Exception | None
     """None: the output must still be collected. An exception: the launch failed."""
 
@@ -74,9 +78,15 @@ class EngineCore:
     """
 
     def __init__(
-        self, executor: Executor, config: ResolvedConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        executor: Executor,
+        config: ResolvedConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        step_times: StepTimeModel | None = None,
     ) -> None:
-        """`clock` returns monotonic seconds; tests advance it by hand.
+        """`clock` returns monotonic seconds; tests advance it by hand. `step_times` predicts what steps take; it is
+        needed where the config has targets, and learns from the steps.
 
         Raises:
             ConfigError: the config needs something that this executor cannot do.
@@ -85,13 +95,15 @@ class EngineCore:
         self.config = config
         self._executor = executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
-        self._scheduler = Scheduler(config, self._blocks)
+        self._step_times = step_times
+        self._scheduler = Scheduler(config, self._blocks, step_times)
         self._draft_model_policy = DraftModelPolicy(config) if config.has_draft_model else None
         self._speculation = Speculation(config) if config.looks_up_drafts else self._draft_model_policy
         self._applier = Applier(
             self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
         )
         self._clock = clock
+        self._timed: tuple[StepWork, float] | None = None  # of the last call: what it read back, and when it began
         self._in_flight: _Launched | None = None  # with overlap: launched, but not read back yet
         self._num_steps = 0
         self._num_preemptions = 0
@@ -188,15 +200,29 @@ class EngineCore:
             ExecutorFatalError: the executor can run no further step; the caller must end all live requests.
         """
         now = self._clock()
+        self._learn(now)
         self.last_step = StepFacts(now)
         events = self._end_late(now)
+        self._scheduler.relegate(now)
         launched, scheduled = self._launch(now)
         due = [launched]
         if self.config.overlap:
             due, self._in_flight = [self._in_flight], launched
             if launched is not None and launched.output is not None:  # it failed, so nothing may build on it
                 due, self._in_flight = [*due, launched], None
-        return [*events, *scheduled, *(event for step in due if step is not None for event in self._complete(step))]
+        read = [step for step in due if step is not None]
+        events = [*events, *scheduled, *(event for step in read for event in self._complete(step))]
+        if len(read) == 1 and self.has_work and self.last_step.computed and read[0].work is not None:
+            self._timed = read[0].work, now
+        return events
+
+    def _learn(self, now: float) -> None:
+        """Tell the model how long the last call took: the time between two tokens of its streams, which is what users
+        feel. Only if this call followed at once, and read back one step."""
+        if self._step_times is not None and self._timed is not None:
+            work, began = self._timed
+            self._step_times.observe(work, now - began)
+        self._timed = None
 
     def _launch(self, now: float) -> tuple[_Launched | None, list[Event]]:
         """Plan and start a step. Returns None if there is nothing to run, or if it ran out of memory and is planned
@@ -238,7 +264,8 @@ class EngineCore:
         except Exception as error:
             logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
             output = error
-        return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, output)
+        work = work_of(step) if self._step_times else None
+        return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, work, output)
 
     def _retry(self, plan: Plan, step: StepPlan) -> bool:
         """Roll back a step that ran out of memory, to plan it again. This happens once, and only if the step has
@@ -298,7 +325,8 @@ class EngineCore:
             if output.graph is not None:
                 self._graph_uses[output.graph.hit, output.graph.name] += 1
             duration_s = time.perf_counter() - launched.started
-            computed = ComputedStep.of(launched.step, len(self._scheduler.waiting), duration_s)
+            predicted_s = self._step_times.now.seconds(launched.work) if self._step_times and launched.work else None
+            computed = ComputedStep.of(launched.step, len(self._scheduler.waiting), duration_s, predicted_s)
             self.last_step.computed += (computed,)
             if self.config.step_trace:
                 _trace(computed)

@@ -3,6 +3,7 @@ file. Never changes a request, a block or a queue: a plan is a proposal, and mak
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from engine.scheduling.forecast import Forecast
 from engine.scheduling.request import Request
 from engine.scheduling.reservation import Admission
 from engine.scheduling.resources import Resource
+from engine.scheduling.step_prediction import Prediction
+from engine.scheduling.step_time import StepWork
+from engine.scheduling.time_budget import TimeBudget
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind
 
@@ -113,6 +117,8 @@ class View:
     """Prompt tokens that are in no step yet."""
     forecast: Forecast | None = None
     """Set with `reserve_mode: learned`, else None."""
+    prediction: Prediction | None = None
+    """What steps take; set if the engine has targets, else None."""
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
@@ -146,6 +152,7 @@ class _Planner:
         self._skipped: dict[Request, None] = {}
         self._taken: set[int] = set()  # cached blocks that no request held before this plan
         self._tokens_left = config.max_num_batched_tokens
+        self._time: TimeBudget | None = None  # None: the step's time is not limited
         # The oldest request that holds memory is never a victim, so that some request always makes progress.
         running = chain(view.decoding.values(), view.prefilling.values())
         self._elder = min(running, key=attrgetter("arrival_index"), default=None)
@@ -367,21 +374,36 @@ class _Planner:
         if not (self._view.prefilling or self._view.waiting):
             return  # the usual case
         budget = min(budget, self._tokens_left)
+        self._time = self._time_budget()
         partial = self._partial_prompts()
         if partial and not self._preempted and not self._is_aged(partial[0]):
-            budget = self._admit(budget, more_urgent_than=partial[0].priority)
+            budget = self._admit(budget, ahead_of=partial[0])
         budget = self._continue_prompts(budget)
         if not self._preempted:
             self._admit(budget)
+
+    def _time_budget(self) -> TimeBudget | None:
+        """Return the time that the decode rows' targets leave for prefill; None if there is no such limit."""
+        prediction = self._view.prediction
+        if prediction is None or not self._rows:
+            return None
+        target_s = min(row.request.tpot_s for row in self._rows)
+        if target_s == math.inf:
+            return None
+        return TimeBudget(prediction, target_s, _decode_work(self._rows))
 
     def _is_aged(self, request: Request) -> bool:
         return (self._view.now - request.waiting_since) * 1000 >= self._policy.priority_age_ms
 
     def _partial_prompts(self) -> list[Request]:
-        """Return the partly computed prompts: first those that have stood still too long, then by urgency, then by
-        age."""
+        """Return the partly computed prompts: first those that have stood still too long, then by urgency, then by age,
+        or by time."""
         partial = list(_without(self._preempted, self._view.prefilling.values()))
-        return sorted(partial, key=lambda request: (not self._is_aged(request), request.priority))
+        return sorted(partial, key=lambda request: (not self._is_aged(request), *self._urgency(request)))
+
+    def _urgency(self, request: Request) -> tuple[int, ...]:
+        """Return what decides between a partly computed prompt and a waiting one: the lowest goes first."""
+        return (request.priority,) if request.ttft_s == math.inf else (request.priority, *request.place)
 
     def _continue_prompts(self, budget: int) -> int:
         """Add the next chunks of partly computed prompts, and return the remaining budget."""
@@ -420,12 +442,17 @@ class _Planner:
         self._num_partial[request.priority] += kind is RowKind.MIDDLE
         self._chunk_ends[request.request_id] = end
         self._tokens_left -= count
+        if self._time is not None:
+            self._time.take(start, count, last=kind is RowKind.LAST)
         cuts = self._chunks.cuts(request, start, target)
         for allowance in self._allowances:
             allowance.take(request, start, end)
         self._rows.append(PlannedRow(request, kind, start, count, prefix, cuts))
 
     def _chunk_size(self, request: Request, start: int, target: int, budget: int) -> int:
+        if self._time is not None:
+            least = 0 if self._chunk_ends else self._block_size  # some prompt always advances
+            budget = min(budget, max(self._time.most(start, min(budget, target - start)), least))
         room = Room(budget, self._tokens_left, bool(self._chunk_ends), not self._rows)
         count = self._chunks.size(request, start, target, room)
         if self._allowances:
@@ -443,12 +470,13 @@ class _Planner:
 
     # --- admission ------------------------------------------------------------------------------------------------
 
-    def _admit(self, budget: int, more_urgent_than: int | None = None) -> int:
-        """Add the first chunks of waiting requests, in order, and return the remaining budget."""
+    def _admit(self, budget: int, ahead_of: Request | None = None) -> int:
+        """Add the first chunks of waiting requests, in order, and return the remaining budget. With `ahead_of`, only of
+        those that are more urgent than this partly computed prompt."""
         view = self._view
         seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling) - self._num_admitted()
         most_passed = MOST_PASSED[self._policy.admission_order]
-        for request in self._candidates(more_urgent_than):
+        for request in self._candidates(ahead_of):
             if len(self._passed) >= most_passed or len(self._skipped) >= MAX_PASSED:
                 break
             if seats <= 0 or budget <= 0:
@@ -488,9 +516,9 @@ class _Planner:
     def _num_admitted(self) -> int:
         return sum(row.prefix_blocks is not None for row in self._rows)
 
-    def _candidates(self, more_urgent_than: int | None) -> Iterator[Request]:
+    def _candidates(self, ahead_of: Request | None) -> Iterator[Request]:
         for request in self._view.waiting.in_order(self._view.now):
-            if more_urgent_than is not None and request.priority >= more_urgent_than:
+            if ahead_of is not None and self._urgency(request) >= self._urgency(ahead_of):
                 return
             if not (request.request_id in self._chunk_ends or request in self._skipped or request in self._passed):
                 yield request
@@ -538,6 +566,14 @@ class _Planner:
         for resource in self._view.resources:
             usable = resource.usable_prefix(request, usable)
         return usable if usable == num_blocks else self._usable(request, usable)
+
+
+def _decode_work(rows: Sequence[PlannedRow]) -> StepWork:
+    """Return the work of decode rows. Positions that drafts attend to are counted as those of their row's newest token:
+    the difference is a few in thousands."""
+    tokens = sum(row.num_tokens for row in rows)
+    keys = sum(row.start for row in rows) + tokens
+    return StepWork(tokens, tokens, keys, keys + (tokens - len(rows)) * keys // len(rows))
 
 
 def _without(gone: Collection[Request], requests: Iterable[Request]) -> Iterable[Request]:

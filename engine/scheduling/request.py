@@ -4,6 +4,7 @@ Never decides what runs next; the planner does."""
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -58,8 +59,9 @@ class Request:
     """What the hash of the first block builds on."""
     num_published: int = 0
     place: tuple[int, int] = (0, 0)
-    """Among the requests of one priority and tenant, the lowest is served first. It is (arrival_index, 0) unless a
-    preemption moved it. No two are equal, and it does not change while the request waits."""
+    """Among the requests of one priority and tenant, the lowest is served first. It is (arrival_index, 0), or by time
+    (`time_order`), unless a preemption moved it. No two are equal, and it does not change while the request is in the
+    queue."""
     was_scheduled: bool = False
     """Whether the Scheduled event was sent. A preemption does not send it again."""
     waiting_since: float = 0.0
@@ -72,6 +74,10 @@ class Request:
     """Used before `min_tokens`: stop tokens are banned. None if there is no such limit."""
     timeout_s: float | None = None
     queue_timeout_s: float | None = None
+    tpot_s: float = math.inf
+    """Target between two tokens; see engine.config.Targets."""
+    ttft_s: float = math.inf
+    """Target from the arrival to the first token."""
     num_overtakes: int = 0
     """Requests behind this one that were admitted before it (`admission_order: bypass`)."""
     adapter: str = ""
@@ -190,6 +196,8 @@ def create_request(submission: Submission, config: ResolvedConfig, arrival_index
         place=(arrival_index, 0),
         timeout_s=submission.timeout_s,
         queue_timeout_s=submission.queue_timeout_s,
+        tpot_s=_target_s("tpot_ms", submission.tpot_ms, config.targets.tpot_ms),
+        ttft_s=_target_s("ttft_ms", submission.ttft_ms, config.targets.ttft_ms),
         sampling=params,
         row_sampling=row_sampling,
         early_sampling=replace(row_sampling, banned_token_ids=tuple(sorted(stops))) if params.min_tokens else None,
@@ -210,6 +218,28 @@ def create_request(submission: Submission, config: ResolvedConfig, arrival_index
 def _spans(atomic: tuple[tuple[int, int], ...], inputs: tuple[SpanInput, ...], root: bytes) -> PromptSpans | None:
     """Return the prompt's spans, or None for text alone, which can be cut anywhere."""
     return PromptSpans(atomic, inputs, place_inputs(inputs, root)) if atomic or inputs else None
+
+
+def _target_s(param: str, asked_ms: float | None, engine_ms: float | None) -> float:
+    """Return a request's target in seconds; infinite if there is none. It cannot be shorter than the engine's own:
+    all others would pay for that."""
+    if asked_ms is None:
+        return math.inf if engine_ms is None else engine_ms / 1000
+    if engine_ms is None:
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            f"{param} is {asked_ms:g}, but this server schedules by no such target (targets.{param}).",
+            param,
+        )
+    if asked_ms < engine_ms:
+        raise RequestRejected(
+            ErrorCode.INVALID_PARAMETER,
+            f"{param} must be >= {engine_ms:g}, this server's own target, but it is {asked_ms:g}.",
+            param,
+            engine_ms,
+            asked_ms,
+        )
+    return asked_ms / 1000
 
 
 def _check_prompt(prompt: Sequence[int], params: SamplingParams, config: ResolvedConfig) -> None:

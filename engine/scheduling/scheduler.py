@@ -3,6 +3,7 @@ Never chooses what runs: `engine.scheduling.planner` does, from a view of these 
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 
 from engine.config import ResolvedConfig
@@ -19,6 +20,8 @@ from engine.scheduling.request_parts import Drafts
 from engine.scheduling.reservation import ReserveRatio
 from engine.scheduling.resources import Resource, RowParts, StepParts
 from engine.scheduling.state_slots import RecurrentStates
+from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
 
@@ -34,7 +37,12 @@ class Scheduler:
     moves when a plan is committed, `computed` when the results arrive.
     """
 
-    def __init__(self, config: ResolvedConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: ResolvedConfig, blocks: BlockManager, step_times: StepTimeModel | None = None) -> None:
+        """`step_times` predicts what steps take; it is needed where the config has targets."""
+        assert step_times is not None or not config.targets.any, "targets need predictions"
+        self._step_times = step_times
+        self._order = Order(config.scheduler.priority_age_ms / 1000)
+        self._hopes = Hopes()
         self._config = config
         self._blocks = blocks
         self._ratio = ReserveRatio(config.scheduler)
@@ -74,11 +82,30 @@ class Scheduler:
     def add(self, request: Request, now: float, *, prepared: bool = True) -> None:
         """Queue a request. Its deadlines count from `now`."""
         request.waiting_since = now
+        self._place_by_time(request, now)
         self.waiting.enter(request)
         self.deadlines.add(request, now)
         if not prepared:
             self.waiting.remove(request)
             self.preparing[request.request_id] = request
+
+    def _place_by_time(self, request: Request, now: float) -> None:
+        if self._step_times is None or request.ttft_s == math.inf:
+            return
+        cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
+        most = min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens)
+        prefill_s = self._step_times.now.prefill_seconds(cached * self._blocks.block_size, request.prompt_len, most)
+        request.place = self._order.place(request, now, prefill_s)
+        self._hopes.add(request, now, prefill_s)
+
+    def relegate(self, now: float) -> None:
+        """Let waiting requests that can no longer be in time go after those that can."""
+        for request in self._hopes.lost(now):
+            waits = not request.was_scheduled and self.waiting.remove(request)
+            if waits or request.request_id in self.preparing:
+                request.place = self._order.put_behind(request.place)
+            if waits:
+                self.waiting.add(request)
 
     def prepared(self, request_id: str) -> None:
         """Let the request be planned from now on, in its place by arrival."""
@@ -106,6 +133,7 @@ class Scheduler:
             last_decode=self._last_decode,
             num_queued_tokens=self.num_queued_tokens,
             forecast=self._forecast,
+            prediction=self._step_times.now if self._step_times else None,
         )
         return make_plan(view, self._config)
 
@@ -298,6 +326,7 @@ class Scheduler:
         if not (self.waiting or self.prefilling or self.decoding):
             self._ratio.reset()
             self._prefill_limit.rest()
+            self._hopes.clear()
             if self._forecast is not None:
                 self._forecast.reset()
 

@@ -1,4 +1,4 @@
-"""Owns the prediction of a step's duration from its rows: a cost model fitted to measured steps, and its correction.
+"""Owns what a step costs: the work of its rows, and a cost model that is fitted to measured steps.
 Never reads a clock and never runs a step: it is told what steps took."""
 
 from __future__ import annotations
@@ -96,17 +96,21 @@ class StepCosts:
         """Return the predicted duration."""
         return self._curve(work.tokens) + self._rest(work)
 
-    def tokens_within(self, seconds: float, beside: StepWork, start: int) -> int:
-        """Return how many tokens of a prompt, after `start` others, fit into a step of `seconds` beside other work; 0
-        if none does. A bisection, so that it agrees with `seconds` to the token."""
-        least, most = 0, 1
-        while self.seconds(beside.plus(chunk_work(start, most, last=True))) <= seconds:
-            least, most = most, 2 * most
-            if most > 1 << 24:  # beyond any context
-                return least
+    def tokens_within(self, seconds: float, beside: StepWork, start: int, most: int) -> int:
+        """Return how many tokens of a prompt, after `start` others, fit into a step of `seconds` beside other work: 0
+        to `most`. A bisection, so that it agrees with `seconds` to the token."""
+        rest = seconds - self._rest(beside) - self.sample_s
+
+        def fits(count: int) -> bool:
+            reading = self.key_s * (start + count) + self.attended_s * _attended(start, count)
+            return self._curve(beside.tokens + count) + reading <= rest
+
+        if fits(most):
+            return most
+        least = 0
         while most - least > 1:
             middle = (least + most) // 2
-            if self.seconds(beside.plus(chunk_work(start, middle, last=True))) <= seconds:
+            if fits(middle):
                 least = middle
             else:
                 most = middle
@@ -230,60 +234,6 @@ def knots_up_to(most: int) -> tuple[int, ...]:
     while knots[-1] * 2 < most:
         knots.append(knots[-1] * 2)
     return (*(knot for knot in knots if knot < most), most)
-
-
-# --- while the engine runs --------------------------------------------------------------------------------------------
-
-MEMORY_STEPS = 200
-"""Steps after which an error of the past counts a third."""
-MOST_SCALE = 4.0
-"""The correction stays between a quarter of the fitted times and four times them. Beyond that the costs were measured
-on another machine, and are to be measured again."""
-MOST_SURPRISE = math.log(2.0)
-"""One step counts as at most twice or half its prediction: a process that was stopped says nothing about the next."""
-
-
-class StepTimeModel:
-    """Predicted step times that follow the machine: costs, corrected by what steps really took.
-
-    The correction is one factor for all steps. It follows a machine that has become slower, as with a noisy neighbour,
-    within some hundred steps, and never leaves its bounds.
-    """
-
-    def __init__(self, costs: StepCosts, *, deviation: float) -> None:
-        """`deviation`: the relative deviation of measured steps from `costs`, such as 0.05."""
-        self.costs = costs
-        self._log_scale = 0.0
-        self._square = deviation**2
-
-    @property
-    def scale(self) -> float:
-        """What fitted times are multiplied by."""
-        return math.exp(self._log_scale)
-
-    @property
-    def deviation(self) -> float:
-        """Recent relative deviation of steps from their predictions, as a root mean square."""
-        return math.sqrt(self._square)
-
-    def seconds(self, work: StepWork) -> float:
-        """Return the predicted duration of a step."""
-        return self.scale * self.costs.seconds(work)
-
-    def tokens_within(self, seconds: float, beside: StepWork, start: int, *, margin: float = 0.0) -> int:
-        """Like `StepCosts.tokens_within`, with `margin` standard deviations kept free."""
-        return self.costs.tokens_within(seconds / (self.scale * (1 + margin * self.deviation)), beside, start)
-
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Correct the model by a step that took `seconds`."""
-        predicted = self.seconds(work)
-        if min(seconds, predicted) <= 0:
-            return  # no ratio
-        error = math.log(seconds / predicted)
-        error = min(max(error, -MOST_SURPRISE), MOST_SURPRISE)
-        bound = math.log(MOST_SCALE)
-        self._log_scale = min(max(self._log_scale + error / MEMORY_STEPS, -bound), bound)
-        self._square += (error**2 - self._square) / MEMORY_STEPS
 
 
 def relative_errors(costs: StepCosts, steps: Iterable[Measured]) -> list[float]:

@@ -39,7 +39,8 @@ class Lane:
 
 class WaitingQueue:
     """Requests that have waited for `priority_age_ms` come first, then the lowest priority number; among tenants of one
-    priority the least served one; within a tenant, the order of arrival.
+    priority the least served one; within a tenant, the order of their places: of arrival, or by time with a target for
+    first tokens.
 
     Every change costs O(log n) comparisons. A lane whose rank may have changed is only noted, and ranked again at the
     next look.
@@ -53,7 +54,7 @@ class WaitingQueue:
         self._ranks: SortedList[tuple[Rank, Lane]] = SortedList()
         self._by_age: dict[bool, SortedList[tuple[float, LaneKey]]] = {False: SortedList(), True: SortedList()}
         self._changed: dict[LaneKey, Lane] = {}  # lanes whose ranks and ages must be updated
-        self._newest = 0
+        self._last_place = self._newest = 0
         self._num_put_back = 0
         self.num_preempted = 0
         """Number of waiting requests that ran before."""
@@ -82,6 +83,7 @@ class WaitingQueue:
 
     def enter(self, request: Request) -> None:
         """Queue a request that is new to the engine. `leave` is its counterpart."""
+        self._last_place = max(self._last_place, request.place[0])
         self._newest = max(self._newest, request.arrival_index)
         self._shares.enter(_lane_key(request))
         self.add(request)
@@ -109,7 +111,7 @@ class WaitingQueue:
             case "front":
                 request.place = (-self._num_put_back, 0)
             case "back":
-                request.place = (self._newest, self._num_put_back)
+                request.place = (self._last_place, self._newest + self._num_put_back)
             case "arrival":
                 pass  # keeps its place
             case _:

@@ -17,6 +17,8 @@ from engine.fake.executor import FakeExecutor
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.scheduling.resources import Resource
+from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.step_time import StepCosts, work_of
 from engine.step import ScheduledRequest, StepPlan, TokenMasks
 
 EOS = 0
@@ -79,6 +81,7 @@ class RecordingCore(EngineCore):
         failing: Callable[[ScheduledRequest], str | None] | None = None,
         graph_sizes: Sequence[int] = (),
         grammars: TokenMasks | None = None,
+        step_times: StepTimeModel | None = None,
         **overrides: Any,
     ) -> None:
         config = resolved_config(**overrides)
@@ -106,7 +109,7 @@ class RecordingCore(EngineCore):
         self.draft_model = executor.draft_model
         self.now = 0.0
         self._tick_s = tick_ms / 1000
-        super().__init__(executor, config, clock=lambda: self.now)
+        super().__init__(executor, config, clock=lambda: self.now, step_times=step_times)
 
     def step(self) -> list[Event]:
         """Make a step, before which the clock moves by `tick_ms`."""
@@ -168,6 +171,31 @@ class RecordingCore(EngineCore):
         last = self.events[request_id][-1]
         assert isinstance(last, Finished), last
         return last
+
+
+class TimedCore(RecordingCore):
+    """A RecordingCore whose steps take what `costs` say, times a factor that `noise` returns.
+
+    `believed`: what the engine is told that steps cost; by default the truth.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        *,
+        believed: StepCosts | None = None,
+        noise: Callable[[], float] = lambda: 1.0,
+        **overrides: Any,
+    ) -> None:
+        self._costs, self._noise = costs, noise
+        self.took: list[float] = []
+        model = StepTimeModel(believed or costs, deviation=0.0)
+        super().__init__(tick_ms=0.0, step_times=model, **overrides)
+
+    def _record(self, plan: StepPlan) -> None:
+        self.took.append(self._costs.seconds(work_of(plan)) * self._noise())
+        self.now += self.took[-1]
+        super()._record(plan)
 
 
 def resource_of(core: EngineCore, kind: type[Held]) -> Held:

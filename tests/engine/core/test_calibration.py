@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.core.calibration import ENOUGH_S, ROUNDS, calibrate, shapes_for
+from engine.core.calibration import ROUNDS, calibrate, check_costs, shapes_for
 from engine.scheduling.step_time import StepCosts, work_of
 from engine.step import Capabilities, StepOutput, StepPlan
 from tests.support.engines import resolved_config
@@ -64,7 +64,41 @@ def test_no_shape_is_measured_before_it_has_run_once() -> None:
     assert {work_of(plan) for plan in first} == {work_of(plan) for plan in rest}
     times = Counter((work_of(plan), plan.rows[0].kind) for plan in rest)
     assert set(times.values()) <= set(range(1, ROUNDS + 1))
-    assert all(COSTS.seconds(work) >= ENOUGH_S / ROUNDS for (work, _), count in times.items() if count < ROUNDS)
+
+
+def test_a_calibration_measures_again_only_while_it_has_time() -> None:
+    """Short steps vary most, and cost least."""
+    config = resolved_config(**LARGE, **BUDGETS)
+    num_shapes = len(list(shapes_for(config)))
+    quick, slow = (ClockedExecutor(StepCosts((1, 512), (0.001, y))) for y in (0.002, 0.5))
+    for executor in (quick, slow):
+        calibrate(executor, config, clock=lambda executor=executor: executor.now)
+    assert len(quick.plans) == (1 + ROUNDS) * num_shapes
+    again = Counter(work_of(plan).tokens for plan in slow.plans)
+    assert again[512] < again[1]
+    heavy = ClockedExecutor(StepCosts((1, 512), (1.0, 1.0)))
+    calibrate(heavy, config, clock=lambda: heavy.now)
+    assert len(heavy.plans) == 2 * num_shapes
+
+
+@pytest.mark.parametrize(
+    ("now", "scale"),
+    [
+        (COSTS, 1.0),
+        (StepCosts(COSTS.knots, tuple(1.5 * y for y in COSTS.curve_s), 0.0003, 1.5e-6, 6e-7), 1.5),
+        (StepCosts(COSTS.knots, tuple(3 * y for y in COSTS.curve_s), 0.0006, 3e-6, 1.2e-6), None),
+        (StepCosts((1, 512), (0.001, 0.2), 0.0002, 1e-6, 4e-7), None),
+    ],
+    ids=["the same", "slower", "much slower", "of another kind"],
+)
+def test_kept_costs_are_used_while_steps_take_what_they_say_but_for_a_factor(
+    now: StepCosts, scale: float | None
+) -> None:
+    executor, config = ClockedExecutor(now), resolved_config(**LARGE, **BUDGETS)
+    found = check_costs(executor, config, COSTS, clock=lambda: executor.now)
+    assert found == (None if scale is None else pytest.approx(scale, rel=0.1))
+    assert len(executor.plans) < len(list(shapes_for(config)))
+    assert set(executor.forgotten) == {row.request_id for plan in executor.plans for row in plan.rows}
 
 
 def test_the_executor_forgets_the_rows_of_a_calibration() -> None:

@@ -1,0 +1,41 @@
+"""Owns how much prefill a step may carry beside its decode rows, by time: what their target leaves.
+Never reads a clock, and never knows a request: it is told of rows by their sizes."""
+
+from __future__ import annotations
+
+from engine.scheduling.step_prediction import Prediction
+from engine.scheduling.step_time import StepWork, chunk_work
+
+MARGIN = 1.0
+"""Deviations of the prediction that are kept free below the target."""
+LEAST_SHARE = 0.1
+"""Prefill may take this share of the target even if decode rows leave less, so that prompts always advance."""
+
+
+def step_limit(target_s: float, decode_s: float) -> float:
+    """Return how long a step may take, if its decode rows alone take `decode_s`.
+
+    Where they alone exceed the target, it is lost in any case. Then prefill gets as much time as they are late, and at
+    most as much as they take: streams become slower, and prompts do not stand still.
+    """
+    late = max(decode_s - target_s, 0.0)
+    return max(target_s, decode_s + min(LEAST_SHARE * target_s + late, decode_s))
+
+
+class TimeBudget:
+    """The time of one step that carries decode rows."""
+
+    def __init__(self, prediction: Prediction, target_s: float, decodes: StepWork) -> None:
+        """`target_s`: the longest that the decode rows may wait for their next tokens. `decodes`: their work."""
+        self._prediction = prediction
+        self._work = decodes
+        target_s /= 1 + MARGIN * prediction.deviation
+        self._limit_s = step_limit(target_s, prediction.seconds(decodes))
+
+    def most(self, start: int, tokens: int) -> int:
+        """Return how many tokens of a prompt after `start` others the step can still take: 0 to `tokens`."""
+        return self._prediction.tokens_within(self._limit_s, self._work, start, tokens)
+
+    def take(self, start: int, count: int, *, last: bool) -> None:
+        """Note that the step has a chunk of `count` tokens from `start`; `last` if it completes its prompt."""
+        self._work = self._work.plus(chunk_work(start, count, last=last))
