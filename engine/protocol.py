@@ -329,6 +329,17 @@ Event = Scheduled | PromptLogprobs | Pooled | Token | Finished | Failed
 TERMINAL = (Finished, Failed)
 
 
+class StepCorrection(NamedTuple):
+    """How the step time model corrects what was measured at start; see engine.scheduling.step_prediction."""
+
+    scale: float
+    """What measured times are multiplied by."""
+    extra_s: float
+    """What is added to each step."""
+    deviation: float
+    """Recent relative deviation of steps from their predictions."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
     """One engine's load between two steps. Requests and blocks are current; steps and preemptions are totals so far."""
@@ -354,6 +365,8 @@ class LoadSnapshot:
     """Share of running requests' remaining answers that admission keeps free (`reserve_mode: ratio`)."""
     reserve_margin: float
     """Standard deviations of expected memory that admission keeps free (`reserve_mode: learned`); 0 in other modes."""
+    step_times: StepCorrection | None = None
+    """Set if the engine predicts step times, which it does where it has targets."""
     graph_hits: Mapping[str, int] = field(default_factory=dict)
     """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
     graph_misses: Mapping[str, int] = field(default_factory=dict)

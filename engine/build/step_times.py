@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,12 @@ MOST_DEVIATION = 0.25
 
 
 def measured_step_times(
-    executor: Executor, model_dir: Path, config: EngineConfig, served: ResolvedConfig
+    executor: Executor,
+    model_dir: Path,
+    config: EngineConfig,
+    served: ResolvedConfig,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimeModel:
     """Return the model for an engine that is ready to run steps. Measures some seconds, unless an earlier start of the
     same model on the same machine with the same settings has kept its costs and a few steps still take what they say.
@@ -47,19 +52,19 @@ def measured_step_times(
     kept = _read(path)
     if kept is not None:
         costs, deviation = kept
-        scale = check_costs(executor, served, costs)
+        scale = check_costs(executor, served, costs, clock=clock)
         if scale is not None:
             logger.info("step times: kept in %s, and %.2f times that now", path, scale)
             return StepTimeModel(costs, deviation=deviation, scale=scale)
         logger.info("step times: steps no longer take what %s says", path)
-    began = time.perf_counter()
+    began = clock()
     try:
-        found = calibrate(executor, served)
+        found = calibrate(executor, served, clock=clock)
     except ValueError as error:
         raise ConfigError(f"targets need measured step times, but {error}; raise max_num_batched_tokens.") from error
     logger.info(
         "step times: %d shapes measured in %.1f s, with a deviation of %.1f %%",
-        *(len(found.steps), time.perf_counter() - began, 100 * found.deviation),
+        *(len(found.steps), clock() - began, 100 * found.deviation),
     )
     if found.deviation <= MOST_DEVIATION:
         _keep(path, found.costs, found.deviation)

@@ -140,6 +140,7 @@ class EngineCore:
             num_preemptions=self._num_preemptions,
             reserve_ratio=scheduler.reserve_ratio,
             reserve_margin=scheduler.reserve_margin,
+            step_times=None if self._step_times is None else self._step_times.correction,
             graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.protocol import StepCorrection
 from engine.scheduling.step_time import StepCosts, StepWork, chunk_work
 
 MEMORY_STEPS = 200
@@ -71,6 +72,10 @@ class StepTimeModel:
         self._scales, self._scale_sum = float(PRIOR_STEPS), PRIOR_STEPS * scale
         self.now = Prediction(costs, scale, 0.0, deviation)
         """What is predicted now."""
+
+    @property
+    def correction(self) -> StepCorrection:
+        return StepCorrection(self.now.scale, self.now.extra_s, self.now.deviation)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Correct the model by a step that took `seconds`."""

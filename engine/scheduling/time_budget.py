@@ -6,7 +6,7 @@ from __future__ import annotations
 from engine.scheduling.step_prediction import Prediction
 from engine.scheduling.step_time import StepWork, chunk_work
 
-MARGIN = 1.0
+MARGIN = 2.5
 """Deviations of the prediction that are kept free below the target."""
 LEAST_SHARE = 0.1
 """Prefill may take this share of the target even if decode rows leave less, so that prompts always advance."""

@@ -4,6 +4,7 @@ Never waits or keeps anything about a request: its tokens depend on their positi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from random import Random
 
 from engine.step import Capabilities, ScheduledRequest, StepOutput, StepPlan
 from loadtest.sim.step_time import StepTime
@@ -22,13 +23,24 @@ def token_at(position: int) -> int:
     return FIRST + position
 
 
+class Noise:
+    """Factors of step times: log-normal around 1, and the same for the same seed."""
+
+    def __init__(self, deviation: float = 0.0, seed: str = "") -> None:
+        self._deviation, self._random = deviation, Random(seed)
+
+    def factor(self) -> float:
+        return self._random.lognormvariate(0.0, self._deviation) if self._deviation else 1.0
+
+
 class TimedExecutor:
     """Samples `token_at` at each position, and the end of sequence where a request's answer ends."""
 
-    def __init__(self, step_time: StepTime, ends: Mapping[str, int]) -> None:
+    def __init__(self, step_time: StepTime, ends: Mapping[str, int], noise: Noise | None = None) -> None:
         """`ends` has, by request id, the position at which the answer ends. A request that moves between engines gets a
         suffix `.2`, `.3` and so on to its id."""
         self._step_time = step_time
+        self._noise = noise or Noise()
         self._ends = ends
         self._output = StepOutput(0, ())
         self.seconds = 0.0
@@ -39,7 +51,7 @@ class TimedExecutor:
         return Capabilities()
 
     def launch(self, plan: StepPlan) -> None:
-        self.seconds += self._step_time.seconds(plan)
+        self.seconds += self._step_time.seconds(plan) * self._noise.factor()
         self._output = StepOutput(plan.step_id, tuple(self._sample(row) for row in plan.rows))
 
     def collect(self) -> StepOutput:

@@ -4,11 +4,13 @@ Never chooses what runs or where: the core and the router do."""
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Protocol
 
 from engine.config import ResolvedConfig
+from engine.core.calibration import calibrate
 from engine.core.core import EngineCore
 from engine.protocol import (
     TERMINAL,
@@ -21,7 +23,8 @@ from engine.protocol import (
     Submission,
 )
 from engine.scheduling.request import create_request
-from loadtest.sim.executor import TimedExecutor
+from engine.scheduling.step_prediction import StepTimeModel
+from loadtest.sim.executor import Noise, TimedExecutor
 from loadtest.sim.step_time import StepTime
 from serve_app.routing.stats import encode
 from serve_app.scaling.memory import StampedReport
@@ -54,14 +57,17 @@ class Replica:
         ends: Mapping[str, int],
         signals: SignalSettings,
         on_empty: Callable[[Replica], None] = lambda replica: None,
+        *,
+        noise: Noise | None = None,
     ) -> None:
         """`ends` is explained in TimedExecutor. `on_empty` is called when the last request of a draining replica has
         left."""
         self.name, self.zone = name, zone
         self.config = config
         self._loop = asyncio.get_running_loop()
-        self._executor = TimedExecutor(step_time, ends)
-        self._core = EngineCore(self._executor, config, clock=self._loop.time)
+        self._executor = TimedExecutor(step_time, ends, noise)
+        step_times = _step_times(step_time, noise, config) if config.targets.any else None
+        self._core = EngineCore(self._executor, config, clock=self._loop.time, step_times=step_times)
         self._signals = EngineSignals(
             signals,
             max_num_seqs=config.max_num_seqs,
@@ -170,3 +176,10 @@ class Replica:
             prefill_tokens_per_s=self._signals.prefill_tokens_per_s,
             taken_at_s=self._loop.time(),
         )
+
+
+def _step_times(step_time: StepTime, noise: Noise | None, config: ResolvedConfig) -> StepTimeModel:
+    """Measure the simulated machine as an engine measures its own at the first start."""
+    executor = TimedExecutor(step_time, defaultdict(lambda: config.max_model_len), noise)
+    found = calibrate(executor, config, clock=lambda: executor.seconds)
+    return StepTimeModel(found.costs, deviation=found.deviation)

@@ -60,6 +60,8 @@ class Scenario:
     num_zones: int = 1
     prefill_tokens_per_s: float = 1000.0
     """The rate that the autoscaler and the router assume for an engine until it has measured its own."""
+    step_deviation: float = 0.0
+    """Relative deviation of steps from `step_time`: each takes it times a log-normal factor."""
     duration_s: float | None = None
     """The time for which requests and replica-hours are counted; None means until the last arrival, at least a
     second."""

@@ -8,13 +8,13 @@ import functools
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine.config import SchedulerConfig
+from engine.config import SchedulerConfig, Targets
 from loadtest.report import write
 from loadtest.sim.routers import ROUTERS
 from loadtest.sim.scalers import EngineLoad, Scaler
@@ -44,6 +44,7 @@ GOALS = {
     "reservation": STEADY,
     "scale": QUICK,
     "disruption": QUICK,
+    "targets": STEADY,
 }
 SERVE_TARGETS = (2, 4, 8)
 SHARES = {"azure_conv": 0.12, "azure_code": 0.1, "mooncake_conv": 0.08, "mooncake_synth": 0.08}
@@ -57,7 +58,14 @@ MILLION = 1_005_000
 least a million."""
 DISRUPTED = {"none": MILLION, "zone-loss": 250_000, "upgrade": MILLION}
 """Numbers of requests. A zone is back after half a minute, and an upgrade in ten batches takes six minutes."""
-SECONDS = {"autoscaling": 1200.0, "routing": 120.0, "reservation": 0.0, "scale": 0.0, "disruption": 0.0}
+SECONDS = {
+    "autoscaling": 1200.0,
+    "routing": 120.0,
+    "reservation": 0.0,
+    "scale": 0.0,
+    "disruption": 0.0,
+    "targets": 120.0,
+}
 """Seconds of a trace that a run takes. For autoscaling this is twice Serve's delay before it removes a replica."""
 
 
@@ -101,6 +109,31 @@ RESERVING: dict[str, dict[str, Any]] = {
     "learned": {"reserve_mode": "learned"},
     "vllm-v1": VLLM_V1,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """Requests to one GPU_LIKE engine. Lengths are log-normal around their means, but a share of prompts is long:
+    uniform between 8,000 and 16,000 tokens."""
+
+    rate: float
+    prompt: int
+    answer: int
+    long_share: float = 0.0
+    bursty: bool = False
+    """Whether three quarters of the requests come in the first quarter of every 10 seconds."""
+
+
+TIMED = {
+    "chat": Chats(25.0, 1000, 200),
+    "bursty": Chats(12.0, 1000, 200, bursty=True),
+    "rag": Chats(6.0, 1000, 200, long_share=0.2),
+}
+TIMED_RATES = {"azure_conv": 3.0, "azure_code": 1.0, "mooncake_conv": 0.3}
+"""The rate at which one GPU_LIKE engine gets the requests of each trace, relative to the trace's own."""
+BUDGETS = (512, 768, 1024, 1280, 2048)
+"""Fixed numbers of prefill tokens in a step, among which hindsight chooses."""
+STEP_NOISE = 0.1
 WINDOW = 32_768
 """Maximum length of prompt and answer on those engines. An unset `max_tokens` reserves all of it."""
 
@@ -142,6 +175,16 @@ def reservation(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
                 yield {"trace": name, "policy": policy, "seed": seed, "requests": requests, "rate": trace.rate}
 
 
+def targets(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
+    """Compare steps that are limited by time with steps of fixed sizes, on a machine whose steps vary by a tenth.
+    `time` has the goal's targets, less what the network adds; `tpot` has no target for first tokens, and so the order
+    of arrival."""
+    for seed in range(seeds):
+        for trace in (*TIMED, *TIMED_RATES):
+            for policy in ("time", "tpot", "vllm-v1", *(f"fixed-{budget}" for budget in BUDGETS)):
+                yield {"trace": trace, "policy": policy, "seed": seed, "seconds": seconds, "size": size}
+
+
 def scale(seeds: int, seconds: float, size: float) -> Iterator[Spec]:
     """Simulate a thousand replicas and a million requests; `size` scales the requests alone."""
     for seed in range(seeds):
@@ -168,6 +211,7 @@ STUDIES: dict[str, Callable[[int, float, float], Iterator[Spec]]] = {
     "reservation": reservation,
     "scale": scale,
     "disruption": disruption,
+    "targets": targets,
 }
 
 
@@ -257,6 +301,48 @@ def _chats(spec: Spec, goal: Goal, policy: dict[str, Any]) -> Scenario:
     return Scenario(jobs=jobs, step_time=GPU_LIKE, goal=goal, config=config, seed=spec["seed"])
 
 
+def _run_targets(spec: Spec, goal: Goal) -> World:
+    policy = spec["policy"]
+    budget = int(policy.removeprefix("fixed-")) if policy.startswith("fixed-") else max(BUDGETS)
+    times = Targets()
+    if policy in ("time", "tpot"):
+        times = Targets(tpot_ms=goal.gap_p95_ms, ttft_ms=goal.ttft_ms if policy == "time" else None)
+    scheduler = SchedulerConfig(**(VLLM_V1 if policy == "vllm-v1" else {"chunk_halving_context": 0}))
+    config = engine_config(
+        num_kv_blocks=40_000,
+        max_num_seqs=256,
+        max_model_len=262_144,
+        max_num_batched_tokens=budget + 256,
+        max_prefill_tokens=budget,
+        scheduler=scheduler,
+        targets=times,
+    )
+    jobs = _timed_jobs(spec)
+    scenario = Scenario(
+        jobs=jobs, step_time=GPU_LIKE, step_deviation=STEP_NOISE, goal=goal, config=config, seed=spec["seed"]
+    )
+    return simulate(scenario)[1]
+
+
+def _timed_jobs(spec: Spec) -> list[Job]:
+    """Return the requests of a run. Of a trace, each seed takes another stretch."""
+    name, seconds, random = spec["trace"], spec["seconds"], Random(spec["seed"])
+    if name in TIMED_RATES:
+        rate, begin = TIMED_RATES[name] * spec["size"], spec["seed"] * seconds
+        sooner = max(rate, 1.0)
+        kept = thinned(_trace(name), min(rate, 1.0), spec["seed"])
+        return window([replace(job, arrival_s=job.arrival_s / sooner) for job in kept], begin, begin + seconds)
+    load = TIMED[name]
+    jobs = []
+    for job in poisson(load.rate * spec["size"], seconds, 1, 1, spec["seed"]):
+        at, is_long = job.arrival_s, random.random() < load.long_share
+        if load.bursty and random.random() < 2 / 3:
+            at = at // 10 * 10 + at % 10 / 4
+        prompt = random.randint(8000, 16_000) if is_long else _log_normal(random, load.prompt, 8000)
+        jobs.append(Job(at, prompt, _log_normal(random, load.answer, 2000)))
+    return sorted(jobs, key=lambda job: job.arrival_s)
+
+
 def _log_normal(random: Random, mean: int, most: int) -> int:
     spread = 0.8
     return min(max(round(random.lognormvariate(log(mean) - spread**2 / 2, spread)), 8), most)
@@ -315,6 +401,7 @@ _RUNS: dict[str, Callable[[Spec, Goal], World]] = {
     "reservation": _run_reservation,
     "scale": _run_large,
     "disruption": _run_large,
+    "targets": _run_targets,
 }
 
 

@@ -39,7 +39,7 @@ def empty(study: str) -> Document:
 
 def _made_up(study: str) -> Document:
     """Step times of a made-up machine."""
-    return {"gpu_like_step_time": asdict(GPU_LIKE)} if study == "reservation" else {}
+    return {"gpu_like_step_time": asdict(GPU_LIKE)} if study in ("reservation", "targets") else {}
 
 
 def current_commit() -> str:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from engine.protocol import EngineError, Finished, SamplingParams, Submission, Token
 from loadtest.sim.attempt import SimulatedAttempt
 from loadtest.sim.deployment import Deployment
-from loadtest.sim.executor import token_at
+from loadtest.sim.executor import Noise, token_at
 from loadtest.sim.recording import Recording
 from loadtest.sim.replica import Replica
 from loadtest.sim.routers import Router
@@ -66,7 +66,8 @@ class World:
         scenario = self.scenario
         target = {} if scenario.goal.ttft_ms is None else {"ttft_target_ms": scenario.goal.ttft_ms}
         signals = SignalSettings(prefill_tokens_per_s=scenario.prefill_tokens_per_s, **target)
-        return Replica(name, zone, scenario.config, scenario.step_time, self.ends, signals, on_empty)
+        noise = Noise(scenario.step_deviation, f"{scenario.seed} {name}")
+        return Replica(name, zone, scenario.config, scenario.step_time, self.ends, signals, on_empty, noise=noise)
 
     def _gate_policy(self) -> GatePolicy:
         config = self.scenario.config

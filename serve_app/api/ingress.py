@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from engine.config import Targets
 from engine.protocol import EngineError, RequestRejected
 from serve_app.adapters.names import AdapterNames
 from serve_app.admission.gate import AdmissionTicket, Gate
@@ -55,9 +56,11 @@ from serve_app.api.openapi.about import about_routes
 from serve_app.api.request_facts import RequestFacts, Trace
 from serve_app.api.requests.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.requests.deadline import Deadline, deadline_of, now
+from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.schema import ChatRequest
 from serve_app.api.requests.session import HEADER as SESSION_HEADER
 from serve_app.api.requests.session import session_of
+from serve_app.api.requests.targets import targets_of
 from serve_app.api.text.content_stops import ContentStops
 from serve_app.api.text.stop_strings import StopStrings
 from serve_app.api.text.tokenizer import Tokenizer
@@ -148,6 +151,8 @@ class _Generate(Generic[RequestT]):
         facts = admitted.facts
         facts.request, facts.session, facts.answer_id = request, session, admitted.request_id
         model = self._context.adapters.served(request.model)
+        of_body = (None, None) if isinstance(request, EmbeddingRequest) else (request.slo_tpot_ms, request.slo_ttft_ms)
+        admitted.targets = targets_of(headers, *of_body, model.targets)
         try:
             choices = facts.choices = await self._start(request, admitted, session, model)
         except ApiError as error:
@@ -195,7 +200,13 @@ class _Generate(Generic[RequestT]):
     def _completion(self, ready: Prepared, admitted: _Admitted, session: str | None) -> Completion:
         deadline = admitted.lifecycle.deadline
         left_s = None if deadline is None else deadline.left_s()
-        submission = replace(ready.submission, timeout_s=left_s, tenant=admitted.ticket.tenant.name)
+        submission = replace(
+            ready.submission,
+            timeout_s=left_s,
+            tenant=admitted.ticket.tenant.name,
+            tpot_ms=admitted.targets.tpot_ms,
+            ttft_ms=admitted.targets.ttft_ms,
+        )
         ready = replace(ready, submission=submission)
         request, client = admitted.facts.request, self._context.client
         thoughts, stops = None, None
@@ -204,7 +215,7 @@ class _Generate(Generic[RequestT]):
         return Completion(client, ready, admitted.lifecycle, admitted.ticket, admitted.times, session, thoughts, stops)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Admitted:
     """What belongs to one request that was let in."""
 
@@ -214,6 +225,8 @@ class _Admitted:
     lifecycle: Lifecycle
     times: RequestTimes
     facts: RequestFacts
+    targets: Targets = field(default_factory=Targets)
+    """The request's own."""
 
     def until(self, deadline: Deadline | None) -> None:
         self.lifecycle.until(deadline)

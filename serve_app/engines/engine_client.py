@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from engine.config import Targets
 from engine.protocol import AdapterRef, ErrorCode, Event, LoadSnapshot, Submission
 from serve_app.images.intake import ImageIntake
 from serve_app.metrics.activity import FleetActivity
@@ -133,6 +134,8 @@ class ServedModel:
     """The adapter that answers under this name; None for the model itself."""
     base: str | None = None
     """The model's own name, if this is an adapter."""
+    targets: Targets = field(default_factory=Targets)
+    """The server's service-level targets, which a request's own may exceed."""
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ class StepActivity:
     """The time from the step's launch until its results were read back."""
     age_ms: float
     """The time since its results were read back, at the moment of the answer."""
+    predicted_ms: float | None = None
+    """The time that was predicted from its begin to the next step's; null if the engine predicts none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class EngineActivity:
     """The most requests that run at a time, and so the most decode rows of a step."""
     max_num_batched_tokens: int
     """The most tokens of a step."""
+    tpot_ms: float | None
+    """The target between two tokens of a stream; null if there is none."""
     window_s: float
     """The length of the time window of the next four fields, in seconds."""
     prompt_tokens_per_s: float

@@ -113,6 +113,17 @@ ENGINE = (
         ("method", "result"),
     ),
     _engine_counter(
+        "chunkserve:slo_attainment",
+        "First tokens (`ttft`) and gaps between tokens (`tpot`) that met their target, or missed it; see "
+        "`engine.targets`.",
+        ("target", "result"),
+    ),
+    _engine_gauge(
+        "chunkserve:step_time_scale", "What step times that were measured at the first start are multiplied by now."
+    ),
+    _engine_gauge("chunkserve:step_time_extra_seconds", "What every step takes besides, such as planning and sending."),
+    _engine_gauge("chunkserve:step_time_deviation", "Recent relative deviation of steps from their predicted times."),
+    _engine_counter(
         "chunkserve:graph_steps",
         "Steps on a GPU that has captured graphs. `hit`: replayed, with the graph's name. `miss`: not "
         "replayed, with the reason why no graph fitted.",

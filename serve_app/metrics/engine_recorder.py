@@ -30,6 +30,7 @@ from serve_app.metrics.values import Histogram, Sample
 _ENDS = ("stop", "length", "abort", "error")
 _REFUSALS = (ErrorCode.QUEUE_FULL, ErrorCode.DRAINING)
 """The engine's own refusals. Others are caused by the request, and would be the same at every engine."""
+_ATTAINMENT = "chunkserve:slo_attainment"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -40,6 +41,10 @@ class _LiveRequest:
     prompt_tokens: int
     max_tokens: int | None
     arrived: float
+    tpot_s: float | None = None
+    """The target between two tokens, in seconds; None if there is none."""
+    ttft_s: float | None = None
+    """The target for the first token, likewise."""
     scheduled: float = 0.0
     first_token: float | None = None
     last_token: float = 0.0
@@ -51,6 +56,10 @@ class _LiveRequest:
     runs: bool = False
     """Whether the request has a seat. A preempted one counts as waiting until its next token, the first sign of a step.
     """
+
+
+_Since = dict[tuple[float, float | None], int]
+"""(Time of the token before, target between the two) -> number of tokens."""
 
 
 class EngineRecorder:
@@ -65,6 +74,8 @@ class EngineRecorder:
         """`clock`: the engine's clock. `today`: gives seconds since 1970."""
         self._config = config
         self._clock, self._today = clock, today
+        targets = {"tpot": config.targets.tpot_ms, "ttft": config.targets.ttft_ms}
+        self._targets = {name: ms / 1000 for name, ms in targets.items() if ms is not None}
         self._lock = threading.Lock()
         self._requests: dict[str, _LiveRequest] = {}
         self._recent = RecentSteps(clock())
@@ -81,6 +92,9 @@ class EngineRecorder:
         for method in ("grammar", config.speculative.method) if config.speculates else ("grammar",):
             for result in ("accepted", "rejected"):
                 self._count("chunkserve:draft_tokens", 0, method, result)
+        for target in self._targets:
+            for result in ("met", "missed"):
+                self._count(_ATTAINMENT, 0, target, result)
         longest = config.max_model_len
         self._histograms = {m.name: Histogram(m.bounds(longest)) for m in ENGINE if m.kind == "histogram"}
 
@@ -110,6 +124,7 @@ class EngineRecorder:
             Sample(by_reason, ("deferred",), load.num_preparing),
             Sample("vllm:kv_cache_usage_perc", (), load.num_held_blocks / load.num_blocks),
             Sample("vllm:cache_config_info", tuple(map(str, cache)), 1),
+            *_step_times(load),
         ]
 
     def _lora_requests(self) -> list[Sample]:
@@ -124,7 +139,14 @@ class EngineRecorder:
     # --- EngineObserver -----------------------------------------------------------------------------------------------
 
     def submitted(self, submission: Submission) -> None:
-        request = _LiveRequest(len(submission.prompt_token_ids), submission.sampling.max_tokens, self._clock())
+        own_tpot_ms, own_ttft_ms = submission.tpot_ms, submission.ttft_ms
+        request = _LiveRequest(
+            len(submission.prompt_token_ids),
+            submission.sampling.max_tokens,
+            self._clock(),
+            tpot_s=self._targets.get("tpot") if own_tpot_ms is None else own_tpot_ms / 1000,
+            ttft_s=self._targets.get("ttft") if own_ttft_ms is None else own_ttft_ms / 1000,
+        )
         if submission.adapter is not None:
             request.adapter = submission.adapter.name
         self._requests[submission.request_id] = request
@@ -146,16 +168,22 @@ class EngineRecorder:
                 self._drafted(verified)
             since = self._take(events, facts.started, now)
             generated = sum(since.values())
-            since.pop(now, None)  # first tokens, and all but the first of several tokens in one step
-            gaps = {now - before: count for before, count in since.items()}
             self._count("vllm:generation_tokens", generated)
+            gaps: Counter[float] = Counter()
+            for (before, tpot_s), count in since.items():
+                if before == now:
+                    continue  # first tokens, and all but the first of several tokens in one step
+                gaps[now - before] += count
+                if tpot_s is not None:
+                    self._attained("tpot", now - before, tpot_s, count)
             for gap_s, count in gaps.items():
                 self._observe("vllm:inter_token_latency_seconds", gap_s, count)
             self._recent.add(now, facts.computed, generated, gaps)
 
-    def _take(self, events: Sequence[Event], started: float, now: float) -> dict[float, int]:
-        """Count the step's tokens by the time of the token before them; tokens without one count under `now`."""
-        since: dict[float, int] = {}
+    def _take(self, events: Sequence[Event], started: float, now: float) -> _Since:
+        """Count the step's tokens by the time of the token before them and by their target; tokens without one before
+        them count under `now`."""
+        since: _Since = {}
         for event in events:
             request = self._requests.get(event.request_id)
             if request is None:  # the request began before this observer
@@ -172,13 +200,16 @@ class EngineRecorder:
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    def _token(self, request: _LiveRequest, now: float, since: dict[float, int]) -> None:
+    def _token(self, request: _LiveRequest, now: float, since: _Since) -> None:
         request.runs = True
         if request.first_token is None:
             request.first_token = request.last_token = now
             self._prompt_computed(request)
             self._observe("vllm:time_to_first_token_seconds", now - request.arrived)
-        since[request.last_token] = since.get(request.last_token, 0) + 1
+            if request.ttft_s is not None:
+                self._attained("ttft", now - request.arrived, request.ttft_s, 1)
+        place = request.last_token, request.tpot_s
+        since[place] = since.get(place, 0) + 1
         request.last_token = now
 
     def _preempted(self, request_ids: Sequence[str]) -> None:
@@ -237,6 +268,9 @@ class EngineRecorder:
         if request.max_tokens is not None:
             self._observe("vllm:request_params_max_tokens", request.max_tokens)
 
+    def _attained(self, target: str, took_s: float, target_s: float, count: int) -> None:
+        self._count(_ATTAINMENT, count, target, "met" if took_s <= target_s else "missed")
+
     def _count(self, name: str, count: int, *labels: str) -> None:
         self._counts[name, labels] += count
 
@@ -255,4 +289,15 @@ def _graph_steps(load: LoadSnapshot) -> list[Sample]:
         Sample("chunkserve:graph_steps", (result, name), count)
         for result, counts in (("hit", load.graph_hits), ("miss", load.graph_misses))
         for name, count in counts.items()
+    ]
+
+
+def _step_times(load: LoadSnapshot) -> list[Sample]:
+    """Return the corrections of the step time model; there are none for an engine without targets."""
+    if (found := load.step_times) is None:
+        return []
+    return [
+        Sample("chunkserve:step_time_scale", (), found.scale),
+        Sample("chunkserve:step_time_extra_seconds", (), found.extra_s),
+        Sample("chunkserve:step_time_deviation", (), found.deviation),
     ]

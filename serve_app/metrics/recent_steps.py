@@ -60,6 +60,7 @@ class StepsSnapshot:
             num_held_blocks=load.num_held_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            tpot_ms=config.targets.tpot_ms,
             window_s=window_s,
             prompt_tokens_per_s=sum(one.prompt_tokens for one in recent) / window_s,
             generated_tokens_per_s=sum(one.generated_tokens for one in recent) / window_s,
@@ -72,8 +73,10 @@ class StepsSnapshot:
         for at, step in self.steps:
             if after is None or step.step_id > after:
                 ms, age_ms = step.duration_s * 1000, (self.now - at) * 1000
+                predicted_ms = None if step.predicted_s is None else round(step.predicted_s * 1000, 3)
                 yield StepActivity(
-                    step.step_id, step.num_decodes, step.chunks, step.num_waiting, round(ms, 3), round(age_ms)
+                    *(step.step_id, step.num_decodes, step.chunks, step.num_waiting),
+                    *(round(ms, 3), round(age_ms), predicted_ms),
                 )
 
 

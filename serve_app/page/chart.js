@@ -37,8 +37,10 @@ class Chart {
     new ResizeObserver(() => this.draw(this.steps ?? [])).observe(canvas);
   }
 
-  draw(steps) {
+  /** `target`: the longest time between two tokens that the engine aims at, in milliseconds; null if it has none. */
+  draw(steps, target = this.target ?? null) {
     this.steps = steps;
+    this.target = target;
     const { canvas } = this, width = canvas.clientWidth, height = canvas.clientHeight, ratio = devicePixelRatio || 1;
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
@@ -51,7 +53,7 @@ class Chart {
     this.tops = {
       prefill: most(shown.map((step) => sum(step.chunks)), 50),
       decode: most(shown.map((step) => step.decodes), 8),
-      time: most(shown.map((step) => step.ms), 10),
+      time: most([target ?? 0, ...shown.flatMap((step) => [step.ms, step.predicted_ms ?? 0])], 10),
     };
     this.frame(width);
     for (const one of this.placed) this.column(one);
@@ -68,10 +70,18 @@ class Chart {
     [LANES.prefill[0] - 1, LANES.decode[1], LANES.time[1]].forEach(rule);
     pen.fillStyle = this.colour("time");
     pen.fillRect(LEFT, baseline, width - LEFT, 1);
+    if (this.target !== null) this.mark(this.target, LEFT, width - LEFT);
     const short = (number) => (number < 1000 ? number : `${number / 1000}k`);
     label(`${short(this.tops.prefill)} tok`, LANES.prefill[0]);
     label(`${this.tops.decode} rows`, LANES.decode[1]);
     label(this.tops.time < 1000 ? `${this.tops.time} ms` : `${this.tops.time / 1000} s`, LANES.time[0]);
+  }
+
+  /** A line at a time, in milliseconds. */
+  mark(ms, x, width) {
+    const [top, bottom] = LANES.time;
+    this.pen.fillStyle = this.colour("soft");
+    this.pen.fillRect(x, bottom - (ms * (bottom - top)) / this.tops.time, width, 1);
   }
 
   /** A bar of at least a pixel and a half: what happened is to be seen. */
@@ -95,6 +105,7 @@ class Chart {
     }
     if (step.decodes) this.bar("decode", x, 0, step.decodes, true);
     this.bar("time", x, 0, step.ms, false);
+    if (step.predicted_ms != null) this.mark(step.predicted_ms, x, COLUMN - 1);
     if (pause) this.idle(x - PAUSE / 2 - 0.5);
   }
 
@@ -125,7 +136,8 @@ function inWords(step) {
   if (step.decodes) parts.push(count(step.decodes, "decode row", "decode rows"));
   const chunks = count(step.chunks.length, "chunk", "chunks");
   if (step.chunks.length) parts.push(`${chunks} of ${step.chunks.join(" + ")} tokens`);
-  return `Step ${step.id}: ${parts.join(", ")}; ${step.ms.toFixed(1)} ms, ${step.waiting} waiting`;
+  const predicted = step.predicted_ms == null ? "" : ` of predicted ${step.predicted_ms.toFixed(1)}`;
+  return `Step ${step.id}: ${parts.join(", ")}; ${step.ms.toFixed(1)}${predicted} ms, ${step.waiting} waiting`;
 }
 
 function summary(steps) {

@@ -30,7 +30,7 @@ class Card {
     this.put("prompt", whole(told.prompt_tokens_per_s));
     this.put("generated", whole(told.generated_tokens_per_s));
     this.put("gaps", `${gap(told.gap_p50_ms)} / ${gap(told.gap_p99_ms)}`, "ms");
-    this.chart.draw(this.steps);
+    this.chart.draw(this.steps, told.tpot_ms);
   }
 
   put(name, value, unit = "") {

@@ -257,6 +257,7 @@ class IngressReplica:
                 "reasoning_parser", settings.reasoning_parser, template, suggest_reasoning_parser
             ),
             images=_image_intake(settings, resolved),
+            targets=resolved.targets,
         )
         self._adapters = AdapterNames(
             self._model,

@@ -218,8 +218,8 @@ class LocalClient:
         return [self._engine.load()]
 
 
-def app_for(client: ScriptedClient, **options: Any) -> ASGIApp:
-    return create_app(client, Tokenizer.byte_level(), MODEL, **options)
+def app_for(client: ScriptedClient, *, model: ServedModel = MODEL, **options: Any) -> ASGIApp:
+    return create_app(client, Tokenizer.byte_level(), model, **options)
 
 
 class Exchange:

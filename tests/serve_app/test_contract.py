@@ -71,6 +71,8 @@ FIELDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "regex": ("[ab]{2}", "(", {}),
     "ebnf": ('root ::= "a"', "root ::= (", {}),
     "timeout_ms": (60_000, 0, {}),
+    "slo_tpot_ms": (60_000, 0, {}),
+    "slo_ttft_ms": (60_000, 0, {}),
     "stream": (False, "no", {}),
     "stream_options": ({"include_usage": True}, {"include_usage": 1}, {"stream": True}),
     "usage": ({"include": True}, {"include": 1}, {}),

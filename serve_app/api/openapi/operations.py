@@ -25,6 +25,7 @@ from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.schema import ChatRequest, CompletionRequest
 from serve_app.api.requests.session import HEADER as SESSION_HEADER
 from serve_app.api.requests.session import PATTERN
+from serve_app.api.requests.targets import MAX_TARGET_MS, TPOT_HEADER, TTFT_HEADER
 from serve_app.api.requests.text_schema import DetokenizeRequest, TokenizeRequest
 
 Parameter = Mapping[str, Any]
@@ -58,6 +59,18 @@ _HEADERS: tuple[Parameter, ...] = (
         "in": "header",
         "description": "How long the client waits for the whole answer; the smaller of it and `timeout_ms` counts.",
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
+    },
+    {
+        "name": TPOT_HEADER,
+        "in": "header",
+        "description": "As the field `slo_tpot_ms`; the shorter of the two counts.",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TARGET_MS},
+    },
+    {
+        "name": TTFT_HEADER,
+        "in": "header",
+        "description": "As the field `slo_ttft_ms`; the shorter of the two counts.",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TARGET_MS},
     },
     {
         "name": SESSION_HEADER,

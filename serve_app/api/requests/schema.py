@@ -22,6 +22,7 @@ from serve_app.api.requests.session import MAX_CHARS
 from serve_app.api.requests.stop_schema import Stop
 from serve_app.api.requests.strict_model import UNSUPPORTED, StrictModel, Unsupported
 from serve_app.api.requests.structured import ResponseFormat, StructuredOutputs, TextFormat, Written
+from serve_app.api.requests.targets import MAX_TARGET_MS
 from serve_app.api.requests.thinking_fields import ReasoningRequest, ThinkingFields
 from serve_app.api.requests.token_fields import AllowedTokenIds, BadWords, LogitBias, PromptLogprobs, StopTokenIds
 from serve_app.api.requests.tool_choice import NamedFunction, ToolChoice, must_call, names_of
@@ -98,6 +99,12 @@ class GenerationRequest(StrictModel):
     """SGLang's name for `structured_outputs.grammar`."""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
     """After this long, the answer ends with an error."""
+    slo_tpot_ms: float | None = Field(None, gt=0, le=MAX_TARGET_MS)
+    """The request's own target between two tokens, not shorter than the server's. A longer one leaves more time for
+    other requests' prompts."""
+    slo_ttft_ms: float | None = Field(None, gt=0, le=MAX_TARGET_MS)
+    """The request's own target for its first token, not shorter than the server's. With a longer one it lets others
+    go first."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     usage: UsageOptions | None = None

@@ -65,6 +65,10 @@ NEW_OF_ENGINE = {
     "chunkserve:graph_steps",
     "chunkserve:draft_tokens",
     "chunkserve:request_accepted_draft_tokens",
+    "chunkserve:slo_attainment",
+    "chunkserve:step_time_scale",
+    "chunkserve:step_time_extra_seconds",
+    "chunkserve:step_time_deviation",
 }
 
 OF_REQUESTS = "request_params_n_bucket"
