@@ -61,6 +61,7 @@ PROGRAMS = (
     "benchmarks.engine.memory",
     "benchmarks.engine.step",
     "benchmarks.engine.step_model",
+    "benchmarks.engine.targets",
     "benchmarks.engine.scheduler",
     "benchmarks.engine.speculation",
     "benchmarks.versions",

@@ -182,7 +182,8 @@ class SpeculativeConfig:
     free_tokens: int | None = setting(
         None,
         "`adaptive`: tokens in a step up to which one more costs little time, because the weights are read anyway. "
-        "Unset: 8 on a CPU, 4 where weights have 8 bits, 128 on a GPU.",
+        "Unset: 8 on a CPU, 4 where weights have 8 bits, 128 on a GPU. Not beside `targets`, for which "
+        "steps are measured.",
         expert=True,
         ge=1,
     )

@@ -23,6 +23,7 @@ from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, Speculati
 from engine.core.core import EngineCore
 from engine.protocol import Failed, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
+from engine.scheduling.step_prediction import StepTimeModel
 from engine.step import Executor, RowKind, StepPlan
 
 
@@ -74,12 +75,20 @@ class _Watched:
 class MixedLoad:
     """Lets streams decode and, after a head start, sends long prompts on schedule, whatever the engine does."""
 
-    def __init__(self, executor: Executor, config: ResolvedConfig, seed: int, traffic: Traffic = ON_CPU) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        config: ResolvedConfig,
+        seed: int,
+        traffic: Traffic = ON_CPU,
+        *,
+        step_times: StepTimeModel | None = None,
+    ) -> None:
         self._traffic = traffic
         self._streams = [f"stream {i}" for i in range(traffic.streams)]
         self._prompts = [f"prompt {i}" for i in range(traffic.prompts)]
         self._watched = _Watched(executor, traffic.streams)
-        self._core = EngineCore(self._watched, config)
+        self._core = EngineCore(self._watched, config, step_times=step_times)
         self._draw = random.Random(seed)
         self._vocab = config.vocab_size
         self._arrivals = 0

@@ -39,6 +39,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepWork, work_of
+from engine.speculation.draft_budget import MeasuredCosts
 from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
 from engine.step import (
@@ -54,6 +55,9 @@ from engine.step import (
 )
 
 logger = logging.getLogger(__name__)
+
+SURELY_LATE = 2.0
+"""A deadline that the predicted time exceeds by this factor cannot be met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,9 @@ class EngineCore:
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._step_times = step_times
         self._scheduler = Scheduler(config, self._blocks, step_times)
-        self._draft_model_policy = DraftModelPolicy(config) if config.has_draft_model else None
-        self._speculation = Speculation(config) if config.looks_up_drafts else self._draft_model_policy
+        costs = None if step_times is None else MeasuredCosts.of(step_times.now.costs)
+        self._draft_model_policy = DraftModelPolicy(config, costs) if config.has_draft_model else None
+        self._speculation = Speculation(config, costs) if config.looks_up_drafts else self._draft_model_policy
         self._applier = Applier(
             self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
         )
@@ -168,9 +173,18 @@ class EngineCore:
 
         A request that is not `prepared` keeps its place in the queue, but is not planned before `prepared` is called:
         part of its prompt's content, such as an image, is still being made.
+
+        If predictions say that a deadline will pass before the prompt is computed, even by half the predicted time, the
+        request fails at once, before it costs anything.
         """
         self._scheduler.add(request, self._clock(), prepared=prepared)
-        return []
+        if request.timeout_s is None or self._scheduler.prefill_seconds(request) <= SURELY_LATE * request.timeout_s:
+            return []
+        text = (
+            f"The request was ended at once: its prompt takes about {self._scheduler.prefill_seconds(request):.1f} s, "
+            f"and its deadline is {request.timeout_s:g} s."
+        )
+        return [self._applier.fail(request, ErrorCode.DEADLINE_EXCEEDED, text)]
 
     def prepared(self, request_id: str) -> list[Event]:
         """Let the request run from now on. Does nothing if it has ended."""

@@ -89,12 +89,18 @@ class Scheduler:
             self.waiting.remove(request)
             self.preparing[request.request_id] = request
 
-    def _place_by_time(self, request: Request, now: float) -> None:
-        if self._step_times is None or request.ttft_s == math.inf:
-            return
+    def prefill_seconds(self, request: Request) -> float:
+        """Return how long the prompt of a new request is predicted to take alone; 0 if nothing is predicted."""
+        if self._step_times is None:
+            return 0.0
         cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
         most = min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens)
-        prefill_s = self._step_times.now.prefill_seconds(cached * self._blocks.block_size, request.prompt_len, most)
+        return self._step_times.now.prefill_seconds(cached * self._blocks.block_size, request.prompt_len, most)
+
+    def _place_by_time(self, request: Request, now: float) -> None:
+        if request.ttft_s == math.inf:
+            return
+        prefill_s = self.prefill_seconds(request)
         request.place = self._order.place(request, now, prefill_s)
         self._hopes.add(request, now, prefill_s)
 

@@ -4,28 +4,58 @@ Never reads a clock and keeps no state: it is arithmetic on probabilities, count
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from engine.scheduling.step_time import StepCosts, StepWork
 
 CHEAP, DEAR = 0.4, 1.15
-"""`free_tokens` times what one more token adds to a step's time, in units of a step of one token: CHEAP up to
-`free_tokens` tokens, DEAR above. Fitted to two cores without a matrix unit (loadtest/results/engine_step_vectors.json)
-with the default model: 16.3 ms for 1 row, 23.8 for 8, 42.8 for 16, 78.6 for 32. With a matrix unit (engine_step.json)
-steps grow less: 32 rows take 2.3 times as long as one row, where this curve has 4.8. So fewer tokens are drafted there
-than would pay; `free_tokens` can be set. From 8 to 9 tokens the real increase is the largest, half a step of one row,
-because a second block of rows begins (MAX_ROWS, kernels)."""
+"""Of AssumedCosts: `free_tokens` times what one more token adds to a step's time, in units of a step of one token:
+CHEAP up to `free_tokens` tokens, DEAR above. Fitted to two cores without a matrix unit
+(loadtest/results/engine_step_vectors.json) with the default model: 16.3 ms for 1 row, 23.8 for 8, 42.8 for 16, 78.6 for
+32. With a matrix unit (engine_step.json) steps grow less: 32 rows take 2.3 times as long as one row, where this curve
+has 4.8. So fewer tokens are drafted there than would pay; `free_tokens` can be set, and with targets steps are
+measured. From 8 to 9 tokens the real increase is the largest, half a step of one row, because a second block of rows
+begins (MAX_ROWS, kernels)."""
 START = 0.06
 """Additional cost of the first drafted token of a step: rows of several tokens are a second kind of row."""
 MARGIN = 1.25
 """A token is drafted if its expected gain is at least this many times its cost: the probabilities are guesses."""
+LEAST_STEP_S = 1e-6
+"""So that a step that takes no time, as of the fake executor, can be compared with others."""
 KEPT = 0.9
 """Every row, also one without drafts, keeps at least this share of the speed it would have in a step without drafts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(Protocol):
     """How long a step takes, as a multiple of a step with a single token."""
+
+    def duration(self, num_tokens: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Those that were measured on this machine. Contexts are left out, which makes every token a little dearer than it
+    is, and parts of tiles count as parts: a draft that begins a tile is judged as if the tile were full."""
+
+    steps: StepCosts
+    """With a tile of 1; `of` sees to that."""
+
+    @classmethod
+    def of(cls, steps: StepCosts) -> MeasuredCosts:
+        return cls(replace(steps, tile=1))
+
+    def duration(self, num_tokens: int) -> float:
+        return self._seconds(num_tokens) / self._seconds(1)
+
+    def _seconds(self, num_tokens: int) -> float:
+        return max(self.steps.seconds(StepWork(num_tokens, samples=num_tokens)), LEAST_STEP_S)
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedCosts:
+    """Those of a machine on which nothing was measured."""
 
     free_tokens: int
     """Up to this many tokens, reading the weights takes longer than computing with them."""

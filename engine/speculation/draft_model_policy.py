@@ -10,7 +10,15 @@ from typing import Literal, NamedTuple
 from engine.config import ResolvedConfig
 from engine.scheduling.planner import Plan
 from engine.scheduling.request import Request
-from engine.speculation.draft_budget import Beside, Costs, ModelCosts, Wish, choose_model_lengths, reading_pays
+from engine.speculation.draft_budget import (
+    AssumedCosts,
+    Beside,
+    Costs,
+    ModelCosts,
+    Wish,
+    choose_model_lengths,
+    reading_pays,
+)
 from engine.speculation.speculation import COMMON_MEMORY, COMMON_WEIGHT, OWN_MEMORY, Probes, Record, Turns
 from engine.step import DRAFT_TOKEN, DraftContext, RowKind, ScheduledRequest, StepPlan
 
@@ -64,7 +72,8 @@ class DraftModelPolicy:
 
     method: Literal["draft_model"] = "draft_model"
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, costs: Costs | None = None) -> None:
+        """`costs`: those that were measured; without them they are assumed."""
         settings = config.speculative
         assert settings.free_tokens is not None, "it is resolved"
         assert settings.model_cost is not None, "it is resolved"
@@ -72,7 +81,7 @@ class DraftModelPolicy:
         self._block_size = config.block_size
         self._most_read = config.max_num_batched_tokens
         self._most_tokens = config.max_drafting_tokens
-        self._costs = Costs(settings.free_tokens)
+        self._costs = costs or AssumedCosts(settings.free_tokens)
         self._drafter = ModelCosts(settings.model_cost, self._costs)
         self._readers: dict[str, Reader] = {}  # by request id
         self._common = Record(COMMON_MEMORY)

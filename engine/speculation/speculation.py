@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from engine.config import ResolvedConfig, SpeculativeConfig
 from engine.scheduling.request import Request
-from engine.speculation.draft_budget import Beside, Costs, Wish, choose_lengths, may_pay
+from engine.speculation.draft_budget import AssumedCosts, Beside, Costs, Wish, choose_lengths, may_pay
 from engine.speculation.prompt_lookup import Match, NgramIndex, SuffixIndex, TextIndex, continuation
 
 GRADES = (4, 8)
@@ -103,14 +103,15 @@ class Speculation:
     """Drafts for the requests of one engine. Call `propose` once a step, after its results, and `judge` for each
     draft."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, costs: Costs | None = None) -> None:
+        """`costs`: those that were measured; without them they are assumed."""
         settings = config.speculative
         assert settings.method == "ngram" or settings.method == "suffix", f"{settings.method} looks nothing up"
         assert settings.free_tokens is not None, "it is resolved"
         self.method: Literal["ngram", "suffix"] = settings.method
         self._settings = settings
         self._most_tokens = config.max_drafting_tokens
-        self._costs = Costs(settings.free_tokens)
+        self._costs = costs or AssumedCosts(settings.free_tokens)
         self._lookups: dict[str, PromptLookup] = {}  # by request id
         self._common = Record(COMMON_MEMORY)
         self._probes = Probes()

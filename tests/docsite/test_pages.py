@@ -20,10 +20,12 @@ from benchmarks.engine import mixed as bench_mixed
 from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
 from benchmarks.engine import step_model as bench_step_model
+from benchmarks.engine import targets as bench_targets
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
 from docsite.pages import DOCS, ROOT, rendered
+from loadtest.sim import targets_table
 from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
@@ -35,6 +37,7 @@ FIGURES = {
     "memory-reservation.md": ("kv tight", "kv_tight.json", bench_memory),
     "step-time.md": ("engine step", "engine_step.json", bench_step),
     "step-model.md": ("step model", "step_model.json", bench_step_model),
+    "targets.md": ("targets", "targets.json", bench_targets),
     "drafts.md": ("drafts", "speculation.json", bench_speculation),
     "transport.md": ("transport", "transport.json", transport),
     "between-commits.md": ("versions", "versions.json", versions),
@@ -78,8 +81,15 @@ def test_a_page_of_figures_has_the_command_that_made_them(page: str) -> None:
     )
 
 
+def test_the_simulated_figures_of_targets_are_those_of_the_study() -> None:
+    text = (DOCS / "benchmarks" / "targets-simulated.md").read_text(encoding="utf-8")
+    written = text.partition("<!-- targets simulated -->")[2].partition("<!-- end")[0].strip()
+    assert written == targets_table.table(document("sim_targets.json"))
+
+
 def test_the_figures_are_of_valid_measurements() -> None:
-    assert all(cell["valid"] for name in ("mixed_load.json", "kv_tight.json") for cell in document(name)["cells"])
+    measured = ("mixed_load.json", "kv_tight.json", "targets.json")
+    assert all(cell["valid"] for name in measured for cell in document(name)["cells"])
     ours = [cell for cell in document("transport.json")["cells"] if cell["path"].startswith("ours")]
     assert all(cell["num_errors"] == 0 for cell in ours)
 

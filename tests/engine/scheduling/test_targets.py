@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ConfigError, EngineConfig, SchedulerConfig, Targets
-from engine.protocol import RequestRejected, Token
+from engine.protocol import ErrorCode, Failed, Finished, RequestRejected, Token
 from engine.scheduling.step_time import StepCosts
 from engine.step import RowKind, StepPlan
-from tests.support.engines import TimedCore, answer_alone, policy
+from tests.support.engines import RecordingCore, TimedCore, answer_alone, policy
 
 COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7)
 LARGE = {
@@ -284,6 +285,36 @@ def test_a_request_that_is_still_prepared_loses_its_hope_like_others() -> None:
     core.send("fresh", PROMPT[1:41], max_tokens=1)
     core.keep(core.prepared("image"))
     assert core.waiting == ["fresh", "image"]
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_that_cannot_be_met_ends_a_request_before_it_costs_anything() -> None:
+    core = core_with(tpot_ms=50)
+    core.send("hopeless", PROMPT[:5000], max_tokens=1, timeout_s=0.9)
+    (failed,) = core.events["hopeless"]
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.DEADLINE_EXCEEDED
+    assert re.search(r"its prompt takes about \d\.\d s, and its deadline is 0\.9 s", failed.message)
+    assert not core.has_work
+    assert core.plans == []
+
+
+def test_a_deadline_that_may_be_met_is_waited_for() -> None:
+    for timeout_s, ends in ((60.0, Finished), (4.0, Failed)):
+        core = core_with(tpot_ms=50)
+        core.send("perhaps", PROMPT[:5000], max_tokens=1, timeout_s=timeout_s)
+        assert core.events["perhaps"] == []
+        core.run()
+        assert type(core.events["perhaps"][-1]) is ends
+        assert core.plans
+
+
+def test_without_predictions_no_deadline_is_judged() -> None:
+    core = RecordingCore(**LARGE)
+    core.send("late", PROMPT[:5000], max_tokens=1, timeout_s=0.001)
+    assert core.events["late"] == []
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -13,12 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.scheduling.step_time import StepCosts
 from engine.speculation import draft_budget
-from engine.speculation.draft_budget import KEPT, START, Beside, Costs, Wish, choose_lengths, may_pay
+from engine.speculation.draft_budget import (
+    KEPT,
+    START,
+    AssumedCosts,
+    Beside,
+    Costs,
+    MeasuredCosts,
+    Wish,
+    choose_lengths,
+    may_pay,
+)
 
 CHANCES = st.integers(0, 100).map(lambda percent: percent / 100)
 WISHES = st.lists(st.builds(Wish, CHANCES, st.integers(1, 8)), min_size=1, max_size=5)
-COSTS = st.sampled_from([Costs(1), Costs(4), Costs(8), Costs(128)])
+COSTS = st.sampled_from([AssumedCosts(1), AssumedCosts(4), AssumedCosts(8), AssumedCosts(128)])
 
 
 def gained(wish: Wish, length: int) -> float:
@@ -60,18 +71,18 @@ def test_alone_a_row_is_drafted_almost_as_far_as_is_best(chance: float, most: in
 @given(wishes=WISHES, forced=st.integers(0, 6))
 def test_the_likelier_row_is_never_drafted_less_far(wishes: list[Wish], forced: int) -> None:
     wishes = [wish._replace(most=8) for wish in wishes]
-    lengths = choose_lengths(wishes, Beside(len(wishes), forced, 0), 100, Costs(8))
+    lengths = choose_lengths(wishes, Beside(len(wishes), forced, 0), 100, AssumedCosts(8))
     for (one, first), (other, second) in product(zip(wishes, lengths, strict=True), repeat=2):
         assert one.chance <= other.chance or first >= second
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.01])
 def test_what_is_hardly_ever_right_is_not_drafted(chance: float) -> None:
-    assert choose_lengths([Wish(chance, 8)], Beside(1, 0, 0), 100, Costs(8)) == [0]
+    assert choose_lengths([Wish(chance, 8)], Beside(1, 0, 0), 100, AssumedCosts(8)) == [0]
 
 
 def test_what_is_always_right_is_drafted_far_for_a_stream_alone_and_not_at_all_for_many() -> None:
-    costs = Costs(8)
+    costs = AssumedCosts(8)
     assert choose_lengths([Wish(0.99, 8)], Beside(1, 0, 0), 100, costs) == [7], "as far as is cheap"
     many = next(rows for rows in range(1, 100) if not may_pay(rows, costs))
     assert 4 < many < 16
@@ -81,7 +92,7 @@ def test_what_is_always_right_is_drafted_far_for_a_stream_alone_and_not_at_all_f
 
 
 def test_a_stream_without_drafts_is_not_slowed_down_for_one_that_has_many() -> None:
-    costs, wish = Costs(8), Wish(0.99, 8)
+    costs, wish = AssumedCosts(8), Wish(0.99, 8)
     alone, beside = (choose_lengths([wish], Beside(1 + bare, 0, bare), 100, costs) for bare in (0, 1))
     assert 0 < beside[0] < alone[0]
     assert costs.duration(2 + beside[0]) + START <= costs.duration(2) / KEPT
@@ -108,4 +119,26 @@ def test_the_curve_names_what_it_was_fitted_to() -> None:
     fitted, matrix = rows["engine_step_vectors"], rows["engine_step"]
     assert re.findall(r"(\d+\.\d)(?: ms)? for (\d+)", told) == [(f"{ms:.1f}", str(size)) for size, ms in fitted.items()]
     assert f"32 rows take {matrix[32] / matrix[1]:.1f} times" in told
-    assert f"this curve has {Costs(8).duration(32):.1f}" in told
+    assert f"this curve has {AssumedCosts(8).duration(32):.1f}" in told
+
+
+STEPS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7, tile=8)
+
+
+def test_measured_costs_are_those_of_the_steps_without_their_tiles() -> None:
+    costs = MeasuredCosts.of(STEPS)
+    assert costs.duration(1) == 1
+    assert costs.duration(8) == pytest.approx((0.012 + 8 * 0.0002) / 0.0102)
+    assert costs.duration(2) < costs.duration(3) < costs.duration(8), "a part of a tile is a part"
+
+
+def test_a_machine_on_which_tokens_cost_little_drafts_more() -> None:
+    wish, beside = Wish(0.8, 8), Beside(4, 0, 0)
+    cheap, dear = (
+        choose_lengths([wish] * 4, beside, 100, MeasuredCosts.of(StepCosts((1, 512), (0.010, y)))) for y in (0.02, 5.0)
+    )
+    assert sum(dear) == 0 < sum(cheap)
+
+
+def test_steps_that_take_no_time_can_be_compared() -> None:
+    assert MeasuredCosts.of(StepCosts((1, 2), (0.0, 0.0))).duration(8) == 1.0

@@ -26,6 +26,7 @@ from engine.speculation.draft_budget import (
     KEPT,
     MARGIN,
     START,
+    AssumedCosts,
     Beside,
     Costs,
     ModelCosts,
@@ -473,7 +474,7 @@ def test_what_a_step_without_memory_was_to_read_is_read_by_the_next() -> None:
 
 CHANCES = st.integers(0, 100).map(lambda percent: percent / 100)
 WISHES = st.lists(st.builds(Wish, CHANCES, st.integers(1, 8)), min_size=1, max_size=5)
-COSTS = st.sampled_from([Costs(1), Costs(4), Costs(8), Costs(128)])
+COSTS = st.sampled_from([AssumedCosts(1), AssumedCosts(4), AssumedCosts(8), AssumedCosts(128)])
 
 
 def took(lengths: list[int], beside: Beside, drafter: ModelCosts) -> float:
@@ -520,7 +521,7 @@ def test_alone_a_row_has_almost_as_many_proposals_as_are_best(
 def test_a_pass_for_one_row_of_four_does_not_pay_and_may_pay_for_all_four() -> None:
     """If rows were judged one after the other, the first would have to pay for the whole pass,
     and there would be no pass."""
-    drafter = ModelCosts(0.2, Costs(16))
+    drafter = ModelCosts(0.2, AssumedCosts(16))
     likely, hopeless = Wish(0.8, 1), Wish(0.05, 1)
     rows = Beside(4, 0, 0)
     assert choose_model_lengths([likely, *[hopeless] * 3], rows, 100, drafter.costs, drafter) == [0] * 4
@@ -528,7 +529,7 @@ def test_a_pass_for_one_row_of_four_does_not_pay_and_may_pay_for_all_four() -> N
 
 
 def test_the_more_expensive_the_draft_model_the_fewer_its_proposals_and_none_beside_many_rows() -> None:
-    costs, wish = Costs(8), Wish(0.9, 8)
+    costs, wish = AssumedCosts(8), Wish(0.9, 8)
     by_ratio = [
         choose_model_lengths([wish], Beside(1, 0, 0), 100, costs, ModelCosts(ratio, costs))[0]
         for ratio in (0.01, 0.2, 0.4, 2.0)
@@ -542,7 +543,7 @@ def test_the_more_expensive_the_draft_model_the_fewer_its_proposals_and_none_bes
 
 @given(st.integers(1, 500), st.integers(1, 500), CHANCES)
 def test_more_to_answer_makes_reading_pay_and_more_to_read_does_not(unread: int, left: int, chance: float) -> None:
-    drafter = ModelCosts(0.1, Costs(8))
+    drafter = ModelCosts(0.1, AssumedCosts(8))
     if reading_pays(unread, left, chance, drafter):
         assert reading_pays(unread, left + 1, chance, drafter)
         assert unread == 1 or reading_pays(unread - 1, left, chance, drafter)
