@@ -123,7 +123,7 @@ $(PEERS_VENV)/installed: benchmarks/peers/env.sh
 chart: install ## draw docs/peers.svg and write the tables of docs/benchmarks/peers.md, from loadtest/results/peers.json
 	$(BIN)/python -m benchmarks.peers.chart
 
-STUDY ?= autoscaling routing reservation scale disruption
+STUDY ?= autoscaling routing reservation scale disruption targets
 studies: install ## run the simulations of loadtest/sim/README.md (hours; needs the traces in ../shared/data or CHUNKSERVE_DATA); STUDY=routing STUDY_ARGS="--seeds 1"
 	for study in $(STUDY); do $(BIN)/python -m loadtest.sim.studies $$study $(STUDY_ARGS) || exit 1; done
 	$(BIN)/python -m loadtest.sim.validation

@@ -63,6 +63,9 @@ SKIPPED = "tests/engine/scheduling/test_skipped_prompts.py"
 SPANS = "tests/engine/scheduling/test_atomic_spans.py"
 INPUTS = "tests/engine/test_multimodal_inputs.py"
 STATES = "tests/engine/scheduling/test_state_slots.py"
+TARGETS = "tests/engine/scheduling/test_targets.py"
+STEP_PREDICTION = "tests/engine/scheduling/test_step_prediction.py"
+TIME_BUDGET = "tests/engine/scheduling/test_time_budget.py"
 WAITING = "tests/engine/scheduling/test_waiting.py"
 WAITING_ORDER = "tests/engine/scheduling/test_waiting_order.py"
 
@@ -1912,6 +1915,87 @@ MUTATIONS = (
         "    assert named == needed,",
         "    assert named <= needed,",
         ("tests/engine/models/test_toy_family.py",),
+    ),
+    # --- by time -------------------------------------------------------------------------------------------------
+    Mutation(
+        "time: the first chunk",
+        "A step takes whole prompts beside streams, whatever the target: only the second chunk is limited.",
+        "engine/scheduling/planner.py",
+        "least = 0 if self._chunk_ends else self._block_size  # some prompt always advances",
+        "least = 0 if self._chunk_ends else budget",
+        (TARGETS,),
+    ),
+    Mutation(
+        "time: no progress",
+        "Where decode rows leave no time, prompts stand still.",
+        "engine/scheduling/time_budget.py",
+        "return max(target_s, decode_s + min(LEAST_SHARE * target_s + late, decode_s))",
+        "return max(target_s, decode_s)",
+        (TIME_BUDGET,),
+    ),
+    Mutation(
+        "time: shared",
+        "Each chunk of a step gets the whole step's time.",
+        "engine/scheduling/planner.py",
+        "            self._time.take(start, count, last=kind is RowKind.LAST)\n",
+        "            pass\n",
+        (TARGETS,),
+    ),
+    Mutation(
+        "time: own target",
+        "A step's limit is the longest target among its streams.",
+        "engine/scheduling/planner.py",
+        "target_s = min(row.request.tpot_s for row in self._rows)",
+        "target_s = max(row.request.tpot_s for row in self._rows)",
+        (TARGETS,),
+    ),
+    Mutation(
+        "time: learning",
+        "The model never learns from the engine's steps.",
+        "engine/core/core.py",
+        "            self._step_times.observe(work, now - began)\n",
+        "            pass\n",
+        (TARGETS,),
+    ),
+    Mutation(
+        "time: surprise",
+        "A step that took a minute moves the prediction by as much as it was late.",
+        "engine/scheduling/step_prediction.py",
+        "seconds = min(max(seconds, predicted / MOST_SURPRISE), predicted * MOST_SURPRISE)",
+        "seconds = max(seconds, predicted / MOST_SURPRISE)",
+        (STEP_PREDICTION,),
+    ),
+    Mutation(
+        "time: starvation",
+        "A prompt's place moves with its length without a bound, and a long one starves behind short ones.",
+        "engine/scheduling/time_order.py",
+        "behind = min(OVERTAKING * prefill_s, self.bound_s)",
+        "behind = 100 * OVERTAKING * prefill_s",
+        (TARGETS,),
+    ),
+    Mutation(
+        "time: hopeless",
+        "A request that can no longer be in time keeps others from being in time.",
+        "engine/scheduling/scheduler.py",
+        "                request.place = self._order.put_behind(request.place)\n",
+        "                pass\n",
+        (TARGETS,),
+    ),
+    Mutation(
+        "time: partial first",
+        "A short prompt waits until a long one, once begun, is whole.",
+        "engine/scheduling/planner.py",
+        "(request.priority,) if request.ttft_s == math.inf else (request.priority, *request.place)",
+        "(request.priority,)",
+        (TARGETS,),
+    ),
+    Mutation(
+        "time: cached",
+        "A prompt in the prefix cache counts as long as one that is not.",
+        "engine/scheduling/scheduler.py",
+        "prefill_seconds(cached * self._blocks.block_size, request.prompt_len, most)",
+        "prefill_seconds(0, request.prompt_len, most)",
+        (TARGETS,),
     ),
 )
 

@@ -67,8 +67,14 @@ COLUMNS: dict[str, list[Column]] = {
         Column("longest gap, ms", "itl_max_ms", 0),
         Column("answers moved", "moves", 0),
     ],
+    "targets": [
+        GOOD,
+        *QUICK_TTFT,
+        Column("gap p99, ms", "itl_p99_ms", 0),
+        Column("answer tokens a second", "output_tokens_per_s", 0),
+    ],
 }
-OURS = ("ours", "ours-lenient", "prefix-affine", "learned")
+OURS = ("ours", "ours-lenient", "prefix-affine", "learned", "time", "tpot")
 """Our policies, which are drawn in colour."""
 
 

@@ -25,7 +25,6 @@ from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
 from docsite.pages import DOCS, ROOT, rendered
-from loadtest.sim import targets_table
 from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
@@ -79,12 +78,6 @@ def test_a_page_of_figures_has_the_command_that_made_them(page: str) -> None:
     assert re.search(
         rf"^\.venv/bin/python -m {re.escape(program.__name__)} .*--out loadtest/results/{name}$", text, re.M
     )
-
-
-def test_the_simulated_figures_of_targets_are_those_of_the_study() -> None:
-    text = (DOCS / "benchmarks" / "targets-simulated.md").read_text(encoding="utf-8")
-    written = text.partition("<!-- targets simulated -->")[2].partition("<!-- end")[0].strip()
-    assert written == targets_table.table(document("sim_targets.json"))
 
 
 def test_the_figures_are_of_valid_measurements() -> None:

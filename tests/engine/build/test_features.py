@@ -19,7 +19,7 @@ from engine.build.cpu import start_on_cpu
 from engine.build.engine import check_engine
 from engine.build.executor import create_executor
 from engine.build.gpu import start_on_device
-from engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig
+from engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig, Targets
 from engine.core.core import check_capabilities
 from engine.execution.device import HostDevice
 from engine.features import RULES, Conflict, Feature, Group, find_conflict, shown, terms_of
@@ -74,6 +74,9 @@ VALUES: dict[Feature, Any] = {
     features.CHUNK_HALVING: 4096,
     features.ONE_PARTIAL: 1,
     features.SNAPSHOTS: 16,
+    features.FREE_TOKENS: 16,
+    features.TTFT_TARGET: 1000.0,
+    features.TPOT_TARGET: 50.0,
     features.NATIVE: "native",
     features.TORCH_CPU: "torch_cpu",
     features.REFERENCE: "reference",
@@ -149,12 +152,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 def config_with(settings: dict[str, Any]) -> dict[str, Any]:
     """Turn dotted paths into the arguments of EngineConfig."""
-    parts: dict[str, dict[str, Any]] = {"": {}, "scheduler": {}, "speculative": {}}
+    parts: dict[str, dict[str, Any]] = {"": {}, "scheduler": {}, "speculative": {}, "targets": {}}
     for path, value in settings.items():
         part, _, name = path.rpartition(".")
         parts[part][name] = value
     scheduler, speculative = SchedulerConfig(**parts["scheduler"]), SpeculativeConfig(**parts["speculative"])
-    return parts[""] | {"scheduler": scheduler, "speculative": speculative}
+    targets = Targets(**parts["targets"])
+    return parts[""] | {"scheduler": scheduler, "speculative": speculative, "targets": targets}
 
 
 def start(terms: tuple[Feature, ...], find: Callable[[str], Path]) -> None:
@@ -235,7 +239,7 @@ def test_reasons_are_clauses_and_each_rule_is_there_once() -> None:
 
 NOT_OF_FEATURES = {
     # a value out of its bounds, or a list of sizes that cannot be used
-    "engine/config.py check_bounds": 2,
+    "engine/config.py check_bounds": 3,
     "engine/execution/gpu/cuda_graph_buckets.py _checked": 3,
     # two numbers that contradict each other
     "engine/config.py SpeculativeConfig.__post_init__": 2,
@@ -245,6 +249,7 @@ NOT_OF_FEATURES = {
     "engine/build/resolve.py _max_model_len": 1,
     "engine/build/encoder.py with_inputs": 1,
     "engine/build/draft.py check_length": 1,
+    "engine/build/step_times.py measured_step_times": 1,
     # another checkpoint than this one's
     "engine/build/draft.py read_draft": 2,
     # more memory than there is
