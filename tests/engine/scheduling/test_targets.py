@@ -78,6 +78,18 @@ def test_beside_streams_a_step_takes_as_much_prefill_as_its_target_allows() -> N
     assert min(times[:-1]) > 0.048  # one more token would not have fitted
 
 
+def test_several_prompts_share_the_time_of_a_step() -> None:
+    core = core_with(tpot_ms=50)
+    streams(core, 4)
+    first = len(core.plans)
+    for number in range(20):
+        core.send(f"short {number}", PROMPT[number : number + 40], max_tokens=1)
+    core.run()
+    mixed = [(plan, took) for plan, took in zip(core.plans, core.took, strict=True) if parts(plan)[0]][first:]
+    assert max(sum(row.kind is RowKind.LAST for row in plan.rows) for plan, _ in mixed) > 1
+    assert max(took for _, took in mixed) <= 0.050 * (1 + 1e-9)
+
+
 def test_without_streams_a_step_takes_all_tokens_that_it_may() -> None:
     core = core_with(tpot_ms=50)
     core.send("long", PROMPT[:1000], max_tokens=1)
