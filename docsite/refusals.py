@@ -65,6 +65,7 @@ GROUPS = (
         "here, or choose a smaller model.",
         ("engine/host/*.py", "engine/build/host_fit.py", "engine/models/kv_cache.py"),
     ),
+    Group("Step times", "Raise `max_num_batched_tokens`, or leave `targets` out.", ("engine/build/step_times.py",)),
     Group("The CPU's kernels", "Set `kernels: auto`, or install what the message names.", ("engine/build/cpu.py",)),
     Group(
         "GPU",

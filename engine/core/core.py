@@ -56,9 +56,6 @@ from engine.step import (
 
 logger = logging.getLogger(__name__)
 
-SURELY_LATE = 2.0
-"""A deadline that the predicted time exceeds by this factor cannot be met."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -178,13 +175,9 @@ class EngineCore:
         request fails at once, before it costs anything.
         """
         self._scheduler.add(request, self._clock(), prepared=prepared)
-        if request.timeout_s is None or self._scheduler.prefill_seconds(request) <= SURELY_LATE * request.timeout_s:
+        if (why := self._scheduler.why_late(request)) is None:
             return []
-        text = (
-            f"The request was ended at once: its prompt takes about {self._scheduler.prefill_seconds(request):.1f} s, "
-            f"and its deadline is {request.timeout_s:g} s."
-        )
-        return [self._applier.fail(request, ErrorCode.DEADLINE_EXCEEDED, text)]
+        return [self._applier.fail(request, ErrorCode.DEADLINE_EXCEEDED, f"The request was ended at once: {why}.")]
 
     def prepared(self, request_id: str) -> list[Event]:
         """Let the request run from now on. Does nothing if it has ended."""

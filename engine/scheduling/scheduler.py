@@ -25,6 +25,8 @@ from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
 
+SURELY_LATE = 2.0
+"""A deadline that the predicted time exceeds by this factor cannot be met."""
 NO_PARTS = RowParts()
 """For all rows of a model whose requests hold only blocks; never changed."""
 
@@ -96,6 +98,12 @@ class Scheduler:
         cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
         most = min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens)
         return self._step_times.now.prefill_seconds(cached * self._blocks.block_size, request.prompt_len, most)
+
+    def why_late(self, request: Request) -> str | None:
+        """Return why the deadline of a new request cannot be met, as a clause; None if perhaps it can."""
+        if request.timeout_s is None or (seconds := self.prefill_seconds(request)) <= SURELY_LATE * request.timeout_s:
+            return None
+        return f"its prompt takes about {seconds:.1f} s, and its deadline is {request.timeout_s:g} s"
 
     def _place_by_time(self, request: Request, now: float) -> None:
         if request.ttft_s == math.inf:

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 from engine.scheduling.step_time import StepCosts, StepWork
 
 CHEAP, DEAR = 0.4, 1.15
-"""Of AssumedCosts: `free_tokens` times what one more token adds to a step's time, in units of a step of one token:
-CHEAP up to `free_tokens` tokens, DEAR above. Fitted to two cores without a matrix unit
+"""The slopes of AssumedCosts: `free_tokens` times what one more token adds to a step's time, in units of a step of one
+token; CHEAP up to `free_tokens` tokens, DEAR above. Fitted to two cores without a matrix unit
 (loadtest/results/engine_step_vectors.json) with the default model: 16.3 ms for 1 row, 23.8 for 8, 42.8 for 16, 78.6 for
 32. With a matrix unit (engine_step.json) steps grow less: 32 rows take 2.3 times as long as one row, where this curve
 has 4.8. So fewer tokens are drafted there than would pay; `free_tokens` can be set, and with targets steps are

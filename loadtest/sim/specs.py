@@ -8,21 +8,21 @@ import functools
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from math import log
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from engine.config import SchedulerConfig, Targets
 from loadtest.report import write
+from loadtest.sim.loads import TIMED, TIMED_RATES, log_normal, timed_jobs, whole_trace
 from loadtest.sim.routers import ROUTERS
 from loadtest.sim.scalers import EngineLoad, Scaler
 from loadtest.sim.scenario import Scenario, engine_config
 from loadtest.sim.simulation import Happening, simulate
 from loadtest.sim.step_time import ATTENTION_CONTEXT, LinearStep, measured
 from loadtest.sim.summary import figures, report
-from loadtest.sim.traces import TRACES, trace_jobs
+from loadtest.sim.traces import TRACES
 from loadtest.sim.workload import Job, poisson, thinned, window
 from loadtest.sim.world import World
 from loadtest.slo import Goal
@@ -111,26 +111,6 @@ RESERVING: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Chats:
-    """Requests to one GPU_LIKE engine. Lengths are log-normal around their means, but a share of prompts is long:
-    uniform between 8,000 and 16,000 tokens."""
-
-    rate: float
-    prompt: int
-    answer: int
-    long_share: float = 0.0
-    bursty: bool = False
-    """Whether three quarters of the requests come in the first quarter of every 10 seconds."""
-
-
-TIMED = {
-    "chat": Chats(25.0, 1000, 200),
-    "bursty": Chats(12.0, 1000, 200, bursty=True),
-    "rag": Chats(6.0, 1000, 200, long_share=0.2),
-}
-TIMED_RATES = {"azure_conv": 3.0, "azure_code": 1.0, "mooncake_conv": 0.3}
-"""The rate at which one GPU_LIKE engine gets the requests of each trace, relative to the trace's own."""
 BUDGETS = (512, 768, 1024, 1280, 2048)
 """Fixed numbers of prefill tokens in a step, among which hindsight chooses."""
 STEP_NOISE = 0.1
@@ -239,10 +219,10 @@ def twins(study: str) -> list[str]:
 
 def _run_autoscaling(spec: Spec, goal: Goal) -> World:
     trace = spec["trace"]
-    jobs = window(thinned(_trace(trace), spec["share"], spec["seed"]), 0.0, spec["seconds"])
+    jobs = window(thinned(whole_trace(trace), spec["share"], spec["seed"]), 0.0, spec["seconds"])
     if spec["policy"] == "fixed":
-        return simulate(_on_trace(trace, jobs, spec, goal, replicas=MOST_REPLICAS))[1]
-    scenario = _on_trace(trace, jobs, spec, goal, replicas=4)
+        return simulate(_onwhole_trace(trace, jobs, spec, goal, replicas=MOST_REPLICAS))[1]
+    scenario = _onwhole_trace(trace, jobs, spec, goal, replicas=4)
     return simulate(scenario, scaler=functools.partial(_scaler, spec["policy"], scenario))[1]
 
 
@@ -257,8 +237,8 @@ def _scaler(policy: str, scenario: Scenario, clock: Callable[[], float]) -> Scal
 
 def _run_routing(spec: Spec, goal: Goal) -> World:
     begin = spec["seed"] * spec["seconds"]
-    jobs = window(_trace(spec["trace"]), begin, begin + spec["seconds"])
-    scenario = _on_trace(spec["trace"], jobs, spec, goal, replicas=spec["replicas"])
+    jobs = window(whole_trace(spec["trace"]), begin, begin + spec["seconds"])
+    scenario = _onwhole_trace(spec["trace"], jobs, spec, goal, replicas=spec["replicas"])
     return simulate(scenario, lambda: ROUTERS[spec["policy"]](spec["seed"], scenario.config.block_size))[1]
 
 
@@ -296,7 +276,7 @@ def _chats(spec: Spec, goal: Goal, policy: dict[str, Any]) -> Scenario:
     random = Random(spec["seed"])
     jobs = []
     for job in _arrivals(spec):
-        prompt, answer = _log_normal(random, 1000, 8000), _log_normal(random, 550, trace.max_tokens or 4096)
+        prompt, answer = log_normal(random, 1000, 8000), log_normal(random, 550, trace.max_tokens or 4096)
         jobs.append(Job(job.arrival_s, prompt, answer, max_tokens=trace.max_tokens or WINDOW - prompt))
     return Scenario(jobs=jobs, step_time=GPU_LIKE, goal=goal, config=config, seed=spec["seed"])
 
@@ -317,35 +297,11 @@ def _run_targets(spec: Spec, goal: Goal) -> World:
         scheduler=scheduler,
         targets=times,
     )
-    jobs = _timed_jobs(spec)
+    jobs = timed_jobs(spec["trace"], spec["seconds"], spec["size"], spec["seed"])
     scenario = Scenario(
         jobs=jobs, step_time=GPU_LIKE, step_deviation=STEP_NOISE, goal=goal, config=config, seed=spec["seed"]
     )
     return simulate(scenario)[1]
-
-
-def _timed_jobs(spec: Spec) -> list[Job]:
-    """Return the requests of a run. Of a trace, each seed takes another stretch."""
-    name, seconds, random = spec["trace"], spec["seconds"], Random(spec["seed"])
-    if name in TIMED_RATES:
-        rate, begin = TIMED_RATES[name] * spec["size"], spec["seed"] * seconds
-        sooner = max(rate, 1.0)
-        kept = thinned(_trace(name), min(rate, 1.0), spec["seed"])
-        return window([replace(job, arrival_s=job.arrival_s / sooner) for job in kept], begin, begin + seconds)
-    load = TIMED[name]
-    jobs = []
-    for job in poisson(load.rate * spec["size"], seconds, 1, 1, spec["seed"]):
-        at, is_long = job.arrival_s, random.random() < load.long_share
-        if load.bursty and random.random() < 2 / 3:
-            at = at // 10 * 10 + at % 10 / 4
-        prompt = random.randint(8000, 16_000) if is_long else _log_normal(random, load.prompt, 8000)
-        jobs.append(Job(at, prompt, _log_normal(random, load.answer, 2000)))
-    return sorted(jobs, key=lambda job: job.arrival_s)
-
-
-def _log_normal(random: Random, mean: int, most: int) -> int:
-    spread = 0.8
-    return min(max(round(random.lognormvariate(log(mean) - spread**2 / 2, spread)), 8), most)
 
 
 def _arrivals(spec: Spec) -> list[Job]:
@@ -405,7 +361,7 @@ _RUNS: dict[str, Callable[[Spec, Goal], World]] = {
 }
 
 
-def _on_trace(trace: str, jobs: list[Job], spec: Spec, goal: Goal, replicas: int) -> Scenario:
+def _onwhole_trace(trace: str, jobs: list[Job], spec: Spec, goal: Goal, replicas: int) -> Scenario:
     step_time, _ = measured()
     step_time = step_time.faster(SPEEDS[trace])
     return Scenario(
@@ -418,8 +374,3 @@ def _on_trace(trace: str, jobs: list[Job], spec: Spec, goal: Goal, replicas: int
         duration_s=spec["seconds"],
         seed=spec["seed"],
     )
-
-
-@functools.cache
-def _trace(name: str) -> list[Job]:
-    return trace_jobs(name)

@@ -18,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine.config import Targets
 from engine.protocol import EngineError, RequestRejected
 from serve_app.adapters.names import AdapterNames
 from serve_app.admission.gate import AdmissionTicket, Gate
@@ -56,7 +55,6 @@ from serve_app.api.openapi.about import about_routes
 from serve_app.api.request_facts import RequestFacts, Trace
 from serve_app.api.requests.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.requests.deadline import Deadline, deadline_of, now
-from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.schema import ChatRequest
 from serve_app.api.requests.session import HEADER as SESSION_HEADER
 from serve_app.api.requests.session import session_of
@@ -151,8 +149,7 @@ class _Generate(Generic[RequestT]):
         facts = admitted.facts
         facts.request, facts.session, facts.answer_id = request, session, admitted.request_id
         model = self._context.adapters.served(request.model)
-        of_body = (None, None) if isinstance(request, EmbeddingRequest) else (request.slo_tpot_ms, request.slo_ttft_ms)
-        admitted.targets = targets_of(headers, *of_body, model.targets)
+        facts.targets = targets_of(headers, request, model.targets)
         try:
             choices = facts.choices = await self._start(request, admitted, session, model)
         except ApiError as error:
@@ -200,22 +197,17 @@ class _Generate(Generic[RequestT]):
     def _completion(self, ready: Prepared, admitted: _Admitted, session: str | None) -> Completion:
         deadline = admitted.lifecycle.deadline
         left_s = None if deadline is None else deadline.left_s()
-        submission = replace(
-            ready.submission,
-            timeout_s=left_s,
-            tenant=admitted.ticket.tenant.name,
-            tpot_ms=admitted.targets.tpot_ms,
-            ttft_ms=admitted.targets.ttft_ms,
-        )
+        facts, tenant = admitted.facts, admitted.ticket.tenant.name
+        submission = replace(ready.submission, timeout_s=left_s, tenant=tenant, **facts.targets)
         ready = replace(ready, submission=submission)
-        request, client = admitted.facts.request, self._context.client
+        request, client = facts.request, self._context.client
         thoughts, stops = None, None
         if isinstance(request, ChatRequest):
             thoughts, stops = self._context.thoughts(ready), self._context.stops(request, ready)
         return Completion(client, ready, admitted.lifecycle, admitted.ticket, admitted.times, session, thoughts, stops)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Admitted:
     """What belongs to one request that was let in."""
 
@@ -225,8 +217,6 @@ class _Admitted:
     lifecycle: Lifecycle
     times: RequestTimes
     facts: RequestFacts
-    targets: Targets = field(default_factory=Targets)
-    """The request's own."""
 
     def until(self, deadline: Deadline | None) -> None:
         self.lifecycle.until(deadline)

@@ -3,9 +3,9 @@ Never holds a prompt's or an answer's text longer than the request lives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
@@ -26,6 +26,8 @@ class RequestFacts:
     session: str | None = None
     answer_id: str | None = None
     choices: Choices | None = None
+    targets: Mapping[str, Any] = field(default_factory=dict)
+    """The request's own service-level targets, as fields of Submission."""
 
 
 @dataclass(frozen=True, slots=True)

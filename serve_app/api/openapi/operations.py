@@ -64,13 +64,13 @@ _HEADERS: tuple[Parameter, ...] = (
         "name": TPOT_HEADER,
         "in": "header",
         "description": "As the field `slo_tpot_ms`; the shorter of the two counts.",
-        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TARGET_MS},
+        "schema": {"type": "number", "minimum": 1, "maximum": MAX_TARGET_MS},
     },
     {
         "name": TTFT_HEADER,
         "in": "header",
         "description": "As the field `slo_ttft_ms`; the shorter of the two counts.",
-        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TARGET_MS},
+        "schema": {"type": "number", "minimum": 1, "maximum": MAX_TARGET_MS},
     },
     {
         "name": SESSION_HEADER,

@@ -99,12 +99,12 @@ class GenerationRequest(StrictModel):
     """SGLang's name for `structured_outputs.grammar`."""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
     """After this long, the answer ends with an error."""
-    slo_tpot_ms: float | None = Field(None, gt=0, le=MAX_TARGET_MS)
-    """The request's own target between two tokens, not shorter than the server's. A longer one leaves more time for
-    other requests' prompts."""
-    slo_ttft_ms: float | None = Field(None, gt=0, le=MAX_TARGET_MS)
-    """The request's own target for its first token, not shorter than the server's. With a longer one it lets others
-    go first."""
+    slo_tpot_ms: float | None = Field(None, ge=1, le=MAX_TARGET_MS)
+    """The request's own target between two tokens. A longer one than the server's leaves more time for others' prompts;
+    a shorter one has no effect."""
+    slo_ttft_ms: float | None = Field(None, ge=1, le=MAX_TARGET_MS)
+    """The request's own target for its first token. With a longer one than the server's it lets others go first; a
+    shorter one has no effect."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     usage: UsageOptions | None = None

@@ -5,49 +5,56 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from engine.config import Targets
+from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.errors.api_error import ApiError, clip
 
+if TYPE_CHECKING:
+    from serve_app.api.requests.embedding_schema import EmbeddingRequest
+    from serve_app.api.requests.schema import ChatRequest, CompletionRequest
+
 TPOT_HEADER, TTFT_HEADER = "X-SLO-TPOT-Ms", "X-SLO-TTFT-Ms"
-TPOT_FIELD, TTFT_FIELD = "slo_tpot_ms", "slo_ttft_ms"
-_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{0,20})?")
 MAX_TARGET_MS = 24 * 60 * 60 * 1000
 
 
-def targets_of(headers: Mapping[str, str], tpot_ms: float | None, ttft_ms: float | None, served: Targets) -> Targets:
-    """Return the targets that a request has of its own, None where it has none. `tpot_ms` and `ttft_ms` are those of
-    its body; of a header and a field, the shorter counts. `served`: the server's targets.
+def targets_of(
+    headers: Mapping[str, str], request: ChatRequest | CompletionRequest | EmbeddingRequest, served: Targets
+) -> dict[str, float]:
+    """Return the targets that a request has of its own, by the fields of Submission. Of a header and a field, the
+    shorter counts. `served`: the server's targets.
+
+    A target without effect is a hint: one that the server does not schedule by, or that is shorter than the server's,
+    which then counts.
 
     Raises:
-        ApiError: 400, a target is no number of milliseconds, is shorter than the server's, or the server has none.
+        ApiError: 400, a header is no number of milliseconds; or the server is strict, and a target has no effect.
     """
-    return Targets(
-        tpot_ms=_own(headers.get(TPOT_HEADER), TPOT_HEADER, tpot_ms, TPOT_FIELD, served.tpot_ms, "tpot_ms"),
-        ttft_ms=_own(headers.get(TTFT_HEADER), TTFT_HEADER, ttft_ms, TTFT_FIELD, served.ttft_ms, "ttft_ms"),
-    )
+    found = {}
+    for name, header, own_ms in (("tpot_ms", TPOT_HEADER, served.tpot_ms), ("ttft_ms", TTFT_HEADER, served.ttft_ms)):
+        field = f"slo_{name}"
+        asked = {field: getattr(request, field, None), header: _read(headers.get(header), header)}
+        given = {param: target for param, target in asked.items() if target is not None}
+        if not given:
+            continue
+        param = min(given, key=lambda one: given[one])
+        if own_ms is None:
+            text = f"{param} is {given[param]:g}, but this server schedules by no such target (engine.targets.{name})."
+            ignore_or_refuse(param, text)
+        elif given[param] < own_ms:
+            text = f"{param} must be >= {own_ms:g}, this server's own target, but it is {given[param]:g}."
+            ignore_or_refuse(param, text)
+        else:
+            found[name] = given[param]
+    return found
 
 
-def _own(
-    header: str | None, name: str, value: float | None, field: str, served: float | None, setting: str
-) -> float | None:
-    given = {field: value, name: None if header is None else _read(header, name)}
-    asked = {param: target for param, target in given.items() if target is not None}
-    if not asked:
+def _read(header: str | None, name: str) -> float | None:
+    if header is None:
         return None
-    param = min(asked, key=lambda name: asked[name])
-    target = asked[param]
-    if served is None:
-        text = f"{param} is {target:g}, but this server schedules by no such target (engine.targets.{setting})."
-        raise ApiError(400, text, param=param, code="invalid_value")
-    if target < served:
-        text = f"{param} must be >= {served:g}, this server's own target, but it is {target:g}."
-        raise ApiError(400, text, param=param, code="invalid_value")
-    return target
-
-
-def _read(header: str, name: str) -> float:
-    if _NUMBER.fullmatch(header.strip()) and 0 < float(header) <= MAX_TARGET_MS:
+    if _NUMBER.fullmatch(header.strip()) and 1 <= float(header) <= MAX_TARGET_MS:
         return float(header)
-    text = f"{name} should be milliseconds, a number above 0 and up to {MAX_TARGET_MS}, but it is {clip(header, 50)!r}."
+    text = f"{name} should be milliseconds, a number from 1 to {MAX_TARGET_MS}, but it is {clip(header, 50)!r}."
     raise ApiError(400, text, param=name, code="invalid_value")
