@@ -13,7 +13,8 @@ from tests.kernels.rows import Case, paged_case
 from tests.kernels.triton.cases import POISON, TOLERANCE, attend, check_attention, close, plan_of, slow
 
 from kernels.triton.attention.attention import attention  # isort: skip
-from kernels.triton.attention.plan import MOST_SPLITS, AttentionPlan, prepare_attention  # isort: skip
+from kernels.triton.attention.plan import AttentionPlan, prepare_attention  # isort: skip
+from kernels.triton.attention.splits import MOST_SPLITS  # isort: skip
 
 BLOCK = 16
 SPLIT = 128
@@ -100,7 +101,6 @@ def test_a_row_has_its_splits_by_its_own_length(device: str) -> None:
     """The result is the same to the last bit beside a row whose splits are longer than the minimum."""
     case = paged_case([4 * 24, MOST_SPLITS * 24, 100 * 24], [], kv_heads=1)
     together = attend(case, device, split=24)
-    assert plan_of(case, device, 24).num_splits == MOST_SPLITS
     for row in range(3):
         rows = PagedRows(1, case.rows.contexts[row : row + 1], (1,), case.rows.block_tables[row : row + 1], BLOCK)
         assert torch.equal(
@@ -134,6 +134,7 @@ def captured_plan(case: Case, device: str, *, rows: int) -> AttentionPlan:
         num_decode=rows - 1,
         num_chunks=rows,
         max_length=40 * SPLIT,
+        rows=None,
     )
 
 
@@ -161,7 +162,7 @@ def test_decode_rows_of_a_captured_mixed_step_have_their_keys_split(device: str)
 
 def test_a_step_of_padding_alone_writes_nothing(device: str) -> None:
     case = paged_case([4], [(0, 3)])
-    plan = plan_of(case, device)
+    plan = replace(plan_of(case, device), rows=None)
     plan.lengths.zero_()
     plan.begins[2:] = plan.begins[1]
     assert (attend(case, device, plan=plan) == POISON).all()
@@ -197,7 +198,7 @@ def test_rows_that_are_on_the_device_are_taken_as_they_are(device: str) -> None:
     plan = prepare_attention(rows, 2, case.q.dtype)
     for name in ("begins", "lengths", "block_tables", "decodes"):
         assert getattr(plan, name) is getattr(made, name)
-    assert (plan.num_chunks, plan.num_splits) == (1, 8)
+    assert (plan.num_chunks, plan.max_length, plan.rows) == (1, 4096, None)
     close(attend(case, device, plan=plan), attend(case, device))
 
 
