@@ -18,6 +18,7 @@ from kernels.triton.attention.splits import (
     split_size,
     splits_of,
 )
+from kernels.triton.shared.launch import warps
 
 UNLIMITED = 1 << 30
 """A sliding window that no row fills: 2**30 tokens."""
@@ -27,7 +28,7 @@ CHUNK_TILES = (64, 128)
 DECODE_ITEMS, PARTIALS, MERGED, CHUNK_ITEMS = (tl.constexpr(column) for column in range(4))
 """Columns of the sums: splits of decode rows, partial results (tokens times splits of rows that have several), tokens
 with partial results, and items of chunks, a column for each of CHUNK_TILES."""
-_COLUMNS = CHUNK_ITEMS.value + len(CHUNK_TILES)
+_COLUMNS = 3 + len(CHUNK_TILES)
 _SMALLEST_TILE = tl.constexpr(CHUNK_TILES[0])
 _ROWS_AT_A_TIME = 256
 
@@ -88,9 +89,9 @@ def sum_items(begins: Tensor, lengths: Tensor, decodes: Tensor, group: int, wind
 
     begins: [num_rows + 1] int32; lengths: [num_rows] int32; decodes: [1] int32; see AttentionPlan.
     """
-    sums = lengths.new_empty((_COLUMNS, len(lengths) + 1))
+    sums, rows = lengths.new_empty((_COLUMNS, len(lengths) + 1)), _ROWS_AT_A_TIME
     _sum_items[(_COLUMNS,)](
-        begins, lengths, decodes, sums, len(lengths), window, split, GROUP=group, BLOCK=_ROWS_AT_A_TIME, num_warps=4
+        begins, lengths, decodes, sums, len(lengths), window, split, GROUP=group, BLOCK=rows, num_warps=warps(rows)
     )
     return sums
 
