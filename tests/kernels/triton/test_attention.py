@@ -10,7 +10,17 @@ import torch
 
 from kernels.rows.step import PagedRows
 from tests.kernels.rows import Case, paged_case
-from tests.kernels.triton.cases import POISON, TOLERANCE, attend, check_attention, close, plan_of, slow
+from tests.kernels.triton.cases import (
+    POISON,
+    TOLERANCE,
+    attend,
+    captured_plan,
+    check_attention,
+    close,
+    place,
+    plan_of,
+    slow,
+)
 
 from kernels.triton.attention.attention import attention  # isort: skip
 from kernels.triton.attention.plan import AttentionPlan, prepare_attention  # isort: skip
@@ -149,20 +159,12 @@ def test_neighbours_do_not_change_a_row(device: str) -> None:
         assert torch.equal(together[tokens], single)
 
 
-def captured_plan(case: Case, device: str, *, rows: int) -> AttentionPlan:
-    """Return the plan of a captured mixed step: tensors for more rows than the case has, any of which may be decodes.
-    Padding rows have other rows' blocks, so that reading them would not give NaN."""
-    plan, more = plan_of(case, device, SPLIT), rows - len(case.rows.counts)
-    return replace(
-        plan,
-        begins=torch.cat((plan.begins, plan.begins[-1:].expand(more))),
-        lengths=torch.cat((plan.lengths, plan.lengths.new_zeros(more))),
-        block_tables=torch.cat((plan.block_tables, plan.block_tables.new_zeros(more, plan.block_tables.shape[1]))),
-        num_decode=rows - 1,
-        num_chunks=rows,
-        max_length=40 * SPLIT,
-        rows=None,
-    )
+def captured(case: Case, device: str, *, rows: int) -> AttentionPlan:
+    """Return the plan of a captured step with room for more rows than the case has. Padding rows have other rows'
+    blocks, so that reading them would not give NaN."""
+    plan = captured_plan(rows, 40 * SPLIT // BLOCK, device, block_size=BLOCK, split=SPLIT)
+    place(case, plan)
+    return plan
 
 
 @pytest.mark.parametrize(("decodes", "chunks"), [([0, 300], [(17, 30), (3, 2)]), ([], [(7, 5)]), ([9], [(40, 1)])])
@@ -171,7 +173,7 @@ def test_padding_cannot_leak(device: str, decodes: list[int], chunks: list[tuple
     case = paged_case(decodes, chunks)
     alone = attend(case, device, split=SPLIT)
     behind = torch.full((5, *case.q.shape[1:]), torch.nan)
-    got = attend(replace(case, q=torch.cat((case.q, behind))), device, plan=captured_plan(case, device, rows=7))
+    got = attend(replace(case, q=torch.cat((case.q, behind))), device, plan=captured(case, device, rows=7))
     assert torch.equal(got[:-5], alone)
     assert (got[-5:] == POISON).all()
 
@@ -179,7 +181,7 @@ def test_padding_cannot_leak(device: str, decodes: list[int], chunks: list[tuple
 def test_decode_rows_of_a_captured_mixed_step_have_their_keys_split(device: str) -> None:
     """Regression guard: beside a chunk, a decode row was treated as one, and one program read all of its keys."""
     case = paged_case([2 * SPLIT, 5], [(40, 9)])
-    plan = captured_plan(case, device, rows=5)
+    plan = captured(case, device, rows=5)
     sums = plan.work(len(case.q), 3, UNLIMITED).sums
     assert sums[DECODE_ITEMS.value].diff().tolist() == [3, 1, 0, 0, 0]
     assert sums[CHUNK_ITEMS.value].diff().tolist() == [0, 0, 1, 0, 0]
@@ -189,29 +191,22 @@ def test_decode_rows_of_a_captured_mixed_step_have_their_keys_split(device: str)
 def test_a_captured_step_reads_the_rows_that_each_replay_finds(device: str) -> None:
     """Tensors, grid and room for partial results are those of the capture, and only the numbers within change: how many
     rows are decodes, and how long they are. Each row is the same to the last bit as in a step of its own."""
-    first = paged_case([30, 5, 290], [(300, 9), (0, 50)])
-    buffers = captured_plan(first, device, rows=12)
-    wide = torch.zeros(12, 40, dtype=torch.int32, device=device)
-    buffers = replace(buffers, block_tables=wide, max_length=40 * BLOCK)
-    programs = set()
-    for case in (first, paged_case([260] * 11, [(0, 2)]), paged_case([], [(500, 16), (3, 50)]), paged_case([7], [])):
-        eager = plan_of(case, device, SPLIT)
-        for name in ("begins", "lengths", "block_tables", "decodes"):
-            getattr(buffers, name).zero_()
-        count = len(case.rows.counts)
-        buffers.begins[:] = len(case.q)
-        buffers.begins[: count + 1] = eager.begins
-        buffers.lengths[:count] = eager.lengths
-        buffers.block_tables[:count, : eager.block_tables.shape[1]] = eager.block_tables
-        buffers.decodes[:] = eager.decodes
-        padded = replace(case, q=torch.cat((case.q, torch.full((70 - len(case.q), *case.q.shape[1:]), torch.nan))))
-        replayed = replace(buffers)  # whose sums are made anew, as by a replay
-        got = attend(padded, device, plan=replayed)
-        assert torch.equal(got[: len(case.q)], attend(case, device, plan=eager))
+    buffers = captured_plan(12, 40, device, block_size=BLOCK, split=SPLIT)
+    sizes = set()
+    steps = (
+        *(([30, 5, 290], [(300, 9), (0, 50)]), ([260] * 11, [(0, 2)])),
+        *(([], [(500, 16), (3, 50)]), ([7], [])),
+    )
+    for case in (paged_case(*step, block_size=BLOCK) for step in steps):
+        place(case, buffers)
+        plan = replace(buffers)  # whose sums are made anew, as by a replay
+        padding = torch.full((70 - len(case.q), *case.q.shape[1:]), torch.nan)
+        got = attend(replace(case, q=torch.cat((case.q, padding))), device, plan=plan)
+        assert torch.equal(got[: len(case.q)], attend(case, device, split=SPLIT))
         assert (got[len(case.q) :] == POISON).all()
-        work = replayed.work(70, 3, UNLIMITED)
-        programs.add((work.decode_items, work.partials, work.merged, *work.chunk_items.values()))
-    assert len(programs) == 1
+        work = plan.work(70, 3, UNLIMITED)
+        sizes.add((work.decode_items, work.partials, work.merged, *work.chunk_items.values()))
+    assert len(sizes) == 1
 
 
 def test_a_step_of_padding_alone_writes_nothing(device: str) -> None:
