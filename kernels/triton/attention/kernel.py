@@ -127,7 +127,8 @@ def attend(
     else:
         tl.static_assert((TILE == _SMALLEST_TILE) | (TILE == 2 * _SMALLEST_TILE), "one of CHUNK_TILES")
         items = sums + (CHUNK_ITEMS + TILE // _SMALLEST_TILE - 1) * (num_rows + 1)
-    for item in tl.range(tl.program_id(0), tl.load(items + num_rows), tl.num_programs(0)):
+    # What an item would find computed already, such as addresses within tiles, takes registers in the loops over keys.
+    for item in tl.range(tl.program_id(0), tl.load(items + num_rows), tl.num_programs(0), disable_licm=True):
         row = find_item_row(items, num_rows, item)
         length, begin = tl.load(lengths + row), tl.load(begins + row)
         count = tl.load(begins + row + 1) - begin
