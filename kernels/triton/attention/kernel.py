@@ -14,12 +14,13 @@ from kernels.triton.shared.tiles import find_item_row
 # The loop over keys also reads the block table, which takes pipeline stages, too: with 3 stages no tile of keys is
 # being copied while another is computed on, with 5 one is, with 7 two are.
 #
-# Left alone, the compiler takes a fifth more registers than it needs, and two programs instead of three run at a time.
+# Left alone, the compiler takes a fifth more registers than it needs for a head_dim of 128, and two programs instead of
+# three run at a time. For one of 256 a limit spills: the last has none.
 DECODE_CONFIGS = [
     triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages, maxnreg=registers)
     for keys, warps, stages, registers in (
         *((64, 4, 5, 168), (64, 4, 3, 168), (64, 4, 7, None), (32, 4, 5, 128), (32, 4, 7, 128), (32, 2, 5, None)),
-        *((128, 4, 3, None), (128, 4, 5, None), (128, 8, 5, None)),
+        *((128, 4, 3, None), (128, 4, 5, None), (128, 8, 5, None), (64, 4, 5, None)),
     )
 ]
 CHUNK_CONFIGS = [

@@ -68,7 +68,9 @@ def variant_of(kernel: Any, name: str) -> str:
     constants = {parameters[place]: value for (place,), value in kernel.src.constants.items() if value is not None}
     types = [kind.replace("*", "") for kind in kernel.src.signature.values() if kind.startswith("*")]
     sizes = " ".join(f"{parameter}={value}" for parameter, value in constants.items())
-    return f"{name}({','.join(types)}) {sizes} warps={kernel.metadata.num_warps} stages={kernel.metadata.num_stages}"
+    limit = f" registers<={kernel.metadata.maxnreg}" if kernel.metadata.maxnreg else ""
+    how = f"warps={kernel.metadata.num_warps} stages={kernel.metadata.num_stages}{limit}"
+    return f"{name}({','.join(types)}) {sizes} {how}"
 
 
 def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:

@@ -1,4 +1,4 @@
-"""Owns what a step queues on a device: nothing is read back, captured and uncaptured steps agree. Long: each kind of step.
+"""Owns what a step queues on a device: nothing is read back, and captured steps give what others do. Long: each kind.
 Never needs a GPU: captures are made on the CPU, where a replay does the captured work again on the same tensors."""
 
 from __future__ import annotations
