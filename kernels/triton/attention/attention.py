@@ -18,7 +18,7 @@ from kernels.triton.shared.launch import multiprocessors, padded
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """How many programs a captured step has for each multiprocessor, those of all heads together. Two or three of attention
-run there at a time: the others take the place of those that end early. Of `combine` sixteen run."""
+run there at a time: the others take the place of those that end early. `combine`, being smaller, has twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
