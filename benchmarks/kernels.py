@@ -144,6 +144,7 @@ class Bench:
             for rows in most_first:
                 found.append(self.attention(f"attention_decode{suffix}", [o.context] * rows, [1] * rows, rows, table))
             found += [self.attention(f"attention_chunk{suffix}", [o.context], [count], 0, table) for count in o.chunk]
+            found.append(self.attention(f"attention_after_prefix{suffix}", [o.prefix], [o.after_prefix], 0, table))
         for linear in (self.causal_conv, self.delta_rule):
             found += [linear("decode", [1] * rows, rows) for rows in most_first]
             found += [linear("chunk", [count], 0) for count in o.chunk]
@@ -565,6 +566,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--chunk", type=int, nargs="+", default=[512, 2048], help="numbers of prefill tokens to measure"
     )
+    parser.add_argument(
+        "--prefix", type=int, default=32768, help="cached tokens before a short chunk of one row (%(default)s)"
+    )
+    parser.add_argument("--after-prefix", type=int, default=50, help="tokens of that chunk (%(default)s)")
     parser.add_argument(
         "--copy-mib",
         type=int,

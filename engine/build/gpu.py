@@ -67,6 +67,9 @@ DECODE_CONTEXT = 4096
 SHORT_CONTEXT = 256
 """Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys, as a different kernel
 would."""
+SHORT_CHUNK = 16
+"""Tokens of each chunk in the trial step whose rows are all as long as a row may be: attention splits the keys of such
+chunks into the most parts, and keeps the most partial results."""
 
 # Controls need a copy of the logits in float32.
 _CONTROLS = LogitControls(
@@ -206,6 +209,7 @@ class GpuStart:
         ):
             _run(executor, longest_decode_step(resolved, num_blocks))
             _run(executor, short_decode_step(resolved, num_blocks))
+            _run(executor, longest_rows_step(resolved, num_blocks))
         # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
@@ -324,6 +328,24 @@ def longest_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
 def short_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
     """Return a decode row of up to SHORT_CONTEXT tokens per seat, with blocks as in `longest_decode_step`."""
     return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)), num_blocks)
+
+
+def longest_rows_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+    """Return a row per seat, each as long as a row may be: as many short chunks as there are tokens for, and decodes.
+
+    No step has more partial results of attention. All rows read the same blocks.
+    """
+    length, seats = config.max_model_len, config.max_num_seqs
+    count = min(SHORT_CHUNK, length)
+    num_chunks = min(seats, (config.max_num_batched_tokens - seats) // max(1, count - 1))
+    blocks = tuple(block % num_blocks for block in range(-(-length // config.block_size)))
+    rows = []
+    for number in range(seats):
+        kind, tokens = (RowKind.DECODE, 1) if number < seats - num_chunks else (RowKind.LAST, count)
+        state = StateUse(number) if config.recurrent_state else None
+        name, start = f"row {number}", length - tokens
+        rows.append(ScheduledRequest(name, kind, start, (0,) * tokens, blocks, _DEAREST, state=state))
+    return StepPlan(2, tuple(rows))
 
 
 def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: torch.dtype) -> tuple[Choice, Ops]:

@@ -17,8 +17,8 @@ class DeviceRows(PagedRows):
     """Rows whose numbers are also on the device.
 
     A captured step reads the same tensors in each replay, with other rows in them; `contexts` and `counts` are empty
-    there. `num_decode`, `num_chunks`, `max_count` and `max_length` are then upper bounds that the capture was made for;
-    only `decodes` says how many rows are decodes.
+    there, and nowhere else. `num_decode`, `num_chunks`, `max_count` and `max_length` are then upper bounds that the
+    capture was made for; only `decodes` says how many rows are decodes.
     """
 
     num_chunks: int

@@ -14,13 +14,14 @@ from benchmarks import kernels as bench
 from tests.support.fake_flash import FakeFlash
 
 TINY = "--heads 4 --kv-heads 2 --head-dim 16 --hidden 48 --intermediate 80 --context 40 --rows 1 3 --chunk 5 --runs 2"
+PREFIX = "--prefix 70 --after-prefix 2"
 LINEAR = "--linear-key-heads 2 --linear-value-heads 4 --linear-head-dim 8"
 EXPERTS = "--experts 6 --experts-per-token 2 --expert-size 24"
 PEAKS = "--copy-mib 1 --matrix 32 --seed 5"
 
 
 def run(*arguments: str) -> None:
-    bench.main([*TINY.split(), *LINEAR.split(), *EXPERTS.split(), *PEAKS.split(), *arguments])
+    bench.main([*TINY.split(), *PREFIX.split(), *LINEAR.split(), *EXPERTS.split(), *PEAKS.split(), *arguments])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -39,7 +40,8 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_operation_and_shape(
     by_rows = [
         (f"{op}_{kind}{table}", n)
         for op, table in (("attention", ""), ("attention", "_torch"), ("causal_conv", ""), ("delta_rule", ""))
-        for kind, n in (("decode", 3), ("decode", 1), ("chunk", 5))
+        for kind, n in (("decode", 3), ("decode", 1), ("chunk", 5), ("after_prefix", 2))
+        if op == "attention" or n != 2
     ]
     experts = [("experts", tokens) for tokens in (5, 3, 1)]
     assert [(cell["op"], cell["tokens"]) for cell in cells] == by_token + by_rows + experts
@@ -81,6 +83,8 @@ def test_bytes_and_operations_are_the_fewest_that_there_can_be(capsys: pytest.Ca
     assert decode["bytes"] == 4 * 16 * 2 * (3 * 41 * 2 + 3 * 4)  # K and V of every token, queries and what comes out
     assert decode["flops"] == 4 * 16 * 4 * 3 * 41  # two products, a multiplication and an addition each
     assert chunk["flops"] == 4 * 16 * 4 * (41 + 42 + 43 + 44 + 45)
+    after_prefix = cells["attention_after_prefix", 2]
+    assert after_prefix["flops"] == 4 * 16 * 4 * (71 + 72)
     experts = cells["experts", 1]
     assert experts["bytes"] == 4 * (6 * 48 + 2 * 3 * 48 * 24 + 2 * 48)  # the router, two experts, what goes in and out
     assert experts["flops"] == 2 * 48 * (6 + 2 * 3 * 24)

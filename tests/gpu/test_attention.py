@@ -25,6 +25,7 @@ STEPS: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
     "mixed": ([5, 700, 31], [(0, 17), (33, 2), (500, 130)]),
     "one-token last chunk": ([], [(16, 1)]),
     "one-token last chunk beside a decode": ([7], [(20, 1)]),
+    "short chunks after long contexts": ([], [(2950, 50), (1500, 5)]),
     "whole prompts": ([], [(0, 1), (0, 128), (0, 129), (0, 513)]),
 }
 SHAPES = {"llama-3.1-8b": (8, 4, 128), "qwen3-0.6b": (8, 2, 128), "qwen3-32b": (8, 8, 128), "smollm2": (3, 3, 64)}

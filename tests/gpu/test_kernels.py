@@ -3,6 +3,8 @@ Never compares with stored numbers: inputs are made and judged on the CPU, and e
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,10 @@ from kernels.forward import HeadShape
 from kernels.rows.sampled_row import SampledRow
 from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.triton.cases import (
+    POISON,
     TOLERANCE,
+    attend,
+    captured_plan,
     check_attention,
     check_logprobs,
     check_norm,
@@ -20,7 +25,10 @@ from tests.kernels.triton.cases import (
     check_sampling,
     check_silu_and_mul,
     check_write_cache,
+    place,
 )
+
+from kernels.triton.attention.attention import attention  # isort: skip
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +49,34 @@ def random_logits(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("window", [None, 1, 100])
 def test_attention_at_the_edges_of_a_split(where: str, window: int | None, dtype: torch.dtype) -> None:
     decodes = [0, 14, 15, 16, SPLIT - 2, SPLIT - 1, SPLIT, 2 * SPLIT]
-    for rows in ((decodes, []), ([5, 300], [(0, 20), (48, 33), (33, 1)])):
+    chunks = [(0, 20), (48, 33), (33, 1), (2 * SPLIT - 9, 9), (2 * SPLIT - 8, 9), (1000, 40)]
+    for rows in ((decodes, []), ([5, 300], chunks)):
         check_attention(paged_case(*rows, head_dim=64, dtype=dtype), where, window=window, split=SPLIT)
+
+
+def test_a_captured_launch_computes_the_rows_that_each_replay_finds(where: str) -> None:
+    """Few long ones, many short ones, a suffix of a long prefix: each to the last bit as in a step of its own."""
+    shape = {"block_size": 16, "kv_heads": 2, "group": 4, "head_dim": 64, "dtype": torch.float16}
+    steps = (([3000], [(2900, 50), (0, 300)]), ([40] * 60, [(0, 7)]), ([], [(3900, 9)]), ([5], []))
+    plan = captured_plan(64, 256, where, block_size=16)
+    q = torch.zeros(400, 8, 64, dtype=torch.float16, device=where)
+    k, v = (torch.zeros(1024, 16, 2, 64, dtype=torch.float16, device=where) for _ in "kv")
+    out, scale = torch.empty_like(q), 64**-0.5
+    cases = [paged_case(*step, **shape) for step in steps]
+    alone = [attend(case, where) for case in cases]  # kernels are compiled and chosen before the capture
+    place(cases[0], plan)
+    attention(q, k, v, replace(plan), scale, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention(q, k, v, replace(plan), scale, out=out)
+    for case, want in zip(cases, alone, strict=True):
+        place(case, plan)
+        tokens, blocks = len(case.q), len(case.k_cache)
+        q[:tokens], k[:blocks], v[:blocks] = case.q.to(where), case.k_cache.to(where), case.v_cache.to(where)
+        out.fill_(POISON)
+        graph.replay()
+        assert torch.equal(out[:tokens].cpu(), want)
+        assert (out[tokens:] == POISON).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

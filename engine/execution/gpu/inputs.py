@@ -74,7 +74,8 @@ class Layout:
         max_count: int,
         max_length: int,
     ) -> DeviceRows:
-        """Rows that read `inputs`, converted to int32 here. In a captured step, each replay converts them again."""
+        """Rows that read `inputs`, converted to int32 here. In a captured step, each replay converts them again.
+        `contexts` and `counts` are empty."""
         parts = inputs.numbers.to(torch.int32).split(self._number_counts)  # type: ignore[no-untyped-call]
         return DeviceRows(
             num_decode=num_decode,

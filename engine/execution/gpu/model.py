@@ -4,7 +4,7 @@ Never waits for the device, and keeps nothing of a step but K and V and recurren
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -219,6 +219,7 @@ class DeviceModel:
             max_count=max(rows.counts),
             max_length=max(lengths),
         )
+        device_rows = replace(device_rows, contexts=rows.contexts, counts=rows.counts)  # launches are sized by them
         if self.ops.states_capturable:
             return self._run(there, device_rows, layout.states(there.numbers, device_rows))
         return self._run(there, device_rows, self._host_states(inputs, layout.state_slots(there.numbers)))

@@ -1,11 +1,11 @@
-"""Owns the launches of paged attention: decode rows with their keys split, chunks with their context, in any mixture.
-Never computes, and never asks the device how long a row is: the host knows what sizes a launch."""
+"""Owns the launches of paged attention: one over the items of decode rows, one over those of chunks, in any mixture.
+Never computes, and never asks the device how long a row is: the host knows what sizes a launch, or a bound of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch import Tensor
 from kernels.triton.attention.combine import combine
 from kernels.triton.attention.kernel import attend_chunks, attend_decodes
 from kernels.triton.attention.plan import AttentionPlan
-from kernels.triton.shared.launch import padded
+from kernels.triton.attention.work import UNLIMITED, Work
+from kernels.triton.shared.launch import multiprocessors, padded
 
-UNLIMITED = 1 << 30
-"""A sliding window or a split that no row fills: 2**30 tokens."""
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""How many programs a captured step has for each multiprocessor, those of all heads together. Two or three of attention
+run there at a time: the others take the place of those that end early. `combine`, being smaller, has twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class _Call:
     k_cache: Tensor
     v_cache: Tensor
     plan: AttentionPlan
+    work: Work
     scale: float
     window: int | None
 
@@ -32,53 +35,66 @@ class _Call:
     def group(self) -> int:
         return self.q.shape[1] // self.k_cache.shape[2]
 
-    def decode(self, out: Tensor) -> None:
-        """Attend for the decode rows, with their keys in splits if any row may be longer than one."""
-        rows, splits = self.plan.num_decode, self.plan.num_splits
-        _, _, kv_heads, _ = self.k_cache.shape
-        launch = attend_decodes[rows, kv_heads, splits]
-        if splits == 1:
-            self._start(launch, out, decode=True)
-            return
-        parts = self.q.new_empty((rows, self.q.shape[1], splits, self.q.shape[2]), dtype=torch.float32)
-        lse = self.q.new_empty((rows, self.q.shape[1], splits), dtype=torch.float32)
-        self._start(launch, parts, lse, decode=True)
-        combine(parts, lse, self.plan.lengths, self.plan.decodes, self.plan.split, out)
+    def run(self, out: Tensor) -> None:
+        """Attend for decodes, then for chunks, and merge the splits of both."""
+        work, (_, heads, head_dim) = self.work, self.q.shape
+        kv_heads = self.k_cache.shape[2]
+        parts = self.q.new_empty((work.partials, heads, head_dim), dtype=torch.float32)
+        lse = self.q.new_empty((work.partials, heads), dtype=torch.float32)
+        if work.decode_items:
+            launch = attend_decodes[self._programs(work.decode_items, kv_heads), kv_heads]
+            self._start(launch, out, parts, lse, DECODE=True, TILE=padded(self.group, least=16))
+        if max(work.chunk_items.values()):
+            self._start(attend_chunks[self._chunk_grid], out, parts, lse, DECODE=False)
+        if work.partials:
+            plan, window = self.plan, self._window
+            programs = self._programs(work.merged, heads, each=2 * PROGRAMS_PER_MULTIPROCESSOR)
+            combine(parts, lse, plan.begins, plan.lengths, work.sums, window, plan.split, programs, out)
 
-    def chunks(self, out: Tensor) -> None:
-        """Attend for the chunks, with as many programs as their tokens can need; surplus ones find nothing to do."""
-        pairs, num_chunks, kv_heads = len(self.q) * self.group, self.plan.num_chunks, self.k_cache.shape[2]
-        launch = attend_chunks[lambda chosen: (pairs // chosen["TILE"] + num_chunks, kv_heads, 1)]
-        self._start(launch, out, decode=False)
+    @property
+    def _window(self) -> int:
+        return UNLIMITED if self.window is None else self.window
 
-    def _start(self, launch: Callable[..., object], out: Tensor, lse: Tensor | None = None, *, decode: bool) -> None:
-        """Launch `attend`. lse: given if keys are split; see there."""
+    def _programs(self, items: int, heads: int, each: int = PROGRAMS_PER_MULTIPROCESSOR) -> int:
+        """Return a program for each item; where `items` is a bound, no more than the GPU runs in a few turns."""
+        if self.work.exact:
+            return items
+        return min(items, -(-each * multiprocessors(self.q.device) // heads))
+
+    def _chunk_grid(self, chosen: dict[str, Any]) -> tuple[int, int]:
+        """Return the grid for the tile that tuning chose. Tiles that the tokens fill have programs of their own: their
+        work differs most, and whichever is done takes the next from the GPU's own queue."""
+        kv_heads, tile = self.k_cache.shape[2], chosen["TILE"]
+        items = self.work.chunk_items[tile]
+        filled = min(items, len(self.q) * self.group // tile)
+        return max(self._programs(items, kv_heads), filled), kv_heads
+
+    def _start(self, launch: Any, out: Tensor, parts: Tensor, lse: Tensor, **constants: int) -> None:
         plan, (_, block_size, kv_heads, head_dim) = self.plan, self.k_cache.shape
         launch(
             self.q,
             self.k_cache,
             self.v_cache,
             out,
+            parts,
             lse,
             plan.begins,
             plan.lengths,
             plan.block_tables,
-            plan.decodes,
+            self.work.sums,
             self.q.stride(0),
             plan.block_tables.stride(0),
             len(plan.lengths),
-            1 if lse is None else lse.shape[2],
-            UNLIMITED if self.window is None else self.window,
+            self._window,
             self.scale * math.log2(math.e),
-            UNLIMITED if lse is None else plan.split,
-            DECODE=decode,
+            plan.split,
             WINDOWED=self.window is not None,
             NUM_KV_HEADS=kv_heads,
             GROUP=self.group,
             HEAD_DIM=head_dim,
             HEAD_PADDED=padded(head_dim, least=16),
             BLOCK_SIZE=block_size,
-            **({"TILE": padded(self.group, least=16)} if decode else {}),
+            **constants,
         )
 
 
@@ -109,9 +125,6 @@ def attention(
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: expected at least 1, the query's own token.")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    call = _Call(q, k_cache, v_cache, plan, scale, window)
-    if plan.num_decode:
-        call.decode(out)
-    if plan.num_chunks:
-        call.chunks(out)
+    work = plan.work(len(q), q.shape[1] // k_cache.shape[2], UNLIMITED if window is None else window)
+    _Call(q, k_cache, v_cache, plan, work, scale, window).run(out)
     return out

@@ -1,4 +1,4 @@
-"""Owns the attention of one tile of queries to the keys of one split, through the block table.
+"""Owns the attention of a tile of queries to the keys of a split, through the block table, one work item after another.
 Never reads a slot that a row does not own, and never asks the host how long a row is: programs read it themselves."""
 
 from __future__ import annotations
@@ -6,17 +6,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention.plan import MOST_SPLITS
+from kernels.triton.attention.splits import splits_of
+from kernels.triton.attention.work import CHUNK_ITEMS, CHUNK_TILES, DECODE_ITEMS, PARTIALS
 from kernels.triton.shared.launch import dot, tuned
-from kernels.triton.shared.tiles import find_row
+from kernels.triton.shared.tiles import find_item_row
 
 # The loop over keys also reads the block table, which takes pipeline stages, too: with 3 stages no tile of keys is
 # being copied while another is computed on, with 5 one is, with 7 two are.
+#
+# Left alone, the compiler takes a fifth more registers than it needs for a head_dim of 128, and two programs instead of
+# three run at a time. For one of 256 a limit spills: the last has none.
 DECODE_CONFIGS = [
-    triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages)
-    for keys, warps, stages in (
-        *((64, 4, 5), (64, 4, 3), (64, 4, 7), (32, 4, 5), (32, 4, 7), (32, 2, 5), (128, 4, 3)),
-        *((128, 4, 5), (128, 8, 5)),
+    triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages, maxnreg=registers)
+    for keys, warps, stages, registers in (
+        *((64, 4, 5, 168), (64, 4, 3, 168), (64, 4, 7, None), (32, 4, 5, 128), (32, 4, 7, 128), (32, 2, 5, None)),
+        *((128, 4, 3, None), (128, 4, 5, None), (128, 8, 5, None), (64, 4, 5, None)),
     )
 ]
 CHUNK_CONFIGS = [
@@ -28,16 +32,7 @@ CHUNK_CONFIGS = [
     )
 ]
 
-
-_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
-_KEYS_AT_A_TIME = tl.constexpr(max(config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS))
-
-
-@triton.jit
-def split_size(length, split):
-    """Return the keys in each split of a row: `split`, or more if that would give more splits than are allowed."""
-    least = tl.cdiv(length, _MOST_SPLITS)
-    return tl.maximum(split, tl.cdiv(least, _KEYS_AT_A_TIME) * _KEYS_AT_A_TIME)
+_SMALLEST_TILE = tl.constexpr(CHUNK_TILES[0])
 
 
 @triton.jit
@@ -89,24 +84,24 @@ def _add_keys(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "num_splits", "window"],
+    do_not_specialize=["table_stride", "num_rows", "window"],
     # They are slices of one tensor: their alignment must not choose between compiled kernels.
-    do_not_specialize_on_alignment=["begins", "lengths", "block_tables", "decodes"],
+    do_not_specialize_on_alignment=["begins", "lengths", "block_tables"],
 )
 def attend(
     q,
     k_cache,
     v_cache,
     out,
+    parts,
     lse,
     begins,
     lengths,
     block_tables,
-    decodes,
+    sums,
     q_stride,
     table_stride,
     num_rows,
-    num_splits,
     window,
     scale,
     split,
@@ -120,72 +115,81 @@ def attend(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend with TILE queries of one row, of the heads that share a KV head, to the keys of one split. Online softmax
-    as in Milakov and Gimelshein, 2018. Query m of a row is head m % GROUP of its token m // GROUP.
+    """Attend to the keys of one split with TILE queries of one row, of the heads that share a KV head; then to the next
+    item, as many further as there are programs. Online softmax as in Milakov and Gimelshein, 2018. Query m of a row is
+    head m % GROUP of its token m // GROUP.
 
-    scale: includes log2(e). lse: None, or [num_tokens, num_heads, num_splits], the base-2 log-sum-exp; `out` is then
-    [num_tokens, num_heads, num_splits, HEAD_DIM] float32. num_rows: decodes and all others.
+    The items of a row that has one split go to `out`, those of others to `parts` and `lse`, as combine reads them.
+    sums: see Work. num_rows: decodes and all others. window: UNLIMITED if not WINDOWED. scale: includes log2(e).
     """
-    kv_head, part = tl.program_id(1), tl.program_id(2)
-    num_decode = tl.load(decodes)
+    kv_head = tl.program_id(1)
     if DECODE:
-        row, first = tl.program_id(0), 0
-        if row >= num_decode:
-            return
+        items = sums + DECODE_ITEMS * (num_rows + 1)
     else:
-        row, first_tile = find_row(begins, num_decode, num_rows - num_decode, tl.program_id(0), GROUP, TILE)
-        first = (tl.program_id(0) - first_tile) * TILE
-    length = tl.load(lengths + row)
-    size = split_size(length, split)
-    if part * size >= length:
-        return
-    begin = tl.load(begins + row)
-    count = tl.load(begins + row + 1) - begin
-    if first >= count * GROUP:
-        return
-    query = first + tl.arange(0, TILE)
-    real = query < count * GROUP
-    position = length - count + query // GROUP  # [TILE]
-    i = tl.arange(0, HEAD_PADDED)
-    inside = i < HEAD_DIM
-    token, head = (begin + query // GROUP).to(tl.int64), kv_head * GROUP + query % GROUP
-    from_q = q + (token * q_stride + head * HEAD_DIM)[:, None] + i[None, :]
-    queries = tl.load(from_q, mask=real[:, None] & inside[None, :], other=0.0)
+        tl.static_assert((TILE == _SMALLEST_TILE) | (TILE == 2 * _SMALLEST_TILE), "one of CHUNK_TILES")
+        items = sums + (CHUNK_ITEMS + TILE // _SMALLEST_TILE - 1) * (num_rows + 1)
+    # What an item would find computed already, such as addresses within tiles, takes registers in the loops over keys.
+    for item in tl.range(tl.program_id(0), tl.load(items + num_rows), tl.num_programs(0), disable_licm=True):
+        row = find_item_row(items, num_rows, item)
+        length, begin = tl.load(lengths + row), tl.load(begins + row)
+        count = tl.load(begins + row + 1) - begin
+        size, splits, skipped = splits_of(length, count, window, split)
+        part, first = item - tl.load(items + row), 0
+        if not DECODE:
+            # The last tile sees the most keys: it is the first to be computed, or it would be waited for.
+            used = splits - skipped
+            first = (tl.cdiv(count * GROUP, TILE) - 1 - part // used) * TILE
+            part = part % used
+        part += skipped
+        query = first + tl.arange(0, TILE)
+        real = query < count * GROUP
+        position = length - count + query // GROUP  # [TILE]
+        i = tl.arange(0, HEAD_PADDED)
+        inside = i < HEAD_DIM
+        token, head = (begin + query // GROUP).to(tl.int64), kv_head * GROUP + query % GROUP
+        from_q = q + (token * q_stride + head * HEAD_DIM)[:, None] + i[None, :]
+        queries = tl.load(from_q, mask=real[:, None] & inside[None, :], other=0.0)
 
-    # Some query of the tile sees each of the keys [start, end) in the split.
-    start = tl.maximum(length - count + first // GROUP - window + 1, 0)
-    end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * size)
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    mass = tl.zeros([TILE], tl.float32)
-    total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-    row_table = block_tables + row.to(tl.int64) * table_stride
-    # Key tiles begin at multiples of BLOCK_N, wherever the window begins. Every query sees all keys before `masked`.
-    lowest, masked = tl.maximum(start // BLOCK_N * BLOCK_N, part * size), 0
-    if not DECODE and not WINDOWED:
-        masked = tl.minimum((length - count + first // GROUP + 1) // BLOCK_N * BLOCK_N, end)
-        for tile in tl.range(lowest, masked, BLOCK_N):
+        # Some query of the tile sees each of the keys [start, end) in the split.
+        start = tl.maximum(length - count + first // GROUP - window + 1, 0)
+        end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * size)
+        best = tl.full([TILE], float("-inf"), tl.float32)
+        mass = tl.zeros([TILE], tl.float32)
+        total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+        row_table = block_tables + row.to(tl.int64) * table_stride
+        # Key tiles begin at multiples of BLOCK_N, wherever the window begins. All queries see the keys before `masked`.
+        lowest = tl.maximum(start // BLOCK_N * BLOCK_N, part * size)
+        masked = lowest
+        if not DECODE and not WINDOWED:
+            seen_by_all = tl.minimum(length - count + first // GROUP + 1, end)
+            masked += tl.maximum(seen_by_all - lowest, 0) // BLOCK_N * BLOCK_N
+            for tile in tl.range(lowest, masked, BLOCK_N):
+                best, mass, total = _add_keys(
+                    queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
+                    kv_head, False, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+                )  # fmt: skip
+        for tile in tl.range(masked, end, BLOCK_N):
             best, mass, total = _add_keys(
                 queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-                kv_head, False, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+                kv_head, True, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
             )  # fmt: skip
-    for tile in tl.range(tl.maximum(lowest, masked), end, BLOCK_N):
-        best, mass, total = _add_keys(
-            queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-            kv_head, True, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
-        )  # fmt: skip
 
-    divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split
-    total = total / divisor[:, None]
-    cell = token * (NUM_KV_HEADS * GROUP) + head
-    if lse is not None:
-        cell = cell * num_splits + part
-        tl.store(lse + cell, best + tl.log2(divisor), mask=real)
-    to = out + cell[:, None] * HEAD_DIM + i[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+        divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split
+        total = total / divisor[:, None]
+        stored = real[:, None] & inside[None, :]
+        if splits == 1:
+            cell = token * (NUM_KV_HEADS * GROUP) + head
+            tl.store(out + cell[:, None] * HEAD_DIM + i[None, :], total.to(out.dtype.element_ty), mask=stored)
+        else:
+            before = tl.load(sums + PARTIALS * (num_rows + 1) + row)
+            partial = (before + query // GROUP * splits + part).to(tl.int64)
+            cell = partial * (NUM_KV_HEADS * GROUP) + head
+            tl.store(lse + cell, best + tl.log2(divisor), mask=real)
+            tl.store(parts + cell[:, None] * HEAD_DIM + i[None, :], total, mask=stored)
 
 
 _KEY = ["HEAD_DIM", "GROUP", "BLOCK_SIZE", "WINDOWED"]
 attend_decodes = tuned(DECODE_CONFIGS, _KEY)(attend)
 """For decodes; TILE holds the queries of one token."""
 attend_chunks = tuned(CHUNK_CONFIGS, _KEY)(attend)
-"""For chunks; the grid depends on the TILE that tuning chose."""
+"""For chunks; their items depend on the TILE that tuning chose."""

@@ -1,9 +1,9 @@
 """Owns what attention must know of a step's rows, as integers on the device.
-Never reads a tensor back: the host knows what sizes a launch."""
+Never reads a tensor back: the host knows what sizes a launch, or a bound of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.rows.step import PagedRows
-
-SPLIT = 512
-"""Keys of a decode row that one program reads. Splits begin at fixed positions, so that the order of a row's sums does
-not depend on the other rows of the batch or their lengths."""
-
-MOST_SPLITS = 32
-"""The most splits of one row; a longer row has longer splits, which depend on its own length alone. A captured step
-launches programs for the longest possible row on every row, and most of them find nothing to do."""
+from kernels.triton.attention.splits import SPLIT
+from kernels.triton.attention.work import Work, exact_work, most_work, sum_items
 
 _ALIGNED = 32  # int32 numbers: 128 bytes, so that every part is aligned for wide loads
 
@@ -29,6 +23,8 @@ class RowsOnDevice(Protocol):
 
     num_decode: int
     num_chunks: int
+    contexts: tuple[int, ...]
+    counts: tuple[int, ...]
     decodes: Tensor
     first_tokens: Tensor
     lengths: Tensor
@@ -58,22 +54,39 @@ class AttentionPlan:
     """The most other rows that they ever hold, padding included."""
     max_length: int
     """The length of the longest row that they ever hold."""
+    rows: tuple[tuple[int, int], ...] | None = None
+    """(length, count of tokens) of each row. None: a captured step, whose tensors hold other rows in each replay."""
     split: int = SPLIT
+    """The fewest keys of a split."""
+    _works: dict[tuple[int, int], Work] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def num_splits(self) -> int:
-        """The splits of the longest possible decode row."""
-        return min(max(1, -(-self.max_length // self.split)), MOST_SPLITS)
+    def work(self, num_tokens: int, group: int, window: int) -> Work:
+        """Return what there is to do in a layer. The first layer of each kind sums it up on the device: a captured step
+        does so in each replay, from the rows that its tensors then hold.
+
+        num_tokens: of the step, padding included; group: query heads for each KV head; window: UNLIMITED if there is
+        none.
+        """
+        if (group, window) not in self._works:
+            sums = sum_items(self.begins, self.lengths, self.decodes, group, window, self.split)
+            if self.rows is None:
+                bounds = num_tokens, self.num_decode, self.num_chunks, self.max_length
+                found = most_work(sums, *bounds, group, self.split)
+            else:
+                found = exact_work(sums, self.rows, self.num_decode, group, window, self.split)
+            self._works[group, window] = found
+        return self._works[group, window]
 
 
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
     """Build the plan on the block tables' device, with one copy from pinned memory that nothing waits for."""
+    lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
+    known = tuple(zip(lengths, rows.counts, strict=True)) or None
     if isinstance(rows, RowsOnDevice):
         tensors = rows.first_tokens, rows.lengths, rows.tables, rows.decodes
-        return AttentionPlan(*tensors, rows.num_decode, rows.num_chunks, rows.max_length)
+        return AttentionPlan(*tensors, rows.num_decode, rows.num_chunks, rows.max_length, known)
     device, shape = rows.block_tables.device, rows.block_tables.shape
     begins = list(accumulate(rows.counts, initial=0))
-    lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
     parts = [torch.tensor(begins), torch.tensor(lengths), torch.tensor([rows.num_decode])]
     if device.type == "cpu":
         parts.append(rows.block_tables.flatten())
@@ -85,4 +98,5 @@ def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> Att
     on_device = [place[: len(part)] for part, place in zip(parts, places, strict=True)]
     tables = on_device[3].view(shape) if len(parts) == 4 else rows.block_tables.to(torch.int32)
     num_chunks = len(lengths) - rows.num_decode
-    return AttentionPlan(on_device[0], on_device[1], tables, on_device[2], rows.num_decode, num_chunks, max(lengths))
+    tensors = on_device[0], on_device[1], tables, on_device[2]
+    return AttentionPlan(*tensors, rows.num_decode, num_chunks, max(lengths), known)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -71,6 +73,18 @@ def candidates(configs: Sequence[triton.Config], tuning: str) -> list[triton.Con
     if not tuning.isdecimal():
         raise ValueError(f"{TUNING} is {tuning!r}: expected {KEEP}, {FORGET} or the number of a configuration.")
     return [configs[min(int(tuning), len(configs) - 1)]]
+
+
+WITHOUT_GPU = 4
+"""Multiprocessors where there is none: so few that programs have several items each in the interpreter, too."""
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    if device.type != "cuda":
+        return WITHOUT_GPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def padded(size: int, least: int = 1) -> int:

@@ -22,6 +22,7 @@ from engine.build.gpu import (
     SHORT_CONTEXT,
     largest_step,
     longest_decode_step,
+    longest_rows_step,
     short_decode_step,
     start_on_device,
 )
@@ -205,6 +206,23 @@ def test_rows_of_the_longest_decode_step_are_shorter_rather_than_read_the_same_b
     assert len(set(blocks)) == min(len(blocks), num_blocks)
     short = [block for row in short_decode_step(config, num_blocks).rows[:30] for block in row.block_ids]
     assert len(set(short)) == 30 * SHORT_CONTEXT // 16
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [(256, 2048), (256, 256), (4, 2048), (64, 8192)])
+def test_a_step_of_the_longest_rows_has_as_many_partial_results_as_a_step_may_have(seqs: int, tokens: int) -> None:
+    """Otherwise the start would not have measured what they take, in a step that is not captured."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    from kernels.triton.attention.splits import SPLIT, num_splits
+    from kernels.triton.attention.work import most_work
+
+    config = resolved_config(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=32_768, block_size=16)
+    plan = longest_rows_step(config, 100)
+    check_plan(plan, 16)
+    assert plan.num_tokens <= tokens
+    found = sum(len(row.token_ids) * num_splits(row.end, len(row.token_ids)) for row in plan.rows)
+    bound = most_work(torch.zeros(5, seqs + 1), tokens, seqs, seqs, 32_768, 4, SPLIT).partials
+    assert 0.93 * bound < found <= bound
+    check_plan(longest_rows_step(replace(config, recurrent_state=True), 100), 16, seqs)
 
 
 def test_blocks_to_time_with_are_a_part_of_what_is_left_and_enough_for_the_largest_step() -> None:

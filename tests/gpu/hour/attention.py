@@ -30,7 +30,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows that decode after `context` tokens, or one chunk of `chunk` tokens without context."""
+    """Rows that decode after `context` tokens, or that have a chunk of `chunk` tokens there."""
 
     rows: int
     context: int
@@ -38,7 +38,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"chunk of {self.chunk}" if self.chunk else f"decode {self.rows} x {self.context}"
+        if not self.chunk:
+            return f"decode {self.rows} x {self.context}"
+        return f"chunk of {self.chunk}" + (f" after {self.rows} x {self.context}" if self.context else "")
 
     def paged(self, block_size: int) -> PagedRows:
         count = self.chunk or 1
@@ -53,9 +55,12 @@ class Case:
         return 2 * self.rows * (self.context + (self.chunk or 1)) * KV_HEADS * HEAD_DIM * 2
 
 
-FULL = (Case(64, 1024), Case(64, 8192), Case(256, 1024), Case(16, 1024), Case(1, 1024), Case(1, 0, 8192))
-"""Kernels are autotuned on the first."""
-TINY = (Case(2, 40), Case(1, 0, 24))
+FULL = (
+    *(Case(64, 1024), Case(64, 8192), Case(256, 1024), Case(16, 1024), Case(1, 1024), Case(1, 8192), Case(1, 0, 8192)),
+    *(Case(1, 32_000, 50), Case(1, 32_000, 5), Case(64, 8192, 5)),
+)
+"""Kernels are autotuned on the first. The last are a suffix of a cached prefix, and unverified drafts."""
+TINY = (Case(2, 40), Case(1, 0, 24), Case(1, 30, 3))
 
 
 def _bench(options: argparse.Namespace) -> tuple[Bench, Sequence[Case]]:
@@ -75,14 +80,14 @@ def _timed(bench: Bench, case: Case, make: Callable[[], Run], capturable: bool =
 
 
 def _paged_run(bench: Bench, case: Case, table: Ops, block_size: int, **of_plan: int) -> Run:
-    """Return a run of paged attention. of_plan: values that replace the plan's own."""
+    """Return a run of paged attention. of_plan: values of a captured step's plan in place of the step's own."""
     rows = case.paged(block_size)
     shape = (rows.block_tables.numel(), block_size, KV_HEADS, HEAD_DIM)
     cache = (bench.random(*shape), bench.random(*shape))
     q = bench.random(case.rows * (case.chunk or 1), KV_HEADS * GROUP, HEAD_DIM)
     plan = table.prepare_attention(on_device(rows, bench.device) if table.capturable else rows, KV_HEADS, bench.dtype)
     if of_plan:
-        plan = replace(plan, **of_plan)
+        plan = replace(plan, rows=None, **of_plan)
     return lambda: table.attention(q, *cache, plan, HEAD_DIM**-0.5)
 
 
@@ -91,9 +96,13 @@ def _contiguous_run(bench: Bench, case: Case) -> Run:
     keys, count = case.context + (case.chunk or 1), case.chunk or 1
     q = bench.random(case.rows, KV_HEADS * GROUP, count, HEAD_DIM)
     k, v = (bench.random(case.rows, KV_HEADS, keys, HEAD_DIM) for _ in "kv")
+    of_prompt = bool(case.chunk) and not case.context  # torch's own causal mask begins at the first key
+    of_suffix = bool(case.chunk and case.context)
+    seen = torch.ones(count, keys, dtype=torch.bool, device=q.device).tril(case.context)
+    mask = seen if of_suffix else None
 
     def run() -> Tensor:
-        return scaled_dot_product_attention(q, k, v, is_causal=bool(case.chunk), enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=of_prompt, enable_gqa=True)
 
     return run
 
@@ -115,7 +124,8 @@ def _tables(bench: Bench, block_size: int) -> Iterator[tuple[str, Ops]]:
 
 
 def sweep(options: argparse.Namespace, keep: Keep) -> None:
-    """Time Triton's attention with several block sizes, with plans for longer rows than there are, and other splits."""
+    """Time Triton's attention with several block sizes: eagerly, and as in captures for longer rows than there are,
+    with other splits, too."""
     bench, cases = _bench(options)
     found: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -131,10 +141,11 @@ def sweep(options: argparse.Namespace, keep: Keep) -> None:
 
 
 def _plans(case: Case, on_gpu: bool) -> list[dict[str, int]]:
-    if not on_gpu or case.chunk:
+    if not on_gpu:
         return [{}]
-    longest = [{"max_length": length} for length in (2048, 16384, 32768) if length > case.context]
-    return longest + [{"max_length": 16384, "split": split} for split in (128, 256, 1024)]
+    longest = [{"max_length": length} for length in (2048, 32768) if length > case.context + case.chunk]
+    splits = [] if case.chunk else [{"max_length": 32768, "split": split} for split in (128, 512, 1024)]
+    return [{}, *longest, *splits]
 
 
 def packages(options: argparse.Namespace, keep: Keep) -> None:

@@ -57,6 +57,32 @@ def plan_of(case: Case, device: str, split: int = SPLIT) -> AttentionPlan:
     return replace(prepare_attention(rows, case.k_cache.shape[2], case.q.dtype), split=split)
 
 
+def captured_plan(rows: int, blocks: int, device: str, *, block_size: int, split: int = SPLIT) -> AttentionPlan:
+    """Return the plan of a captured step with room for so many rows, any of them decodes, and blocks of each."""
+    numbers = torch.zeros(2 * rows + 2, dtype=torch.int32, device=device)
+    return AttentionPlan(
+        numbers[: rows + 1],
+        numbers[rows + 1 : -1],
+        torch.zeros(rows, blocks, dtype=torch.int32, device=device),
+        decodes=numbers[-1:],
+        num_decode=rows,
+        num_chunks=rows,
+        max_length=blocks * block_size,
+        split=split,
+    )
+
+
+def place(case: Case, plan: AttentionPlan) -> None:
+    """Put the case's rows where the captured step reads them; the others become padding without tokens."""
+    made, count = plan_of(case, str(plan.lengths.device)), len(case.rows.counts)
+    plan.begins.fill_(len(case.q))
+    plan.begins[: count + 1] = made.begins
+    plan.lengths.zero_()
+    plan.lengths[:count] = made.lengths
+    plan.block_tables[:count, : made.block_tables.shape[1]] = made.block_tables
+    plan.decodes.copy_(made.decodes)
+
+
 def attend(
     case: Case, device: str, *, window: int | None = None, split: int = SPLIT, plan: AttentionPlan | None = None
 ) -> Tensor:

@@ -68,7 +68,9 @@ def variant_of(kernel: Any, name: str) -> str:
     constants = {parameters[place]: value for (place,), value in kernel.src.constants.items() if value is not None}
     types = [kind.replace("*", "") for kind in kernel.src.signature.values() if kind.startswith("*")]
     sizes = " ".join(f"{parameter}={value}" for parameter, value in constants.items())
-    return f"{name}({','.join(types)}) {sizes} warps={kernel.metadata.num_warps} stages={kernel.metadata.num_stages}"
+    limit = f" registers<={kernel.metadata.maxnreg}" if kernel.metadata.maxnreg else ""
+    how = f"warps={kernel.metadata.num_warps} stages={kernel.metadata.num_stages}{limit}"
+    return f"{name}({','.join(types)}) {sizes} {how}"
 
 
 def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
@@ -101,7 +103,7 @@ def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
 
 
 def launch_all(dtype: torch.dtype, head_dim: int, group: int) -> None:
-    """Launch each kernel once, and attention for decode rows with and without splits, and for chunks."""
+    """Launch each kernel once, and attention for decodes and for chunks."""
     x = torch.zeros(5, 576, dtype=dtype)
     rms_norm(x, x[0], 1e-5)
     add_rms_norm(x, x.float(), x[0], 1e-5)
@@ -115,10 +117,15 @@ def launch_all(dtype: torch.dtype, head_dim: int, group: int) -> None:
         rotate.rotate_and_cache(qkv, (angles, angles), heads, (cache, cache), torch.arange(5), norms, 1e-5)
     rotate.rope(qkv.view(5, -1, head_dim), angles, angles)
     write_cache(cache[0, :5], cache[0, :5], cache, cache, torch.arange(5))
+    launch_attention(dtype, head_dim, group)
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    """Launch a captured step that may have decodes and chunks, and rows of several splits among both."""
+    cache = torch.zeros(9, 16, 2, head_dim, dtype=dtype)
     numbers = torch.zeros(5, dtype=torch.int32)
-    for max_length in (100, 5000):
-        plan = AttentionPlan(numbers, numbers[:4], numbers.expand(4, 5).contiguous(), numbers[:1], 2, 2, max_length)
-        attention.attention(torch.zeros(5, 2 * group, head_dim, dtype=dtype), cache, cache, plan, 0.1)
+    plan = AttentionPlan(numbers, numbers[:4], numbers.expand(4, 5).contiguous(), numbers[:1], 2, 2, max_length=5000)
+    attention.attention(torch.zeros(5, 2 * group, head_dim, dtype=dtype), cache, cache, plan, 0.1)
 
 
 def launch_linear_attention(dtype: torch.dtype) -> None:

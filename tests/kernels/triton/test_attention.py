@@ -10,10 +10,22 @@ import torch
 
 from kernels.rows.step import PagedRows
 from tests.kernels.rows import Case, paged_case
-from tests.kernels.triton.cases import POISON, TOLERANCE, attend, check_attention, close, plan_of, slow
+from tests.kernels.triton.cases import (
+    POISON,
+    TOLERANCE,
+    attend,
+    captured_plan,
+    check_attention,
+    close,
+    place,
+    plan_of,
+    slow,
+)
 
 from kernels.triton.attention.attention import attention  # isort: skip
-from kernels.triton.attention.plan import MOST_SPLITS, AttentionPlan, prepare_attention  # isort: skip
+from kernels.triton.attention.plan import AttentionPlan, prepare_attention  # isort: skip
+from kernels.triton.attention.splits import MOST_SPLITS, num_splits  # isort: skip
+from kernels.triton.attention.work import CHUNK_ITEMS, DECODE_ITEMS, UNLIMITED  # isort: skip
 
 BLOCK = 16
 SPLIT = 128
@@ -32,16 +44,40 @@ def test_a_decode_row_alone_matches_the_reference(device: str, length: int) -> N
     check_attention(paged_case([length - 1], []), device, split=SPLIT)
 
 
-def test_a_row_that_never_needs_a_second_split_is_written_directly(device: str) -> None:
-    """The result is the same to the bit as merging its only split."""
+def test_a_row_of_one_split_is_the_same_where_others_might_have_several(device: str) -> None:
+    """In a captured step there is room for the partial results of longer rows, which these never use."""
     case = paged_case([SPLIT - 1, 3], [])
-    long = replace(plan_of(case, device, SPLIT), max_length=2 * SPLIT)
+    long = replace(plan_of(case, device, SPLIT), max_length=2 * SPLIT, rows=None)
     assert torch.equal(attend(case, device, split=SPLIT), attend(case, device, plan=long))
 
 
 @pytest.mark.parametrize("context", [0, BLOCK, 100, *map(slow, (1, BLOCK - 1, BLOCK + 1))])
 def test_chunks_of_any_length_after_any_context_match_the_reference(device: str, context: int) -> None:
     check_attention(paged_case([], [(context, count) for count in COUNTS], kv_heads=1), device)
+
+
+@pytest.mark.parametrize("count", [2, 9, slow(17), 50, slow(128)])
+def test_a_chunk_on_a_context_of_several_splits_matches_the_reference(device: str, count: int) -> None:
+    """At the edges of splits of 2 x SPLIT keys, which a chunk may cross. 50 tokens of 3 queries are three tiles; fewer
+    are a suffix of a cached prefix, or a token and its unverified drafts."""
+    lengths = [count, *(splits * 2 * SPLIT + more for splits in (1, 2) for more in (-1, 0, 1)), 6 * SPLIT + 7]
+    chunks = [(length - count, count) for length in lengths]
+    assert num_splits(lengths[-1], count, SPLIT) > 1
+    check_attention(paged_case([], chunks, kv_heads=1), device, split=SPLIT)
+
+
+@pytest.mark.parametrize("window", [1, 100, 2 * SPLIT, 5000])
+@pytest.mark.parametrize("dtype", [torch.float16, slow(torch.float32)])
+def test_a_window_of_split_chunks_matches_the_reference(device: str, window: int, dtype: torch.dtype) -> None:
+    """Splits before the window of a chunk's first token have no items, and later ones none of some tokens' keys."""
+    case = paged_case([600, 300], [(700, 9), (515, 40), (505, 20)], kv_heads=1, dtype=dtype)
+    check_attention(case, device, window=window, split=SPLIT)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 3), (4, 2), slow(7, 1), (20, 1)])
+def test_split_chunks_of_every_gqa_ratio_match_the_reference(device: str, group: int, kv_heads: int) -> None:
+    case = paged_case([300], [(255, 9), (250, 12)], group=group, kv_heads=kv_heads)
+    check_attention(case, device, split=SPLIT)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -100,7 +136,6 @@ def test_a_row_has_its_splits_by_its_own_length(device: str) -> None:
     """The result is the same to the last bit beside a row whose splits are longer than the minimum."""
     case = paged_case([4 * 24, MOST_SPLITS * 24, 100 * 24], [], kv_heads=1)
     together = attend(case, device, split=24)
-    assert plan_of(case, device, 24).num_splits == MOST_SPLITS
     for row in range(3):
         rows = PagedRows(1, case.rows.contexts[row : row + 1], (1,), case.rows.block_tables[row : row + 1], BLOCK)
         assert torch.equal(
@@ -110,10 +145,12 @@ def test_a_row_has_its_splits_by_its_own_length(device: str) -> None:
 
 def test_neighbours_do_not_change_a_row(device: str) -> None:
     """The result is the same to the last bit: splits end at fixed positions, and rows share no tiles."""
-    case = paged_case([30, 300], [(20, 9)])
+    case = paged_case([30, 300], [(20, 9), (500, 9), (0, 30), (290, 30)])
     together = attend(case, device, split=SPLIT)
     rows = case.rows
-    for row, tokens in ((0, slice(0, 1)), (1, slice(1, 2)), (2, slice(2, None))):
+    ends = torch.tensor(rows.counts).cumsum(0).tolist()
+    for row, (end, tokens_of_row) in enumerate(zip(ends, rows.counts, strict=True)):
+        tokens = slice(end - tokens_of_row, end)
         count = rows.counts[row : row + 1]
         alone = PagedRows(
             int(row < 2), rows.contexts[row : row + 1], count, rows.block_tables[row : row + 1], rows.block_size
@@ -122,19 +159,12 @@ def test_neighbours_do_not_change_a_row(device: str) -> None:
         assert torch.equal(together[tokens], single)
 
 
-def captured_plan(case: Case, device: str, *, rows: int) -> AttentionPlan:
-    """Return the plan of a captured mixed step: tensors for more rows than the case has, any of which may be decodes.
-    Padding rows have other rows' blocks, so that reading them would not give NaN."""
-    plan, more = plan_of(case, device, SPLIT), rows - len(case.rows.counts)
-    return replace(
-        plan,
-        begins=torch.cat((plan.begins, plan.begins[-1:].expand(more))),
-        lengths=torch.cat((plan.lengths, plan.lengths.new_zeros(more))),
-        block_tables=torch.cat((plan.block_tables, plan.block_tables.new_zeros(more, plan.block_tables.shape[1]))),
-        num_decode=rows - 1,
-        num_chunks=rows,
-        max_length=40 * SPLIT,
-    )
+def captured(case: Case, device: str, *, rows: int) -> AttentionPlan:
+    """Return the plan of a captured step with room for more rows than the case has. Padding rows have other rows'
+    blocks, so that reading them would not give NaN."""
+    plan = captured_plan(rows, 40 * SPLIT // BLOCK, device, block_size=BLOCK, split=SPLIT)
+    place(case, plan)
+    return plan
 
 
 @pytest.mark.parametrize(("decodes", "chunks"), [([0, 300], [(17, 30), (3, 2)]), ([], [(7, 5)]), ([9], [(40, 1)])])
@@ -143,7 +173,7 @@ def test_padding_cannot_leak(device: str, decodes: list[int], chunks: list[tuple
     case = paged_case(decodes, chunks)
     alone = attend(case, device, split=SPLIT)
     behind = torch.full((5, *case.q.shape[1:]), torch.nan)
-    got = attend(replace(case, q=torch.cat((case.q, behind))), device, plan=captured_plan(case, device, rows=7))
+    got = attend(replace(case, q=torch.cat((case.q, behind))), device, plan=captured(case, device, rows=7))
     assert torch.equal(got[:-5], alone)
     assert (got[-5:] == POISON).all()
 
@@ -151,17 +181,37 @@ def test_padding_cannot_leak(device: str, decodes: list[int], chunks: list[tuple
 def test_decode_rows_of_a_captured_mixed_step_have_their_keys_split(device: str) -> None:
     """Regression guard: beside a chunk, a decode row was treated as one, and one program read all of its keys."""
     case = paged_case([2 * SPLIT, 5], [(40, 9)])
-    plan = captured_plan(case, device, rows=5)
-    got = attend(case, device, plan=plan)
-    as_chunks = attend(case, device, plan=replace(plan, decodes=torch.zeros_like(plan.decodes)))
-    close(as_chunks, got.cpu())
-    assert not torch.equal(as_chunks[0], got[0]), "its keys were summed up in another order"
-    assert torch.equal(as_chunks[2:], got[2:])
+    plan = captured(case, device, rows=5)
+    sums = plan.work(len(case.q), 3, UNLIMITED).sums
+    assert sums[DECODE_ITEMS.value].diff().tolist() == [3, 1, 0, 0, 0]
+    assert sums[CHUNK_ITEMS.value].diff().tolist() == [0, 0, 1, 0, 0]
+    close(attend(case, device, plan=plan), attend(case, device, split=SPLIT))
+
+
+def test_a_captured_step_reads_the_rows_that_each_replay_finds(device: str) -> None:
+    """Tensors, grid and room for partial results are those of the capture, and only the numbers within change: how many
+    rows are decodes, and how long they are. Each row is the same to the last bit as in a step of its own."""
+    buffers = captured_plan(12, 40, device, block_size=BLOCK, split=SPLIT)
+    sizes = set()
+    steps = (
+        *(([30, 5, 290], [(300, 9), (0, 50)]), ([260] * 11, [(0, 2)])),
+        *(([], [(500, 16), (3, 50)]), ([7], [])),
+    )
+    for case in (paged_case(*step, block_size=BLOCK) for step in steps):
+        place(case, buffers)
+        plan = replace(buffers)  # whose sums are made anew, as by a replay
+        padding = torch.full((70 - len(case.q), *case.q.shape[1:]), torch.nan)
+        got = attend(replace(case, q=torch.cat((case.q, padding))), device, plan=plan)
+        assert torch.equal(got[: len(case.q)], attend(case, device, split=SPLIT))
+        assert (got[len(case.q) :] == POISON).all()
+        work = plan.work(70, 3, UNLIMITED)
+        sizes.add((work.decode_items, work.partials, work.merged, *work.chunk_items.values()))
+    assert len(sizes) == 1
 
 
 def test_a_step_of_padding_alone_writes_nothing(device: str) -> None:
     case = paged_case([4], [(0, 3)])
-    plan = plan_of(case, device)
+    plan = replace(plan_of(case, device), rows=None)
     plan.lengths.zero_()
     plan.begins[2:] = plan.begins[1]
     assert (attend(case, device, plan=plan) == POISON).all()
@@ -197,7 +247,7 @@ def test_rows_that_are_on_the_device_are_taken_as_they_are(device: str) -> None:
     plan = prepare_attention(rows, 2, case.q.dtype)
     for name in ("begins", "lengths", "block_tables", "decodes"):
         assert getattr(plan, name) is getattr(made, name)
-    assert (plan.num_chunks, plan.num_splits) == (1, 8)
+    assert (plan.num_chunks, plan.max_length, plan.rows) == (1, 4096, None)
     close(attend(case, device, plan=plan), attend(case, device))
 
 

@@ -13,9 +13,9 @@ from tests.kernels.triton.resources import compile_for
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 EVERY = {
-    "_norm", "_silu_and_mul", "_rotate", "_write", "attend", "_combine", "_copy", "_edit", "_look", "_limit",
-    "scan_block", "filter_row", "sample_row", "_logprobs", "_convolve", "_one_step", "_invert", "_scan", "_gated_norm",
-    "_sigmoid_gate", "_router_logits", "_choose", "_sort", "_gate_up", "_down", "_add_parts",
+    "_norm", "_silu_and_mul", "_rotate", "_write", "_sum_items", "attend", "_combine", "_copy", "_edit", "_look",
+    "_limit", "scan_block", "filter_row", "sample_row", "_logprobs", "_convolve", "_one_step", "_invert", "_scan",
+    "_gated_norm", "_sigmoid_gate", "_router_logits", "_choose", "_sort", "_gate_up", "_down", "_add_parts",
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_pa
     """Regression guard: chunks had none that fits Ada and small Ampere GPUs, where no step could run."""
     found = compile_for("8.9", str(tmp_path), "--head-dims", "256", "--groups", "4", "--least-shared")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
-    assert len(sizes) == 4
+    assert len(sizes) == 2
     assert max(sizes) <= 99 * 1024
 
 

@@ -1,4 +1,4 @@
-"""Owns what a step queues on a device: nothing is read back, and a captured step gives the same as an uncaptured one.
+"""Owns what a step queues on a device: nothing is read back, and captured steps give what others do. Long: each kind.
 Never needs a GPU: captures are made on the CPU, where a replay does the captured work again on the same tensors."""
 
 from __future__ import annotations
@@ -121,6 +121,28 @@ def test_captured_steps_of_every_family_give_the_logits_of_the_cpu(tmp_path: Pat
     poison(executor)
     for size in (1, 17, None):
         torch.testing.assert_close(forced_logits(executor, TOKENS, BLOCKS, size), want, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("flash")
+def test_attention_is_told_of_the_rows_of_a_step_that_is_not_captured(
+    captured: DeviceExecutor, eager: DeviceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It launches what they need; a captured step is replayed for rows that nobody knows yet."""
+    plan = StepPlan(0, (decode("a", 3, 5, BLOCKS), chunk("b", TOKENS, 17, 40, OTHER_BLOCKS)))
+    for executor, known in ((eager, ((5, 17), (1, 23))), (captured, ((), ()))):
+        told: list[Any] = []
+        model, prepare = executor.model, executor.model.ops.prepare_attention
+
+        def noted(rows: Any, *shape: Any, prepare: Any = prepare, told: list[Any] = told) -> Any:
+            told.append(rows)
+            return prepare(rows, *shape)
+
+        monkeypatch.setattr(model, "ops", replace(model.ops, prepare_attention=noted))
+        if executor is captured:
+            model.warm_up(model._buckets)
+        else:
+            executor.logits(plan)
+        assert {(rows.contexts, rows.counts) for rows in told} == {known}
 
 
 EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}

@@ -1,0 +1,60 @@
+"""Owns how a row's keys are split among programs: by its length and its count of tokens alone.
+Never looks at another row: the order of a row's sums is the same beside any others."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SPLIT = 256
+"""The fewest keys of a split. One row of 1,024 keys then has 4 splits for each KV head."""
+FINE_SPLITS = 16
+"""The most splits of that size; a longer row has splits of twice as many keys, which cost fewer partial results."""
+MOST_SPLITS = 32
+"""The most splits of a row with one token. A longer row has longer splits."""
+MOST_CHUNK_SPLITS = 16
+"""The most splits of a row with more tokens."""
+CHUNK_PARTIALS = 256
+"""The most partial results of such a row: its tokens times its splits. 50 tokens of a model with 4 queries for each of
+8 KV heads are 4 tiles of 64 queries: with 5 splits, 160 programs. 129 tokens and more are never split: they have
+programs enough."""
+STEP = 128
+"""What the size of longer splits is a multiple of: all key tiles are full, except at a row's end."""
+
+
+def split_size(length: int, count: int, split: int = SPLIT) -> int:
+    """Return the keys in each split of a row. Splits begin at multiples of it.
+
+    length: the row's keys, at least 1; count: its tokens in this step, at least 1; split: in place of SPLIT.
+    """
+    if count == 1 and -(-length // split) <= FINE_SPLITS:
+        return split
+    most = MOST_SPLITS if count == 1 else min(max(count, CHUNK_PARTIALS) // count, MOST_CHUNK_SPLITS)
+    return max(2 * split, -(-length // (most * STEP)) * STEP)
+
+
+def num_splits(length: int, count: int, split: int = SPLIT) -> int:
+    """Return how many splits a row has; see split_size."""
+    return -(-length // split_size(length, count, split))
+
+
+def most_splits(max_length: int, split: int = SPLIT) -> int:
+    """Return the most splits of any row of up to `max_length` keys."""
+    return min(-(-max_length // split), MOST_SPLITS)
+
+
+_FINE_SPLITS = tl.constexpr(FINE_SPLITS)
+_MOST_SPLITS = tl.constexpr(MOST_SPLITS)
+_MOST_CHUNK_SPLITS = tl.constexpr(MOST_CHUNK_SPLITS)
+_CHUNK_PARTIALS = tl.constexpr(CHUNK_PARTIALS)
+_STEP = tl.constexpr(STEP)
+
+
+@triton.jit
+def splits_of(length, count, window, split):
+    """Return (keys in each split, splits, splits before the window of the row's first token); see split_size."""
+    of_chunk = tl.minimum(tl.maximum(count, _CHUNK_PARTIALS) // count, _MOST_CHUNK_SPLITS)
+    most = tl.where(count == 1, _MOST_SPLITS, of_chunk)
+    coarse = tl.maximum(2 * split, tl.cdiv(length, most * _STEP) * _STEP)
+    size = tl.where((count == 1) & (tl.cdiv(length, split) <= _FINE_SPLITS), split, coarse)
+    return size, tl.cdiv(length, size), tl.maximum(length - count - window + 1, 0) // size
