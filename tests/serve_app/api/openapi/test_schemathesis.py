@@ -92,6 +92,7 @@ BEYOND_A_SCHEMA = re.compile(
     r"|No message has any content|no text that a model could read|can(?:not)? be used here|less than max_tokens"
     r"|expected an adapter there"  # no directory has an adapter
     r"|^tools\.\d+\.[\w.]+: |only allowed, and needed, where|which is not among the tools"
+    r"|at least 1 item after validation"  # all that were given are hints
     r"|nothing is stored|this server runs no such tool|the name of tools of several namespaces"
 )
 """Reasons for which a body that is valid by the document may be refused."""
