@@ -3,20 +3,16 @@ Never compares with stored numbers: every input is random, and all that nobody m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from kernels import reference
 from kernels.forward import LowRankStack
 from kernels.rows.adapter_tokens import NO_SLOT, TILE, AdapterTokens, count_tiles, most_tiles, pack_tokens
-from tests.kernels.rows import seeded_generator
+from tests.kernels.low_rank_case import low_rank_case, mixed
 from tests.kernels.triton.cases import TOLERANCE, close, slow
 
 from kernels.triton.low_rank.expand import OUTPUTS_AT_A_TIME, add_low_rank  # isort: skip
@@ -35,79 +31,19 @@ def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class LowRankCase(NamedTuple):
-    y: Tensor  # [num_tokens, outputs]
-    x: Tensor  # [num_tokens, inputs]
-    stack: LowRankStack
-    slots: list[int]
-    """Each token's."""
-
-    def want(self) -> Tensor:
-        return reference.add_low_rank(self.y, self.x, self.stack, self.slots)
-
-    def run(self, device: str, *, spare_tokens: int = 0, spare_tiles: int = 0) -> Tensor:
-        """Return y with what the kernels add. The tokens are rows of one token each, and then padding of NaN."""
-        counts = [1] * len(self.slots)
-        tiles = count_tiles(self.slots, counts) + spare_tiles
-        packed = pack_tokens(self.slots, counts, len(counts) + spare_tokens, tiles).to(device)
-        y, x = (torch.cat((z, torch.full((spare_tokens, z.shape[1]), torch.nan, dtype=z.dtype))) for z in self[:2])
-        y, stack = y.to(device), LowRankStack(self.stack.a.to(device), self.stack.b.to(device), self.stack.firsts)
-        add_low_rank(y, x.to(device), stack, AdapterTokens.of(packed, len(counts) + spare_tokens))
-        assert y[len(counts) :].isnan().all(), "padding was written"
-        return y[: len(counts)].cpu()
-
-
-def low_rank_case(
-    slots: Sequence[int],
-    *,
-    inputs: int = 24,
-    parts: Sequence[int] = (20,),
-    ranks: int = 16,
-    own_rank: int | None = None,
-    num_slots: int = 4,
-    dtype: torch.dtype = torch.float32,
-    whole: bool = False,
-) -> LowRankCase:
-    """Draw a case. own_rank: that of every adapter, beyond which its ranks are zero. whole: small integers, whose sums
-    are exact in float32 in any order. Slots that no token has, and tokens without an adapter, hold NaN in what the
-    kernels must not read."""
-    generator = seeded_generator()
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        drawn = torch.randint(-2, 3, shape, generator=generator).float()
-        return (drawn if whole else torch.randn(*shape, generator=generator) * scale).to(dtype)
-
-    outputs = sum(parts)
-    a = draw(num_slots, len(parts), ranks, inputs, scale=inputs**-0.5)
-    b = draw(num_slots, outputs, ranks, scale=(own_rank or ranks) ** -0.5)
-    if own_rank is not None:
-        a[:, :, own_rank:], b[:, :, own_rank:] = 0, 0
-    unused = [slot for slot in range(num_slots) if slot not in slots]
-    a[unused], b[unused] = torch.nan, torch.nan
-    x, y = draw(len(slots), inputs), draw(len(slots), outputs)
-    x[[token for token, slot in enumerate(slots) if slot < 0]] = torch.nan
-    firsts = tuple(accumulate(parts[:-1], initial=0))
-    return LowRankCase(y, x, LowRankStack(a, b, firsts), list(slots))
-
-
-def mixed(count: int, num_slots: int = 4) -> list[int]:
-    """Return slots in turn, so that no two neighbours have the same, with tokens of none between."""
-    return [token % (num_slots + 1) - 1 for token in range(count)]
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("parts", [(20,), (24, 24), QKV], ids=str)
 def test_products_of_every_kind_of_stack_are_those_of_the_reference(
     device: str, parts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     case = low_rank_case(mixed(11), parts=parts, dtype=dtype)
-    close(case.run(device), case.want())
+    close(case.run(add_low_rank, device), case.want())
 
 
 @pytest.mark.parametrize("count", [1, TILE - 1, TILE, TILE + 1, 2 * TILE])
 def test_tokens_of_one_adapter_at_the_edges_of_a_tile_are_those_of_the_reference(device: str, count: int) -> None:
     case = low_rank_case([2] * count)
-    close(case.run(device), case.want())
+    close(case.run(add_low_rank, device), case.want())
 
 
 @pytest.mark.parametrize("ranks", [16, 48, 64, 80, slow(256)])
@@ -116,13 +52,13 @@ def test_ranks_below_and_beyond_a_program_are_those_of_the_reference(
     device: str, ranks: int, own_rank: int | None
 ) -> None:
     case = low_rank_case(mixed(7), ranks=ranks, own_rank=own_rank, parts=QKV)
-    close(case.run(device), case.want())
+    close(case.run(add_low_rank, device), case.want())
 
 
 @pytest.mark.parametrize("inputs", [1, 63, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 100])
 def test_inputs_at_the_edges_of_a_split_are_those_of_the_reference(device: str, inputs: int) -> None:
     case = low_rank_case(mixed(5), inputs=inputs)
-    close(case.run(device), case.want())
+    close(case.run(add_low_rank, device), case.want())
 
 
 @pytest.mark.parametrize(
@@ -132,17 +68,17 @@ def test_inputs_at_the_edges_of_a_split_are_those_of_the_reference(device: str, 
 )
 def test_outputs_at_the_edges_of_a_tile_are_those_of_the_reference(device: str, parts: tuple[int, ...]) -> None:
     case = low_rank_case(mixed(5), parts=parts)
-    close(case.run(device), case.want())
+    close(case.run(add_low_rank, device), case.want())
 
 
 def test_every_slot_at_once_is_that_of_the_reference(device: str) -> None:
     case = low_rank_case([3, 0, 1, 2, 2, 0, 3, 1] * 20)
-    close(case.run(device), case.want())
+    close(case.run(add_low_rank, device), case.want())
 
 
 def test_tokens_without_an_adapter_keep_every_bit(device: str) -> None:
     case = low_rank_case(mixed(40))
-    got = case.run(device)
+    got = case.run(add_low_rank, device)
     without = [token for token, slot in enumerate(case.slots) if slot == NO_SLOT]
     assert len(without) == 8
     assert torch.equal(got[without], case.y[without])
@@ -150,17 +86,17 @@ def test_tokens_without_an_adapter_keep_every_bit(device: str) -> None:
 
 def test_a_step_in_which_no_token_has_an_adapter_changes_nothing(device: str) -> None:
     case = low_rank_case([NO_SLOT] * 5)
-    assert torch.equal(case.run(device, spare_tokens=3, spare_tiles=4), case.y)
+    assert torch.equal(case.run(add_low_rank, device, spare_tokens=3, spare_tiles=4), case.y)
 
 
 def test_padding_and_neighbours_change_no_token(device: str) -> None:
     """Whole numbers, because the interpreter's BLAS may add up one row in another order than the next."""
     case = low_rank_case(mixed(70), parts=QKV, inputs=SPLIT + 30, whole=True)
-    got = case.run(device, spare_tokens=6, spare_tiles=3)
+    got = case.run(add_low_rank, device, spare_tokens=6, spare_tiles=3)
     assert torch.equal(got, case.want())
     for token in (1, 5, 69):
         alone = case._replace(x=case.x[token:][:1], y=case.y[token:][:1], slots=case.slots[token:][:1])
-        assert torch.equal(alone.run(device)[0], got[token])
+        assert torch.equal(alone.run(add_low_rank, device)[0], got[token])
 
 
 def test_tokens_and_outputs_may_lie_in_wider_matrices(device: str) -> None:
@@ -179,7 +115,7 @@ def test_slots_that_lie_in_one_memory_beside_other_stacks_are_read_where_they_li
     a, b = case.stack.a.flatten(1), case.stack.b.flatten(1)
     memory = torch.cat((torch.full((4, 5), torch.nan), a, torch.full((4, 3), torch.nan), b), dim=1).to(device)
     views = memory[:, 5 : 5 + a.shape[1]].view(case.stack.a.shape), memory[:, -b.shape[1] :].view(case.stack.b.shape)
-    close(case._replace(stack=LowRankStack(*views, case.stack.firsts)).run(device), case.want())
+    close(case._replace(stack=LowRankStack(*views, case.stack.firsts)).run(add_low_rank, device), case.want())
 
 
 def test_the_parts_of_a_sum_are_of_fixed_inputs(device: str) -> None:

@@ -65,9 +65,7 @@ def cpu(directory: Path) -> Iterator[Made]:
     made[0].shutdown()
 
 
-def on_device(
-    directory: Path, device: FakeDevice | None = None, **options: Any
-) -> tuple[DeviceExecutor, ResolvedConfig]:
+def on_device(directory: Path, **options: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
     sizes: dict[str, Any] = {
         "cuda_graph_decode_rows": (3,), "cuda_graph_mixed_tokens": (24,), "cuda_graph_mixed_rows": (3,),
     }  # fmt: skip
@@ -75,7 +73,7 @@ def on_device(
     config = EngineConfig(**SETTINGS | {"attention": "triton", "overlap": True} | sizes | options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.choice.TRITON_TABLE", TRITON_TABLE)
-        return start_on_device(directory / "model", config, device or FakeDevice(), "a test").build()
+        return start_on_device(directory / "model", config, FakeDevice(), "a test").build()
 
 
 @pytest.fixture(scope="module", params=["captured", "plain"])
@@ -221,16 +219,13 @@ def test_an_adapter_takes_the_slot_of_one_that_was_dropped_while_its_step_is_in_
     assert outputs[1::2] == want
 
 
-def test_keeping_an_adapter_queues_one_copy_and_waits_for_nothing(directory: Path) -> None:
-    device = FakeDevice()
-    executor, _ = on_device(directory, device, cuda_graphs="none")
-    slots = host_of(executor)
+def test_keeping_an_adapter_queues_one_copy_and_waits_for_nothing(gpu: Made, directory: Path) -> None:
+    slots, device = host_of(gpu[0]), gpu[0]._device  # type: ignore[attr-defined]
     digest, weights = slots.read(str(directory / "1"))
     device.asked.clear()
     slots.keep(digest, weights)
     slots.drop(digest)
     assert device.asked == ["upload"]
-    executor.shutdown()
 
 
 def test_a_row_whose_adapter_is_in_no_slot_is_refused_by_its_digest(gpu: Made, kept: list[str]) -> None:
@@ -239,13 +234,12 @@ def test_a_row_whose_adapter_is_in_no_slot_is_refused_by_its_digest(gpu: Made, k
         gpu[0].launch(StepPlan(0, (row,)))
 
 
-def test_a_model_without_slots_refuses_rows_with_adapters(directory: Path) -> None:
-    executor, _ = on_device(directory, max_loras=0, cuda_graphs="none")
+def test_a_model_without_slots_refuses_rows_with_adapters(gpu: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu[0].model, "adapters", None)
     row = chunk("0", TOKENS[0], 0, 4, TABLES[0])._replace(adapter="ab12")
-    assert executor.capabilities.adapters is None
+    assert gpu[0].capabilities.adapters is None
     with pytest.raises(ValueError, match="A row needs the adapter ab12, and this model has none"):
-        executor.launch(StepPlan(0, (row,)))
-    executor.shutdown()
+        gpu[0].launch(StepPlan(0, (row,)))
 
 
 def test_more_adapters_than_slots_take_turns_through_the_engine_s_cache(gpu: Made, directory: Path) -> None:
