@@ -211,21 +211,16 @@ class GpuStart:
         probe = self._attach(decoder, num_blocks)
         before = self._device.memory()[0]
         executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
-        tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
-        rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
-        fits = _fits(
-            f"{tokens}, but the GPU has no memory for a step of that many tokens", use, "max_num_batched_tokens"
-        )
-        with fits, self._trial_adapter() as adapter:
+        why = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}, but the GPU has no memory for such a step"
+        with _fits(why, use, "max_num_batched_tokens"), self._trial_adapter() as adapter:
             _run(executor, plan, adapter)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
         # Before any capture: kernels choose their configurations for good at their first launch, and a capture's first
         # step consists of padding.
-        fits = _fits(
-            f"{rows}, but the GPU has no memory for a decode step of such rows", use, "max_num_seqs or max_model_len"
-        )
-        with fits, self._trial_adapter() as adapter:
+        rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
+        why = f"{rows}, but the GPU has no memory for a decode step of such rows"
+        with _fits(why, use, "max_num_seqs or max_model_len"), self._trial_adapter() as adapter:
             _run(executor, longest_decode_step(resolved, num_blocks), adapter)
             _run(executor, short_decode_step(resolved, num_blocks), adapter)
         # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.

@@ -238,7 +238,7 @@ def test_reasons_are_clauses_and_each_rule_is_there_once() -> None:
 
 NOT_OF_FEATURES = {
     # a value out of its bounds, or a list of sizes that cannot be used
-    "engine/config.py check_bounds": 2,
+    "engine/config.py check_bounds": 3,
     "engine/execution/gpu/cuda_graph_buckets.py _checked": 3,
     # two numbers that contradict each other
     "engine/config.py SpeculativeConfig.__post_init__": 2,
