@@ -19,7 +19,7 @@ MOST_RANKS = 64
 
 CONFIGS = [
     triton.Config({"BLOCK_K": inputs}, num_warps=warps, num_stages=stages)
-    for inputs, warps, stages in ((64, 4, 4), (128, 4, 3), (128, 8, 3), (32, 4, 5))
+    for inputs, warps, stages in ((64, 8, 4), (128, 4, 3), (128, 8, 3))
 ]
 
 
