@@ -156,6 +156,7 @@ NATIVE = Feature("the native kernels", Group.KERNELS, "kernels", partial(eq, "na
 TORCH_CPU = Feature("torch's kernels", Group.KERNELS, "kernels", partial(eq, "torch_cpu"))
 REFERENCE = Feature("the reference", Group.KERNELS, "kernels", partial(eq, "reference"))
 UNCAPTURED_ATTENTION = Feature("torch attention", Group.KERNELS)
+TORCH_ADAPTERS = Feature("adapters without Triton", Group.KERNELS)
 TORCH_EXPERTS = Feature("experts without Triton", Group.KERNELS)
 TORCH_STATES = Feature("linear attention without Triton", Group.KERNELS)
 
@@ -191,7 +192,6 @@ RULES = (
     # where features run
     Rule(_GPU_SETTINGS, (CPU, FAKE), "this setting has an effect only on a GPU"),
     Rule((CPU_KERNELS, QUANTIZE, NARROW_KV, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
-    Rule((LORA,), (GPU,), "adapters are computed only on the CPU"),
     Rule((DRAFT_MODEL,), (GPU,), "a draft model runs only on the CPU"),
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
@@ -199,6 +199,7 @@ RULES = (
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
     # on which kernels
     Rule((LORA,), (NATIVE,), "the native kernels compute no adapters"),
+    Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
     Rule((FP8_KV,), (NATIVE,), "the native kernels do not support an fp8 KV cache, only int8"),
     Rule((NARROW_KV,), (REFERENCE,), "the reference kernels support only an unquantized KV cache"),
     Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "only the native kernels compute with int8 weights"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu.native.library import NoLibraryError, load_library
 from kernels.cpu.native.program import why_unfit
-from kernels.eager.forward import EagerPass
+from kernels.eager.forward import Adapters, EagerPass
 from kernels.eager.ops import TORCH, Ops
 from kernels.flash.attention import flash_ops
 from kernels.flash.packages import Capability, Import, find_flash
@@ -159,7 +159,14 @@ class PassMaker(Protocol):
     records no states to roll back."""
 
     def __call__(
-        self, *, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: object, states: StateRows | None = None
+        self,
+        *,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: object,
+        states: StateRows | None = None,
+        adapters: Adapters | None = None,
     ) -> ForwardPass: ...
 
 

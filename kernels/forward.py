@@ -28,6 +28,22 @@ class Linear:
     """[outputs] float32: for an int8 weight, the factor of each output; read by the native kernels."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankStack:
+    """What all adapters in memory add to one Linear, by slot: y += (x a^T) b^T, for each part of the outputs.
+
+    Parts are what a checkpoint stores as matrices of their own, such as queries, keys and values. Ranks that an adapter
+    does not have are zero, and a slot without an adapter holds anything.
+    """
+
+    a: Tensor
+    """[slots, parts, ranks, inputs]"""
+    b: Tensor
+    """[slots, outputs, ranks]: output n takes the ranks of its own part. Includes the adapter's scale."""
+    firsts: tuple[int, ...]
+    """Where the outputs of each part begin."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
     """How the outputs of the stacked query, key and value projection divide into heads."""

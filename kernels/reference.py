@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.forward import LinearHeads, Routing
+from kernels.forward import LinearHeads, LowRankStack, Routing
 from kernels.rows.step import PagedRows, StateRows
 
 
@@ -313,3 +313,19 @@ def sample(
         if cumulative > target:
             return token
     return kept[-1]
+
+
+def add_low_rank(y: Tensor, x: Tensor, stack: LowRankStack, slots: Sequence[int]) -> Tensor:
+    """y + (x A^T) B^T, computed in float64, with the A and B of each token's slot; -1: the token has no adapter, and
+    keeps its y. # as y
+
+    y: [num_tokens, outputs]; x: [num_tokens, inputs]; slots: one for each token.
+    """
+    out = y.clone()
+    bounds = (*stack.firsts, y.shape[1])
+    for token, slot in enumerate(slots):
+        for part in range(len(stack.firsts) if slot >= 0 else 0):
+            of_part = slice(bounds[part], bounds[part + 1])
+            added = stack.b[slot, of_part].double() @ (stack.a[slot, part].double() @ x[token].double())
+            out[token, of_part] = (y[token, of_part].double() + added).to(y.dtype)
+    return out

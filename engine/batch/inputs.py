@@ -30,6 +30,8 @@ class StepInputs:
     rows: PagedRows
     state_slots: tuple[int, ...] = ()
     """Each row's state slot; empty if the model has no recurrent state."""
+    adapter_slots: tuple[int, ...] = ()
+    """The slot of each row's LoRA adapter on a device, -1 for none; empty if no row has one."""
 
 
 def build_inputs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +17,14 @@ from engine.build.model import ModelBuilder
 from engine.build.resolve import resolve, resolve_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device, StateLostError, device_faults
+from engine.execution.gpu.adapters import AdapterSlots, slots_bytes
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import (
     GIB,
     MemoryUse,
     blocks_to_time_with,
+    check_adapters_fit,
     check_blocks_fit,
     check_states_fit,
     kv_blocks_that_fit,
@@ -34,6 +36,7 @@ from engine.features import (
     GRAPHS,
     NO_CAPTURES,
     NO_GRAPHS,
+    TORCH_ADAPTERS,
     TORCH_EXPERTS,
     TORCH_STATES,
     UNCAPTURED_ATTENTION,
@@ -126,6 +129,7 @@ class GpuStart:
         self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
         self._block_bytes = bytes_per_block(builder.model, builder.config.block_size, dtype)
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
+        self._adapters: AdapterSlots | None = None
 
     def build(self) -> tuple[DeviceExecutor, ResolvedConfig]:
         """Load the weights directly to the device, measure the memory that steps take, and give the rest to KV blocks.
@@ -137,7 +141,8 @@ class GpuStart:
         free, total = self._device.memory()
         decoder = self._load(free, total)
         loaded = self._device.memory()[0]
-        use = self._measure(decoder, MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0))
+        use = MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0)
+        use = self._measure(decoder, self._reserve_adapters(decoder, use))
         num_blocks, why_blocks = self._num_blocks(use)
         reasons = self.resolved.reasons | {"num_kv_blocks": why_blocks}
         resolved = replace(self.resolved, num_kv_blocks=num_blocks, reasons=reasons)
@@ -164,12 +169,25 @@ class GpuStart:
         self._device.release_unused()
         return decoder
 
+    def _reserve_adapters(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
+        """Allocate the slots of LoRA adapters, before anything is sized by the memory that is left."""
+        num_slots, max_rank = self._config.max_loras, self._config.max_lora_rank
+        if not num_slots:
+            return use
+        size = slots_bytes(self._builder.model, self._dtype, num_slots=num_slots, max_rank=max_rank)
+        use = replace(use, adapters=size)
+        check_adapters_fit(use, num_slots, max_rank)
+        why = f"max_loras is {num_slots} and max_lora_rank {max_rank}, but the GPU has no memory for such adapters"
+        with _fits(why, use, "max_loras or max_lora_rank"), device_faults():
+            self._adapters = AdapterSlots(decoder, self._ops, self._device, num_slots=num_slots, max_rank=max_rank)
+        return use
+
     def _attach(self, decoder: Decoder, num_blocks: int) -> DeviceModel:
         """Make the model, with a KV cache of `num_blocks` and the spare blocks for padding."""
         num_blocks += self._spare_blocks
         try:
             with device_faults():
-                return self._builder.attach(decoder, num_blocks)
+                model = self._builder.attach(decoder, num_blocks)
         except ExecutorOutOfMemoryError as error:
             free, total = self._device.memory()
             raise ConfigError(
@@ -177,6 +195,8 @@ class GpuStart:
                 f"{self._device.name}'s {total / GIB:.2f} GiB were free. Set num_kv_blocks or gpu_memory_utilization "
                 "lower."
             ) from error
+        model.adapters = self._adapters
+        return model
 
     def _measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
         """Measure what the largest steps take and what captures keep, on a KV cache that is just large enough."""
@@ -194,22 +214,19 @@ class GpuStart:
         probe = self._attach(decoder, num_blocks)
         before = self._device.memory()[0]
         executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
-        tokens = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}"
-        rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
-        with _fits(
-            f"{tokens}, but the GPU has no memory for a step of that many tokens", use, "max_num_batched_tokens"
-        ):
-            _run(executor, plan)
+        why = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}, but the GPU has no memory for such a step"
+        with _fits(why, use, "max_num_batched_tokens"), self._trial_adapter() as adapter:
+            _run(executor, plan, adapter)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
         # Before any capture: kernels choose their configurations for good at their first launch, and a capture's first
         # step consists of padding.
-        with _fits(
-            f"{rows}, but the GPU has no memory for a decode step of such rows", use, "max_num_seqs or max_model_len"
-        ):
-            _run(executor, longest_decode_step(resolved, num_blocks))
-            _run(executor, short_decode_step(resolved, num_blocks))
-            _run(executor, longest_rows_step(resolved, num_blocks))
+        rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
+        why = f"{rows}, but the GPU has no memory for a decode step of such rows"
+        with _fits(why, use, "max_num_seqs or max_model_len"), self._trial_adapter() as adapter:
+            _run(executor, longest_decode_step(resolved, num_blocks), adapter)
+            _run(executor, short_decode_step(resolved, num_blocks), adapter)
+            _run(executor, longest_rows_step(resolved, num_blocks), adapter)
         # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
@@ -219,6 +236,10 @@ class GpuStart:
         self._device.release_unused()
         logger.info("device memory: %s", use.text())
         return use
+
+    def _trial_adapter(self) -> AbstractContextManager[str]:
+        """Return a context with the adapter of trial steps, whose memory is the most with one; "" if there is none."""
+        return nullcontext("") if self._adapters is None else self._adapters.trial()
 
     def _measure_captures(self, probe: DeviceModel, use: MemoryUse, before: int) -> MemoryUse:
         """Measure what captures keep, which no step can use, and what running them takes. before: free bytes before any
@@ -277,8 +298,8 @@ def _fits(why: str, use: MemoryUse, settings: str) -> Iterator[None]:
         raise ConfigError(f"{why} in addition to the weights: {use.text()}. Lower {settings}.") from error
 
 
-def _run(executor: DeviceExecutor, plan: StepPlan) -> None:
-    executor.launch(plan)
+def _run(executor: DeviceExecutor, plan: StepPlan, adapter: str) -> None:
+    executor.launch(replace(plan, rows=tuple(row._replace(adapter=adapter) for row in plan.rows)))
     executor.collect()
 
 
@@ -364,7 +385,7 @@ def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: 
 def _buckets(
     config: EngineConfig, device: Device, attention: Choice, ops: Ops, model: ModelConfig
 ) -> tuple[Buckets, str]:
-    on = {**turned_on(config), **facts_of(model), **_uncaptured(device, attention, ops)}
+    on = {**turned_on(config), **facts_of(model), **_without_kernels(device, attention, ops)}
     refuse_conflicts(on)
     conflict = find_conflict(on, feature=GRAPHS)
     scope = config.cuda_graphs
@@ -376,17 +397,23 @@ def _buckets(
         refuse_conflicts(on | {NO_GRAPHS: f"cuda_graphs is none ({reason})"})
     sizes = {name: getattr(config, f"cuda_graph_{name}") for name in ("decode_rows", "mixed_tokens", "mixed_rows")}
     buckets = plan_buckets(
-        scope, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens, **sizes
+        scope,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        adapters=bool(config.max_loras),
+        **sizes,
     )
     return buckets, f"{reason}; {len(buckets.all)} sizes"
 
 
-def _uncaptured(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
-    """Return those of these features that a captured step cannot have, each with a clause that names it."""
+def _without_kernels(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
+    """Return what this device, attention and table lack, as features that exclude others, each with a clause that
+    names it."""
     by_torch = "torch's operators compute"
     found = {
         UNCAPTURED_ATTENTION: (ops.capturable, f"attention is {attention.name}"),
         NO_CAPTURES: (device.captures, f"{device.name} captures nothing"),
+        TORCH_ADAPTERS: (ops.add_low_rank is not None, f"{by_torch} the matrices"),
         TORCH_EXPERTS: (ops.experts_capturable, f"{by_torch} the experts"),
         TORCH_STATES: (ops.states_capturable, f"{by_torch} the linear attention"),
     }

@@ -76,6 +76,9 @@ class Device(Protocol):
         """Copy `host` to the device, without waiting. The caller never writes to `host` again. into: the tensor to copy
         to, if it exists already."""
 
+    def staged(self, host: Tensor) -> Tensor:
+        """Return `host` in memory from which an upload takes it without a copy on the host."""
+
     def download(self, tensors: Sequence[Tensor]) -> Download: ...
 
     @property
@@ -107,6 +110,9 @@ class HostDevice:
 
     def upload(self, host: Tensor, into: Tensor | None = None) -> Tensor:
         return host if into is None else into.copy_(host)
+
+    def staged(self, host: Tensor) -> Tensor:
+        return host
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _Done([tensor.clone() for tensor in tensors])  # a later step may write to the same memory
@@ -163,6 +169,9 @@ class CudaDevice:
         if into is None:
             return pinned.to(self.torch_device, non_blocking=True)
         return into.copy_(pinned, non_blocking=True)
+
+    def staged(self, host: Tensor) -> Tensor:
+        return host.pin_memory()  # which a pinned tensor returns as it is
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return _CudaDownload(tensors)

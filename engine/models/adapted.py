@@ -57,22 +57,20 @@ class AdaptedModel(EagerModel):
             raise ValueError(f"A row needs the adapter {lost}, which was not kept.")
         if not groups:
             return super()._pass(rows, **step)
-        return AdaptedPass(self._ops, [(self._adapters[digest], tokens) for digest, tokens in groups.items()], **step)
+        adapters = StepDeltas([(self._adapters[digest], tokens) for digest, tokens in groups.items()])
+        return super()._pass(rows, adapters=adapters, **step)
 
 
-class AdaptedPass(EagerPass):
-    """An EagerPass with adapters on some of its tokens; each token has at most one."""
+class StepDeltas:
+    """The kernels.eager.forward.Adapters of a step, computed one after another; each token has at most one."""
 
-    def __init__(self, ops: Ops, adapters: Sequence[tuple[Mapping[int, Delta], Tokens]], **step: Any) -> None:
-        super().__init__(ops, **step)
+    def __init__(self, adapters: Sequence[tuple[Mapping[int, Delta], Tokens]]) -> None:
         self._adapters = adapters
 
-    def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        y = super().linear(x, linear)
+    def add(self, y: Tensor, x: Tensor, linear: Linear) -> None:
         for deltas, tokens in self._adapters:
             if (delta := deltas.get(id(linear))) is not None:
                 add_low_rank(y, x, delta.a, delta.b, tokens)
-        return y
 
 
 def tokens_by_adapter(rows: Sequence[ScheduledRequest]) -> dict[str, Tokens]:

@@ -1,4 +1,4 @@
-"""Owns the reader of LoRA adapters in PEFT's format, as deltas that are added to a decoder's stacked matrices.
+"""Owns the reader of LoRA adapters in PEFT's format: their factors, and deltas for a decoder's stacked matrices.
 Never guesses: an adapter that would not be computed as it was trained is refused by the name of its key or tensor."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Deltas = Mapping[tuple[int, str], Delta]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a module of the checkpoint belongs: outputs [first, first + outputs) of a layer's stack."""
 
     layer: int
@@ -65,6 +65,14 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """The adapter's part in one module: y += (x a^T) b^T."""
+
+    a: Tensor  # [rank, inputs]
+    b: Tensor  # [outputs, rank] float32: includes the scale
+
+
+@dataclass(frozen=True, slots=True)
 class _Scaling:
     rank: int
     scale: float
@@ -72,6 +80,15 @@ class _Scaling:
 
 def read_adapter(directory: Path, model: ModelConfig, dtype: torch.dtype, max_rank: int) -> tuple[str, Deltas]:
     """Read an adapter; return (the digest of its files, its deltas). max_rank: the highest rank that is allowed.
+
+    Raises: as read_factors.
+    """
+    digest, factors = read_factors(directory, model, max_rank)
+    return digest, _deltas(factors, model, dtype)
+
+
+def read_factors(directory: Path, model: ModelConfig, max_rank: int) -> tuple[str, Mapping[Place, Factors]]:
+    """Read an adapter; return (the digest of its files, the factors of each module that it adapts).
 
     Raises:
         AdapterError: there is no adapter, it needs something that is not supported, or it is for a model of another
@@ -86,7 +103,8 @@ def read_adapter(directory: Path, model: ModelConfig, dtype: torch.dtype, max_ra
         tensors = load(weights)
     except SafetensorError as error:
         raise AdapterError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}.") from error
-    return digest, _deltas(_by_module(tensors, model, scaling), model, dtype, scaling)
+    pairs = _by_module(tensors, model, scaling)
+    return digest, {place: Factors(a, b.float() * scaling.scale) for place, (a, b) in pairs.items()}
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -131,9 +149,9 @@ def _short(value: Any) -> str:
 _Pair = tuple[Tensor, Tensor]
 
 
-def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[_Place, _Pair]:
+def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[Place, _Pair]:
     """Return the two factors of each adapted module, by the module's place."""
-    places = _places(model)
+    places = places_of(model)
     sides: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in sorted(tensors.items()):  # sorted, so that the same mistake is always reported first
         found = _TENSOR.fullmatch(name)
@@ -154,7 +172,7 @@ def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scal
     return {places[module]: (pair["A"], pair["B"]) for module, pair in sides.items()}
 
 
-def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scaling) -> None:
+def _check(name: str, tensor: Tensor, side: str, place: Place, scaling: _Scaling) -> None:
     want = (scaling.rank, place.inputs) if side == "A" else (place.outputs, scaling.rank)
     if tuple(tensor.shape) != want:
         raise AdapterError(f"{name} has shape {list(tensor.shape)}, but r and this model's shape say {list(want)}.")
@@ -164,7 +182,7 @@ def _check(name: str, tensor: Tensor, side: str, place: _Place, scaling: _Scalin
         raise AdapterError(f"{name} contains NaN or infinity.")
 
 
-def _places(model: ModelConfig) -> dict[str, _Place]:
+def places_of(model: ModelConfig) -> dict[str, Place]:
     """Return the places of all modules that may be adapted, by name."""
     found = {}
     for name, kind in FAMILIES[model.architecture].names.items():
@@ -176,50 +194,50 @@ def _places(model: ModelConfig) -> dict[str, _Place]:
     return found
 
 
-def _layer_places(model: ModelConfig, layer_config: LayerConfig, number: int) -> dict[str, _Place]:
+def _layer_places(model: ModelConfig, layer_config: LayerConfig, number: int) -> dict[str, Place]:
     hidden, sizes = model.hidden_size, qkv_sizes(model)
-    places = {"qkv": _Place(number, "qkv", 0, sum(sizes), hidden)}
+    places = {"qkv": Place(number, "qkv", 0, sum(sizes), hidden)}
     for i, part in enumerate("qkv"):
-        places[part] = _Place(number, "qkv", sum(sizes[:i]), sizes[i], hidden)
-    places["output"] = _Place(number, "output", 0, hidden, attended_size(model, layer_config))
+        places[part] = Place(number, "qkv", sum(sizes[:i]), sizes[i], hidden)
+    places["output"] = Place(number, "output", 0, hidden, attended_size(model, layer_config))
     if layer_config.experts is None:
         wide = model.intermediate_size
         places |= {
-            "gate_up": _Place(number, "gate_up", 0, 2 * wide, hidden),
-            "gate": _Place(number, "gate_up", 0, wide, hidden),
-            "up": _Place(number, "gate_up", wide, wide, hidden),
-            "down": _Place(number, "down", 0, hidden, wide),
+            "gate_up": Place(number, "gate_up", 0, 2 * wide, hidden),
+            "gate": Place(number, "gate_up", 0, wide, hidden),
+            "up": Place(number, "gate_up", wide, wide, hidden),
+            "down": Place(number, "down", 0, hidden, wide),
         }
     return places
 
 
 def adapter_bytes(model: ModelConfig, rank: int, dtype: torch.dtype) -> int:
     """Return the bytes of an adapter of this rank that adapts every module it may, as `read_adapter` returns it."""
-    columns = sum(place.inputs + _stack_outputs(place.stack, model) for place in _places(model).values())
+    columns = sum(place.inputs + stack_outputs(place.stack, model) for place in places_of(model).values())
     return rank * columns * dtype.itemsize
 
 
-def _stack_outputs(stack: str, model: ModelConfig) -> int:
+def stack_outputs(stack: str, model: ModelConfig) -> int:
+    """Return the number of outputs of a stacked matrix, all its parts together."""
     if stack == "qkv":
         return sum(qkv_sizes(model))
     return 2 * model.intermediate_size if stack == "gate_up" else model.hidden_size
 
 
-def _deltas(pairs: Mapping[_Place, _Pair], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling) -> Deltas:
-    stacks: defaultdict[tuple[int, str], list[tuple[_Place, _Pair]]] = defaultdict(list)
-    for place, pair in sorted(pairs.items(), key=lambda item: (item[0].layer, item[0].stack, item[0].first)):
-        stacks[place.layer, place.stack].append((place, pair))
-    return {key: _stacked(key[1], parts, model, dtype, scaling) for key, parts in stacks.items()}
+def _deltas(factors: Mapping[Place, Factors], model: ModelConfig, dtype: torch.dtype) -> Deltas:
+    stacks: defaultdict[tuple[int, str], list[tuple[Place, Factors]]] = defaultdict(list)
+    for place, own in sorted(factors.items(), key=lambda item: (item[0].layer, item[0].stack, item[0].first)):
+        stacks[place.layer, place.stack].append((place, own))
+    return {key: _stacked(key[1], parts, model, dtype) for key, parts in stacks.items()}
 
 
-def _stacked(
-    stack: str, parts: list[tuple[_Place, _Pair]], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling
-) -> Delta:
-    b = torch.zeros(_stack_outputs(stack, model), scaling.rank * len(parts))
-    for number, (place, (_, part)) in enumerate(parts):
-        columns = slice(number * scaling.rank, (number + 1) * scaling.rank)
-        b[place.first : place.first + place.outputs, columns] = part.float() * scaling.scale
+def _stacked(stack: str, parts: list[tuple[Place, Factors]], model: ModelConfig, dtype: torch.dtype) -> Delta:
+    rank = len(parts[0][1].a)
+    b = torch.zeros(stack_outputs(stack, model), rank * len(parts))
+    for number, (place, own) in enumerate(parts):
+        columns = slice(number * rank, (number + 1) * rank)
+        b[place.first : place.first + place.outputs, columns] = own.b
     if stack == "qkv":
         settle_qkv(model, b)
-    a = torch.cat([first.to(dtype) for _, (first, _) in parts])
+    a = torch.cat([own.a.to(dtype) for _, own in parts])
     return Delta(a, b.to(dtype))

@@ -4,6 +4,7 @@ Never keeps anything from one step to the next."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,13 @@ from kernels.eager.ops import Ops
 from kernels.eager.rewind import Advance, Rewind
 from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
 from kernels.rows.step import StateRows
+
+
+class Adapters(Protocol):
+    """The LoRA adapters of one step."""
+
+    def add(self, y: Tensor, x: Tensor, linear: Linear) -> None:
+        """Add to y = linear(x) what the tokens' adapters have for `linear`, in place."""
 
 
 class EagerPass:
@@ -31,14 +39,16 @@ class EagerPass:
         plan: object,
         states: StateRows | None = None,
         rewind: Rewind | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """plan: what `ops.prepare_attention` returned for the step's rows. states: None if the model has no recurrent
-        state. rewind: records each state before a step with drafts advances it."""
+        state. rewind: records each state before a step with drafts advances it. adapters: None if no token has one."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots
         self._plan = plan
         self._states = states
         self._rewind = rewind
+        self._adapters = adapters
 
     def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
         found = F.embedding(self._token_ids, table)
@@ -55,7 +65,10 @@ class EagerPass:
         return self._ops.add_rms_norm(x, residual, weight, eps)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return F.linear(x, linear.weight, linear.bias)
+        y = F.linear(x, linear.weight, linear.bias)
+        if self._adapters is not None:
+            self._adapters.add(y, x, linear)
+        return y
 
     def gated_linear(self, x: Tensor, linear: Linear, activation: str = SILU) -> Tensor:
         gate_and_up = self.linear(x, linear)

@@ -15,7 +15,8 @@ from kernels.cpu import attention as cpu_attention
 from kernels.cpu import elementwise as cpu_elementwise
 from kernels.cpu import experts as cpu_experts
 from kernels.cpu import linear_attention as cpu_linear
-from kernels.forward import LinearHeads, Routing
+from kernels.forward import LinearHeads, LowRankStack, Routing
+from kernels.rows.adapter_tokens import AdapterTokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.rows.step import PagedRows, StateRows
 
@@ -26,6 +27,10 @@ class Attention(Protocol):
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, scale: float, /, *, window: int | None = None
     ) -> Tensor: ...
+
+
+AddLowRank = Callable[[Tensor, Tensor, LowRankStack, AdapterTokens], None]
+"""(y, x, stack, tokens) -> y with what the tokens' adapters add, in place. Never waits for the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class Ops:
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     """(logits [rows, vocab], token ids [rows], count) -> log-probabilities of these tokens, and the ids and
     log-probabilities of the `count` most likely."""
+    add_low_rank: AddLowRank | None = None
+    """None: LoRA adapters cannot be in a device's slots."""
     capturable: bool = False
     """`prepare_attention` and `attention` read only the tensors and upper bounds of kernels.rows.device.DeviceRows, so
     that a captured step can be replayed with other rows in the same tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.eager.forward import EagerPass
+from kernels.eager.forward import Adapters, EagerPass
 from kernels.eager.ops import Ops
 from kernels.forward import HeadShape
 from kernels.rows.step import StateRows
@@ -29,9 +29,12 @@ class TritonPass(EagerPass):
         slots: Tensor,
         plan: object,
         states: StateRows | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """ops: the Triton table, with any attention. plan: what its `prepare_attention` returned for the step."""
-        super().__init__(ops, token_ids=token_ids, positions=positions, slots=slots, plan=plan, states=states)
+        super().__init__(
+            ops, token_ids=token_ids, positions=positions, slots=slots, plan=plan, states=states, adapters=adapters
+        )
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, eps)

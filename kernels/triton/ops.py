@@ -19,6 +19,7 @@ from kernels.triton.elementwise.rotate import rope
 from kernels.triton.experts.experts import experts
 from kernels.triton.linear_attention.causal_conv import causal_conv
 from kernels.triton.linear_attention.delta_rule import delta_rule
+from kernels.triton.low_rank.expand import add_low_rank
 from kernels.triton.sampling.logprobs import token_logprobs
 from kernels.triton.sampling.rows import pack_rows
 from kernels.triton.sampling.sampler import sample
@@ -45,6 +46,7 @@ TRITON = Ops(
     sigmoid_gate=sigmoid_gate,
     sample=_sample,
     logprobs=token_logprobs,
+    add_low_rank=add_low_rank,
     capturable=True,  # attention reads DeviceRows as they are, and sizes its launches by their upper bounds
     states_capturable=True,
     experts_capturable=True,

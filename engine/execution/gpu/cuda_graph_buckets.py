@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -27,11 +27,14 @@ class Bucket:
     num_rows: int
     decode: bool
     """All rows are decode rows of one token."""
+    adapters: bool = False
+    """Rows may have LoRA adapters. Steps in which none has one run in a capture without these launches."""
 
     @property
     def name(self) -> str:
         """The name in metrics."""
-        return f"decode {self.num_rows}" if self.decode else f"mixed {self.num_tokens}x{self.num_rows}"
+        size = f"decode {self.num_rows}" if self.decode else f"mixed {self.num_tokens}x{self.num_rows}"
+        return f"{size} with adapters" if self.adapters else size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +45,32 @@ class Buckets:
     decode_rows: tuple[int, ...] = ()
     mixed_tokens: tuple[int, ...] = ()
     mixed_rows: tuple[int, ...] = ()
+    adapters: bool = False
+    """Each size is captured twice: for steps with LoRA adapters, and without."""
 
     @property
     def all(self) -> tuple[Bucket, ...]:
         """Largest first: the memory that the largest capture takes serves the smaller ones."""
         decode = [Bucket(rows, rows, True) for rows in self.decode_rows]
         mixed = [Bucket(tokens, rows, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
-        return tuple(sorted(decode + mixed, key=lambda bucket: (-bucket.num_tokens, -bucket.num_rows)))
+        sizes = sorted(decode + mixed, key=lambda bucket: (-bucket.num_tokens, -bucket.num_rows))
+        kinds = (True, False) if self.adapters else (False,)
+        return tuple(replace(bucket, adapters=adapters) for bucket in sizes for adapters in kinds)
 
-    def find(self, *, num_tokens: int, num_rows: int, decode: bool) -> Bucket | str:
+    def find(self, *, num_tokens: int, num_rows: int, decode: bool, adapters: bool = False) -> Bucket | str:
         """The smallest bucket that holds the step, or why there is none. decode: all rows are decode rows of one
-        token."""
+        token. adapters: some row has a LoRA adapter."""
         if decode:
             rows = _at_least(self.decode_rows, num_rows)
-            return Bucket(rows, rows, True) if rows is not None else f"more than {_last(self.decode_rows)} decode rows"
+            if rows is None:
+                return f"more than {_last(self.decode_rows)} decode rows"
+            return Bucket(rows, rows, True, adapters)
         if not self.mixed_tokens:
             return "prefill rows or drafts"
         tokens, rows = _at_least(self.mixed_tokens, num_tokens), _at_least(self.mixed_rows, num_rows)
         if tokens is None:
             return f"more than {_last(self.mixed_tokens)} tokens"
-        return Bucket(tokens, rows, False) if rows is not None else f"more than {_last(self.mixed_rows)} rows"
+        return Bucket(tokens, rows, False, adapters) if rows is not None else f"more than {_last(self.mixed_rows)} rows"
 
 
 def plan_buckets(
@@ -72,8 +81,10 @@ def plan_buckets(
     decode_rows: Sequence[int] | None = None,
     mixed_tokens: Sequence[int] | None = None,
     mixed_rows: Sequence[int] | None = None,
+    adapters: bool = False,
 ) -> Buckets:
-    """Buckets for every step that an engine of these limits can plan. Lists that are None are chosen here.
+    """Buckets for every step that an engine of these limits can plan. Lists that are None are chosen here. adapters:
+    whether rows may have LoRA adapters.
 
     Raises:
         ConfigError: the given sizes are not ascending, leave steps without a bucket, or are larger than any step.
@@ -82,7 +93,7 @@ def plan_buckets(
         return Buckets()
     decode = _checked("cuda_graph_decode_rows", decode_rows, _row_sizes(max_num_seqs), "max_num_seqs", max_num_seqs)
     if scope == "decode":
-        return Buckets(decode)
+        return Buckets(decode, adapters=adapters)
     tokens = _checked(
         "cuda_graph_mixed_tokens",
         mixed_tokens,
@@ -91,7 +102,8 @@ def plan_buckets(
         max_num_batched_tokens,
     )
     few = (FEW_ROWS, max_num_seqs) if max_num_seqs > FEW_ROWS else (max_num_seqs,)
-    return Buckets(decode, tokens, _checked("cuda_graph_mixed_rows", mixed_rows, few, "max_num_seqs", max_num_seqs))
+    rows = _checked("cuda_graph_mixed_rows", mixed_rows, few, "max_num_seqs", max_num_seqs)
+    return Buckets(decode, tokens, rows, adapters)
 
 
 def _row_sizes(most: int) -> tuple[int, ...]:

@@ -114,6 +114,7 @@ class DeviceExecutor:
             drafts=not has_state,
             recurrent_state=has_state,
             compile_grammar=None if grammars is None else grammars.compile,
+            adapters=self.model.adapters,
         )
 
     # --- launch -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.batch.inputs import StepInputs, int_tensor
 from engine.execution.gpu.cuda_graph_buckets import Bucket
+from kernels.rows.adapter_tokens import NO_SLOT, AdapterTokens, count_tiles, most_tiles, pack_tokens
 from kernels.rows.device import DeviceRows, DeviceStateRows
 
 
@@ -23,12 +24,14 @@ class DeviceInputs:
     positions: Tensor  # [num_tokens] int64
     slots: Tensor  # [num_tokens] int64
     numbers: Tensor  # int64: first tokens, lengths and first keys of the rows, number of decode rows, state slots
+    adapters: Tensor  # int64: kernels.rows.adapter_tokens.pack_tokens, or empty
     tables: Tensor  # [num_rows, width] int64
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each part of a packed step lies: token ids, positions, slots, numbers about the rows, and block tables."""
+    """Where each part of a packed step lies: token ids, positions, slots, numbers about the rows, tokens with adapters,
+    and block tables."""
 
     num_tokens: int
     num_rows: int
@@ -36,6 +39,8 @@ class Layout:
     """Columns of the block tables."""
     has_states: bool = False
     """Whether rows have state slots; if not, the last part of `numbers` is empty."""
+    num_tiles: int = 0
+    """Tiles of tokens with LoRA adapters, used or not. 0: no row has an adapter."""
 
     @property
     def size(self) -> int:
@@ -44,6 +49,10 @@ class Layout:
     @property
     def tables_begin(self) -> int:
         """Where the block tables begin."""
+        return self._adapters_begin + (self.num_tokens + 3 * self.num_tiles if self.num_tiles else 0)
+
+    @property
+    def _adapters_begin(self) -> int:
         return 3 * self.num_tokens + sum(self._number_counts)
 
     @property
@@ -61,8 +70,9 @@ class Layout:
         tokens = packed[: 3 * self.num_tokens].view(3, self.num_tokens)
         if tables is None:
             tables = packed[self.tables_begin : self.size].view(self.num_rows, self.width)
-        numbers = packed[3 * self.num_tokens : self.tables_begin]
-        return DeviceInputs(tokens[0], tokens[1], tokens[2], numbers, tables)
+        numbers = packed[3 * self.num_tokens : self._adapters_begin]
+        adapters = packed[self._adapters_begin : self.tables_begin]
+        return DeviceInputs(tokens[0], tokens[1], tokens[2], numbers, adapters, tables)
 
     def rows(
         self,
@@ -93,6 +103,10 @@ class Layout:
             max_length=max_length,
         )
 
+    def adapter_tokens(self, inputs: DeviceInputs) -> AdapterTokens | None:
+        """The tokens with LoRA adapters; None if no row has one."""
+        return AdapterTokens.of(inputs.adapters, self.num_tokens) if self.num_tiles else None
+
     def state_slots(self, numbers: Tensor) -> Tensor:
         """State slots of the rows. # [num_rows] int64, -1 for a row of padding"""
         return numbers[len(numbers) - self.num_rows :]
@@ -116,21 +130,26 @@ class Layout:
 def layout_of(inputs: StepInputs) -> Layout:
     """The layout of the step without padding."""
     num_rows, width = inputs.rows.block_tables.shape
-    return Layout(len(inputs.token_ids), num_rows, width, bool(inputs.state_slots))
+    num_tiles = count_tiles(inputs.adapter_slots, inputs.rows.counts) if inputs.adapter_slots else 0
+    return Layout(len(inputs.token_ids), num_rows, width, bool(inputs.state_slots), num_tiles)
 
 
-def bucket_layout(bucket: Bucket, block_size: int, max_model_len: int, *, has_states: bool = False) -> Layout:
-    """The layout of a captured step. A mixed step has an additional row, which holds the tokens of padding."""
+def bucket_layout(
+    bucket: Bucket, block_size: int, max_model_len: int, *, has_states: bool = False, adapter_slots: int = 0
+) -> Layout:
+    """The layout of a captured step. A mixed step has an additional row, which holds the tokens of padding.
+    adapter_slots: how many the device has."""
     longest = max(max_model_len, 1 if bucket.decode else bucket.num_tokens)
     num_rows, width = bucket.num_rows + (not bucket.decode), -(-longest // block_size)
-    return Layout(bucket.num_tokens, num_rows, width, has_states)
+    num_tiles = most_tiles(bucket.num_tokens, adapter_slots) if bucket.adapters else 0
+    return Layout(bucket.num_tokens, num_rows, width, has_states, num_tiles)
 
 
 def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_block: int = 0) -> Tensor:
     """Pack the step on the host as `layout` says. # [layout.size] int64
 
-    Padding is in `padding_block`, which no request has, and in no state slot (-1). With `decode`, rows of padding are
-    decode rows, too:
+    Padding is in `padding_block`, which no request has, in no state slot (-1), and without an adapter. With `decode`,
+    rows of padding are decode rows, too:
 
         rows     | the step's | padding: 1 token each |
     otherwise the last row has all tokens of padding, and the rows of padding before it have none:
@@ -157,9 +176,15 @@ def pack(inputs: StepInputs, layout: Layout, *, decode: bool = False, padding_bl
             _integers(accumulate([*lengths, *added], initial=0)),
             _integers([layout.num_rows if decode else rows.num_decode]),
             *([_integers([*inputs.state_slots, *[-1] * spare])] if layout.has_states else []),
+            *([_adapters(inputs, layout)] if layout.num_tiles else []),
             tables.flatten(),
         ]
     )
+
+
+def _adapters(inputs: StepInputs, layout: Layout) -> Tensor:
+    slots = inputs.adapter_slots or (NO_SLOT,) * len(inputs.rows.counts)
+    return pack_tokens(slots, inputs.rows.counts, layout.num_tokens, layout.num_tiles)
 
 
 def _integers(numbers: Sequence[int] | accumulate[int]) -> Tensor:

@@ -22,13 +22,15 @@ class MemoryUse:
     """Maximum that the largest steps and the work of captures took beyond the weights."""
     states: int = 0
     """Recurrent states: all slots and snapshots."""
+    adapters: int = 0
+    """LoRA adapters: all slots, with an adapter or without."""
     graphs: int = 0
     """Memory that captured steps keep."""
 
     @property
     def taken(self) -> int:
         """All that is taken before the first KV block."""
-        return self.others + self.weights + self.activations + self.states + self.graphs
+        return self.others + self.weights + self.activations + self.states + self.adapters + self.graphs
 
     def text(self) -> str:
         """Every part in GiB."""
@@ -37,6 +39,7 @@ class MemoryUse:
             "weights": self.weights,
             "activations of the largest step": self.activations,
             **({"recurrent states": self.states} if self.states else {}),
+            **({"adapters": self.adapters} if self.adapters else {}),
             "graphs": self.graphs,
         }
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
@@ -53,11 +56,23 @@ def check_states_fit(use: MemoryUse) -> None:
         )
 
 
+def check_adapters_fit(use: MemoryUse, num_slots: int, max_rank: int) -> None:
+    """Raise ConfigError if the device has no memory for the slots of LoRA adapters."""
+    left = use.total - use.taken + use.adapters
+    if use.adapters > left:
+        raise ConfigError(
+            f"max_loras {num_slots} adapters of max_lora_rank {max_rank} take {use.adapters / GIB:.2f} GiB, but "
+            f"{left / GIB:.2f} GiB are left: {use.text()}. Lower max_loras or max_lora_rank."
+        )
+
+
 def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, spare_blocks: int = 0) -> int:
     """The number of KV blocks that fit below `utilization` of the device's memory, without `spare_blocks`, which the
     scheduler never sees.
 
-        0 ... others ... weights ... activations ... states ... graphs ... KV blocks ... utilization * total ... total
+        0 ... others ... weights ... activations ... states ... adapters ... graphs ... KV blocks ... limit ... total
+
+    The limit is utilization * total.
 
     Raises:
         ConfigError: not one fits. The message says what takes the memory.

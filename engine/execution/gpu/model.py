@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.batch.inputs import StepInputs, build_inputs, int_tensor
 from engine.execution.device import Device, Graph
+from engine.execution.gpu.adapters import AdapterSlots
 from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets
 from engine.execution.gpu.inputs import DeviceInputs, Layout, bucket_layout, layout_of, pack
 from engine.models.computed import Computed
@@ -21,6 +22,7 @@ from engine.models.recurrent_state import RecurrentState
 from engine.step import GraphUse, StepPlan
 from kernels.choice import forward_pass
 from kernels.eager.ops import Ops
+from kernels.rows.adapter_tokens import AdapterTokens
 from kernels.rows.step import PagedRows, StateRows
 
 
@@ -55,6 +57,8 @@ class DeviceModel:
         state: RecurrentState | None = None,
     ) -> None:
         """cache: if steps are captured, its last block is for padding."""
+        self.adapters: AdapterSlots | None = None
+        """Set before the first step or capture, if rows may have LoRA adapters."""
         self.decoder, self.cache, self.ops, self.state = decoder, cache, ops, state
         self._device, self._block_size, self._max_model_len = device, block_size, max_model_len
         self._pass = forward_pass(ops)
@@ -68,10 +72,10 @@ class DeviceModel:
     def warm_up(self, buckets: Buckets) -> None:
         """Run the largest bucket of each kind once without capturing: `capture` needs that memory besides what it
         keeps."""
-        layouts, kinds = self._prepare(buckets), set[bool]()
+        layouts, kinds = self._prepare(buckets), set[tuple[bool, bool]]()
         for bucket, layout in layouts.items():  # largest first
-            if bucket.decode not in kinds:
-                kinds.add(bucket.decode)
+            if (kind := (bucket.decode, bucket.adapters)) not in kinds:
+                kinds.add(kind)
                 self._place(self._nothing(), bucket, layout)
                 self._work(bucket, layout)()
 
@@ -102,8 +106,10 @@ class DeviceModel:
         return layouts
 
     def _layout(self, bucket: Bucket) -> Layout:
-        has_states = self.state is not None
-        return bucket_layout(bucket, self._block_size, self._max_model_len, has_states=has_states)
+        has_states, adapter_slots = self.state is not None, 0 if self.adapters is None else self.adapters.num_slots
+        return bucket_layout(
+            bucket, self._block_size, self._max_model_len, has_states=has_states, adapter_slots=adapter_slots
+        )
 
     def _nothing(self) -> StepInputs:
         """A step without tokens, which becomes one of padding alone."""
@@ -142,7 +148,7 @@ class DeviceModel:
                 max_count=1 if bucket.decode else bucket.num_tokens,
                 max_length=layout.width * self._block_size,
             )
-            hidden.copy_(self._run(inputs, rows, layout.states(inputs.numbers, rows)))
+            hidden.copy_(self._run(inputs, rows, layout.states(inputs.numbers, rows), layout.adapter_tokens(inputs)))
 
         return work
 
@@ -162,6 +168,7 @@ class DeviceModel:
         """
         num_slots = 0 if self.state is None else self.state.num_slots
         inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots, drafts=not num_slots)
+        inputs = replace(inputs, adapter_slots=self._adapter_slots(plan))
         bucket = self._bucket(inputs)
         sampled, places = self._loose(inputs, pending)
         hidden = self._replay(bucket, inputs, places) if isinstance(bucket, Bucket) else self._eager(inputs, places)
@@ -169,11 +176,21 @@ class DeviceModel:
         use = GraphUse(True, bucket.name) if isinstance(bucket, Bucket) else GraphUse(False, bucket)
         return computed, use if self._captured else None
 
+    def _adapter_slots(self, plan: StepPlan) -> tuple[int, ...]:
+        if self.adapters is not None:
+            return self.adapters.slots_of(plan.rows)
+        if lost := next((row.adapter for row in plan.rows if row.adapter), None):
+            raise ValueError(f"A row needs the adapter {lost}, and this model has none.")
+        return ()
+
     def _bucket(self, inputs: StepInputs) -> Bucket | str:
         rows = inputs.rows
         num_rows = len(rows.counts)
         found = self._buckets.find(
-            num_tokens=len(inputs.token_ids), num_rows=num_rows, decode=rows.num_decode == num_rows
+            num_tokens=len(inputs.token_ids),
+            num_rows=num_rows,
+            decode=rows.num_decode == num_rows,
+            adapters=bool(inputs.adapter_slots),
         )
         if isinstance(found, Bucket) and rows.block_tables.shape[1] > self._captured[found].layout.width:
             return f"a row of more than {self._max_model_len} positions"
@@ -207,9 +224,10 @@ class DeviceModel:
         layout, rows = layout_of(inputs), inputs.rows
         there = layout.split(self._device.upload(pack(inputs, layout)))
         _put(there.token_ids, places)
+        adapters = layout.adapter_tokens(there)
         if not self.ops.capturable:
             plain = PagedRows(rows.num_decode, rows.contexts, rows.counts, there.tables, rows.block_size)
-            return self._run(there, plain, self._host_states(inputs, layout.state_slots(there.numbers)))
+            return self._run(there, plain, self._host_states(inputs, layout.state_slots(there.numbers)), adapters)
         lengths = map(sum, zip(rows.contexts, rows.counts, strict=True))
         device_rows = layout.rows(
             there,
@@ -221,8 +239,8 @@ class DeviceModel:
         )
         device_rows = replace(device_rows, contexts=rows.contexts, counts=rows.counts)  # launches are sized by them
         if self.ops.states_capturable:
-            return self._run(there, device_rows, layout.states(there.numbers, device_rows))
-        return self._run(there, device_rows, self._host_states(inputs, layout.state_slots(there.numbers)))
+            return self._run(there, device_rows, layout.states(there.numbers, device_rows), adapters)
+        return self._run(there, device_rows, self._host_states(inputs, layout.state_slots(there.numbers)), adapters)
 
     def _host_states(self, inputs: StepInputs, slots: Tensor) -> StateRows | None:
         """State rows for operators that read their rows on the host. slots: the slots on the device."""
@@ -231,7 +249,9 @@ class DeviceModel:
         rows = inputs.rows
         return StateRows(rows.num_decode, rows.contexts, rows.counts, inputs.state_slots, slots)
 
-    def _run(self, inputs: DeviceInputs, rows: PagedRows, states: StateRows | None) -> Tensor:
+    def _run(
+        self, inputs: DeviceInputs, rows: PagedRows, states: StateRows | None, adapters: AdapterTokens | None
+    ) -> Tensor:
         config = self.decoder.config
         run = self._pass(
             token_ids=inputs.token_ids,
@@ -239,6 +259,7 @@ class DeviceModel:
             slots=inputs.slots,
             plan=self.ops.prepare_attention(rows, config.num_kv_heads, self.decoder.dtype),
             states=states,
+            adapters=None if adapters is None or self.adapters is None else self.adapters.step(adapters),
         )
         hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
         return hidden

@@ -114,7 +114,8 @@ LACKS: dict[Feature, str] = {
 }
 
 ON_GPU = {
-    features.GPU, features.UNCAPTURED_ATTENTION, features.TORCH_EXPERTS, features.TORCH_STATES, features.NO_CAPTURES,
+    features.GPU, features.UNCAPTURED_ATTENTION, features.TORCH_ADAPTERS, features.TORCH_EXPERTS, features.TORCH_STATES,
+    features.NO_CAPTURES,
 }  # fmt: skip
 
 CONFLICTS = [Conflict(rule, one, other) for rule in RULES for one, other in product(rule.features, rule.against)]
@@ -219,7 +220,9 @@ def test_a_conflict_is_found_only_where_all_of_a_rule_is_on() -> None:
     on = {features.DRAFTS, features.RECURRENT_STATE}
     assert find_conflict(on) is None
     assert find_conflict(on, feature=features.GPU) is not None
-    assert find_conflict({features.QUANTIZE, features.GPU}, feature=features.LORA).feature is features.LORA  # type: ignore[union-attr]
+    refused = find_conflict({features.QUANTIZE, features.GPU}, feature=features.DRAFT_MODEL)
+    assert refused is not None
+    assert refused.feature is features.DRAFT_MODEL
     assert find_conflict({features.QUANTIZE, features.GPU}, feature=features.OVERLAP) is None
 
 
@@ -258,6 +261,7 @@ NOT_OF_FEATURES = {
     "engine/build/host_fit.py HostBudget._check": 1,
     "engine/build/host_fit.py HostBudget._that_fit": 1,
     "engine/execution/gpu/memory.py check_states_fit": 1,
+    "engine/execution/gpu/memory.py check_adapters_fit": 1,
     "engine/execution/gpu/memory.py kv_blocks_that_fit": 1,
     "engine/execution/gpu/memory.py check_blocks_fit": 1,
     "engine/build/gpu.py GpuStart._load": 1,

@@ -28,6 +28,7 @@ from engine.build.gpu import (
 )
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.execution.device import CudaDevice, HostDevice, choose_device, device_faults
+from engine.execution.gpu.adapters import slots_bytes
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.memory import MemoryUse, blocks_to_time_with
 from engine.execution.gpu.model import DeviceModel
@@ -36,6 +37,8 @@ from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.weights import dummy_weights, load_weights
 from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
+from kernels.choice import Choice, choose_attention
+from kernels.eager.ops import Ops
 from tests.support.engines import resolved_config
 from tests.support.fake_device import CachingDevice, FakeDevice, write_model
 from tests.support.fake_flash import FakeFlash
@@ -120,6 +123,59 @@ def test_what_captures_keep_is_counted_beside_what_steps_use(
     assert resolved.num_kv_blocks == left // BLOCK_BYTES - spare
     held = WEIGHTS + kept * OF_A_TOKEN + (resolved.num_kv_blocks + spare) * BLOCK_BYTES
     assert device.held == held, "nothing is left of what was for measuring"
+    executor.shutdown()
+
+
+@pytest.fixture
+def _adapters(_flash: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a table without Triton take adapters. It adds nothing, and no test below asks what is computed."""
+    monkeypatch.setattr("engine.build.gpu.choose_attention", _with_adapters)
+
+
+def _with_adapters(*args: Any, **options: Any) -> tuple[Choice, Ops]:
+    choice, ops = choose_attention(*args, **options)
+    return choice, replace(ops, add_low_rank=lambda *_: None)
+
+
+@pytest.mark.usefixtures("_adapters")
+@pytest.mark.parametrize("scope", ["none", "all"])
+def test_slots_of_adapters_are_reserved_before_kv_blocks(
+    model: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    device = watched(monkeypatch)
+    executor, resolved = create(model, device, cuda_graphs=scope, max_loras=5, max_lora_rank=20)
+    slots = executor.model.adapters
+    assert slots is not None
+    size = slots_bytes(read_model_config(model), torch.bfloat16, num_slots=5, max_rank=20)
+    assert slots.num_bytes == size > 0
+    spare = scope != "none"
+    left = int(0.9 * 16 * 2**20) - WEIGHTS - (40 + 40 * spare) * OF_A_TOKEN - size
+    assert resolved.num_kv_blocks == left // BLOCK_BYTES - spare
+    assert "adapters 0.00" in resolved.reasons["num_kv_blocks"]
+    assert len(slots._free) == 5, "the adapter of the trial steps is gone"
+    executor.shutdown()
+
+
+@pytest.mark.usefixtures("_adapters")
+def test_slots_of_adapters_that_do_not_fit_are_refused_by_their_settings(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"^max_loras 5000 adapters of max_lora_rank 64 take .* Lower max_loras or"):
+        create(model, max_loras=5000, max_lora_rank=64)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("engine.build.gpu.AdapterSlots", fails)
+    with pytest.raises(ConfigError, match=r"^max_loras is 2 and max_lora_rank 16, .* Lower max_loras or max_lora_rank"):
+        create(model, max_loras=2)
+
+
+@pytest.mark.usefixtures("_adapters")
+def test_every_size_is_captured_with_adapters_and_without(model: Path) -> None:
+    executor, _ = create(model, max_loras=2, cuda_graph_decode_rows=(4,), cuda_graph_mixed_rows=(4,))
+    names = [bucket.name for bucket in executor.model._captured]
+    assert names == ["mixed 40x4 with adapters", "mixed 40x4", "decode 4 with adapters", "decode 4"]
     executor.shutdown()
 
 
@@ -333,7 +389,7 @@ def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
         ({"cuda_graphs": "decode", "cuda_graph_mixed_rows": (4,)}, r"cuda_graph_mixed_rows is \[4\], but .* decode"),
         ({"cuda_graph_decode_rows": (1, 2)}, "cuda_graph_decode_rows ends at 2, but max_num_seqs is 4"),
         ({"cuda_graph_mixed_tokens": (16,)}, "ends at 16, but max_num_batched_tokens is 40"),
-        ({"max_loras": 2}, "max_loras is 2, but .* fake GPU: adapters are computed only on the CPU"),
+        ({"max_loras": 2}, "max_loras is 2, but torch's operators .*: on a GPU, only the Triton kernels compute adap"),
     ],
 )
 def test_what_cannot_act_on_a_gpu_is_refused_before_weights_are_read(

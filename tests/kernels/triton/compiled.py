@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.forward import HeadShape, LinearHeads, Routing
+from kernels.forward import HeadShape, LinearHeads, LowRankStack, Routing
+from kernels.rows.adapter_tokens import AdapterTokens, pack_tokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.rows.step import StateRows
 from kernels.triton.attention import attention
@@ -29,6 +31,7 @@ from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.experts import experts, routing
 from kernels.triton.linear_attention.causal_conv import causal_conv
 from kernels.triton.linear_attention.delta_rule import delta_rule
+from kernels.triton.low_rank import expand, shrink
 from kernels.triton.sampling.logprobs import token_logprobs
 from kernels.triton.sampling.rows import pack_rows
 from kernels.triton.sampling.sampler import sample
@@ -155,6 +158,19 @@ def launch_experts(dtype: torch.dtype) -> None:
         experts.experts(x, router, gate_up, down, Routing(per_token, renormalize=renormalize))
 
 
+def launch_low_rank(dtype: torch.dtype) -> None:
+    """Launch adapters of rank 16 on an 8B model's stacks (Llama 3.1), one of rank 64, and sizes that fill no block."""
+    llama = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
+    tokens = AdapterTokens.of(pack_tokens([0], [5], 5, 1), 5)
+    for inputs, parts, ranks in (*((*sizes, 16) for sizes in llama), (4096, (4096,), 64), (72, (40, 24, 24), 48)):
+        outputs = sum(parts)
+        a = torch.empty(2, len(parts), ranks, inputs, dtype=dtype)
+        b = torch.empty(2, outputs, ranks, dtype=dtype)
+        stack = LowRankStack(a, b, tuple(accumulate(parts[:-1], initial=0)))
+        y, x = (torch.empty(5, size, dtype=dtype) for size in (outputs, inputs))
+        expand.add_low_rank(y, x, stack, tokens)
+
+
 def launch_sampler(dtype: torch.dtype) -> None:
     """Launch a vocabulary within one block, and Qwen3's."""
     for vocab in (700, 151_936):
@@ -182,7 +198,7 @@ def main() -> None:
         for kernel in of_attention:
             kernel.configs = [min(kernel.configs, key=lambda config: (config.kwargs["BLOCK_N"], config.num_stages))]
     if args.first_config:
-        for kernel in (*of_attention, routing._router_logits, experts._gate_up, experts._down):
+        for kernel in (*of_attention, routing._router_logits, experts._gate_up, experts._down, shrink._shrink):
             kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
     compile_instead(found, resources=args.resources)
@@ -191,6 +207,7 @@ def main() -> None:
             launch_sampler(getattr(torch, dtype))
             launch_linear_attention(getattr(torch, dtype))
             launch_experts(getattr(torch, dtype))
+            launch_low_rank(getattr(torch, dtype))
         for head_dim in args.head_dims:
             for group in args.groups:
                 launch_all(getattr(torch, dtype), head_dim, group)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.eager.ops import REFERENCE
-from kernels.forward import Routing
+from kernels.forward import LowRankStack, Routing
 from tests.kernels.experts_case import experts_case
+from tests.kernels.low_rank_case import low_rank_case
 from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.states import inputs
 from tests.kernels.triton.cases import attend
@@ -24,6 +25,7 @@ from kernels.triton.elementwise.cache import write_cache  # isort: skip
 from kernels.triton.experts.experts import experts  # isort: skip
 from kernels.triton.linear_attention.causal_conv import causal_conv  # isort: skip
 from kernels.triton.linear_attention.delta_rule import delta_rule  # isort: skip
+from kernels.triton.low_rank.expand import add_low_rank  # isort: skip
 
 MAP_NORESERVE = 0x4000
 """Linux's; Python 3.11 has no name for it."""
@@ -107,3 +109,12 @@ def test_experts_at_the_end_of_large_weights_are_read() -> None:
     assert num * case.down[0].numel() >= 2**31
     far = case._replace(router=behind(num, case.router), gate_up=behind(num, case.gate_up), down=behind(num, case.down))
     torch.testing.assert_close(experts(*far, routing), experts(*case, routing), atol=1e-3, rtol=1e-3)
+
+
+def test_slots_of_adapters_at_the_end_of_a_large_memory_are_read() -> None:
+    case = low_rank_case([3, -1, 0, 2], inputs=512, parts=(512,), dtype=torch.float16)
+    num = entries_before(case.stack.a)
+    far = LowRankStack(behind(num, case.stack.a), behind(num, case.stack.b), case.stack.firsts)
+    slots = [slot + num if slot >= 0 else slot for slot in case.slots]
+    got = case._replace(stack=far, slots=slots).run(add_low_rank, "cpu")
+    torch.testing.assert_close(got, case.want(), atol=4e-3, rtol=4e-3)

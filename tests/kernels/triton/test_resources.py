@@ -84,6 +84,13 @@ def test_attention_over_chunks_uses_the_newest_tensor_cores_and_copies_sixteen_b
     assert all(row["wide_copies"] for row in rows(capability, "attend").values())
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_products_of_adapters_use_the_newest_tensor_cores(capability: str) -> None:
+    found = {**rows(capability, "_shrink"), **rows(capability, "_expand")}
+    assert {row["products"] for row in found.values()} == PRODUCTS[capability]
+    assert all(row["wide_copies"] for row in rows(capability, "_shrink").values())
+
+
 @pytest.mark.slow
 def test_the_table_is_what_the_compiler_gives(tmp_path: Path) -> None:
     if triton.__version__ != DOCUMENT["triton"]:

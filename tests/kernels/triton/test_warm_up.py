@@ -108,9 +108,13 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
         assert launches <= at_start, f"{count} rows"
 
 
-@pytest.mark.parametrize("kind", [{}, {"architectures": ["Qwen3ForCausalLM"]}], ids=["llama", "norms by head"])
+@pytest.mark.parametrize(
+    ("kind", "max_loras"),
+    [({}, 0), ({"architectures": ["Qwen3ForCausalLM"]}, 0), ({}, 3)],
+    ids=["llama", "norms by head", "adapters"],
+)
 def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
-    kind: dict[str, Any], tmp_path: Path, launches: set[tuple[str, str]]
+    kind: dict[str, Any], max_loras: int, tmp_path: Path, launches: set[tuple[str, str]]
 ) -> None:
     """Regression guard: what a step reads of its rows begins at an offset given by its number of tokens, and kernels
     were recompiled for offsets of other alignment. Where rows may be long, the start had only long rows, and the first
@@ -123,17 +127,24 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
         max_num_seqs=4,
         max_num_batched_tokens=40,
         num_kv_blocks=40,
+        max_loras=max_loras,
     )
     executor, _ = start_on_device(model, config, FakeDevice(), "a test").build()
     at_start = set(launches)
+    digests = [f"{number:032x}" for number in range(max_loras)]
+    if slots := executor.model.adapters:
+        for digest in digests:
+            slots.keep(digest, torch.zeros(slots.num_bytes // max_loras // 2, dtype=torch.bfloat16))
     for num_decode in range(4):
         for count in (0, 1, 2, 3, 5, 8, 16, 17):
             rows = [decode(f"row {i}", 5, 16 * i + 3, range(4 * i, 4 * i + i + 1)) for i in range(num_decode)]
             rows += [chunk("chunk", (1,) * count, 0, count, (30, 31))] if count else []
+            rows = [row._replace(adapter=digests[i]) if i < max_loras else row for i, row in enumerate(rows)]
             if rows:
                 executor.logits(StepPlan(0, tuple(rows)))
     executor.shutdown()
     assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm"}
+    assert ("_expand" in {name for name, _ in at_start}) is bool(max_loras)
     assert sorted(launches - at_start) == []
 
 

@@ -42,6 +42,21 @@ def test_every_step_that_an_engine_can_plan_fits_the_smallest_bucket_that_holds_
     assert found.num_tokens - num_tokens < max(64, num_tokens / 4), "a large chunk's padding is work like its tokens"
 
 
+def test_with_adapters_every_size_is_there_twice_and_a_step_finds_its_own_kind() -> None:
+    plain, both = planned(), planned(adapters=True)
+    assert [bucket for bucket in both.all if not bucket.adapters] == list(plain.all)
+    assert {(bucket.name, bucket.decode) for bucket in both.all if bucket.adapters} == {
+        (f"{bucket.name} with adapters", bucket.decode) for bucket in plain.all
+    }
+    for decode in (False, True):
+        for adapters in (False, True):
+            found = both.find(num_tokens=5, num_rows=5, decode=decode, adapters=adapters)
+            assert isinstance(found, Bucket)
+            assert (found.decode, found.adapters) == (decode, adapters)
+            assert found in both.all
+    assert planned("decode", adapters=True).adapters
+
+
 def test_the_sizes_of_mixed_steps_are_few() -> None:
     sizes = planned(tokens=8192).mixed_tokens
     assert sizes[:13] == (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import ConfigError
-from engine.execution.gpu.memory import GIB, MemoryUse, check_blocks_fit, kv_blocks_that_fit
+from engine.execution.gpu.memory import GIB, MemoryUse, check_adapters_fit, check_blocks_fit, kv_blocks_that_fit
 
 USE = MemoryUse(total=80 * GIB, others=1 * GIB, weights=16 * GIB, activations=3 * GIB, graphs=2 * GIB)
 BLOCK = 2 * 2**20
@@ -22,7 +22,7 @@ def test_blocks_have_what_the_rest_leaves_of_the_share() -> None:
     assert kv_blocks_that_fit(USE, 0.9, BLOCK, spare_blocks=1) == (72 - 22) * 512 - 1
 
 
-@pytest.mark.parametrize("part", ["others", "weights", "activations", "graphs"])
+@pytest.mark.parametrize("part", ["others", "weights", "activations", "adapters", "graphs"])
 def test_each_part_takes_its_bytes_from_the_blocks(part: str) -> None:
     more = replace(USE, **{part: getattr(USE, part) + 10 * BLOCK})
     assert kv_blocks_that_fit(more, 0.9, BLOCK) == kv_blocks_that_fit(USE, 0.9, BLOCK) - 10
@@ -58,3 +58,10 @@ def test_blocks_that_were_asked_for_are_refused_where_they_do_not_fit() -> None:
     check_blocks_fit(USE, BLOCK, fits - 1, spare_blocks=1)
     with pytest.raises(ConfigError, match=rf"num_kv_blocks {fits} takes 58.00 GiB, but 58.00 GiB are left"):
         check_blocks_fit(USE, BLOCK, fits, spare_blocks=1)
+
+
+def test_slots_of_adapters_are_refused_by_their_settings_where_they_do_not_fit() -> None:
+    check_adapters_fit(replace(USE, adapters=58 * GIB), 4, 16)
+    why = r"max_loras 4 adapters of max_lora_rank 16 take 58.00 GiB, but 58.00 GiB are left.*: others 1.00.*adapters 58"
+    with pytest.raises(ConfigError, match=why):
+        check_adapters_fit(replace(USE, adapters=58 * GIB + 1), 4, 16)

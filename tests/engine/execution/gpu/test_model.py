@@ -206,10 +206,14 @@ def test_a_mixed_captured_step_gives_every_row_what_it_gets_alone(captured: Devi
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 30)), min_size=1, max_size=6), st.booleans())
-@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 30)), min_size=1, max_size=6),
+    st.booleans(),
+    st.one_of(st.none(), st.lists(st.integers(-1, 2), min_size=6, max_size=6)),
+)
+@settings(max_examples=80)
 def test_padding_has_a_block_of_its_own_and_takes_nothing_from_the_step(
-    block_size: int, spans: list[tuple[int, int]], decode_only: bool
+    block_size: int, spans: list[tuple[int, int]], decode_only: bool, slots: list[int] | None
 ) -> None:
     """In the packed integers of a step, its own are unchanged, and all others point to the block of padding."""
     spans = [(start, 1) for start, _ in spans] if decode_only else spans
@@ -220,16 +224,25 @@ def test_padding_has_a_block_of_its_own_and_takes_nothing_from_the_step(
         sampling = RowSampling(0.0, 0, 1.0, 0.0, 0) if decode_only else None
         rows.append(ScheduledRequest(f"r{number}", kind, start, (number + 1,) * count, own, sampling))
     inputs = build_inputs(StepPlan(0, tuple(rows)), block_size)
-    buckets = plan_buckets("all", max_num_seqs=8, max_num_batched_tokens=200)
-    found = buckets.find(num_tokens=len(inputs.token_ids), num_rows=len(rows), decode=decode_only)
+    inputs = replace(inputs, adapter_slots=tuple(slots[: len(rows)]) if slots else ())
+    buckets = plan_buckets("all", max_num_seqs=8, max_num_batched_tokens=200, adapters=True)
+    found = buckets.find(
+        num_tokens=len(inputs.token_ids), num_rows=len(rows), decode=decode_only, adapters=slots is not None
+    )
     assert isinstance(found, Bucket)
-    layout = bucket_layout(found, block_size, 160)
+    layout = bucket_layout(found, block_size, 160, adapter_slots=3)
     packed = pack(inputs, layout, decode=decode_only, padding_block=5000)
     assert len(packed) == layout.size
     views, num_tokens = layout.split(packed), len(inputs.token_ids)
     for name in ("token_ids", "positions", "slots"):
         assert getattr(views, name)[:num_tokens].tolist() == getattr(inputs, name).tolist()
     assert set((views.slots[num_tokens:] // block_size).tolist()) <= {5000}
+    adapters = layout.adapter_tokens(views)
+    assert (adapters is None) is (slots is None)
+    if adapters is not None and slots is not None:
+        of_token = [slot for slot, (_, count) in zip(slots, spans, strict=False) for _ in range(count)]
+        tokens = [token for token, slot in enumerate(of_token) if slot >= 0]
+        assert sorted(adapters.order.tolist()) == [-1] * (found.num_tokens - len(tokens)) + tokens
     padded = layout.rows(
         views,
         block_size,
