@@ -153,6 +153,7 @@ TORCH_CPU = Feature("torch's kernels", Group.KERNELS, "kernels", partial(eq, "to
 REFERENCE = Feature("the reference", Group.KERNELS, "kernels", partial(eq, "reference"))
 UNCAPTURED_ATTENTION = Feature("torch attention", Group.KERNELS)
 TORCH_EXPERTS = Feature("experts without Triton", Group.KERNELS)
+TORCH_PRODUCTS = Feature("matrix products without Triton", Group.KERNELS)
 TORCH_STATES = Feature("linear attention without Triton", Group.KERNELS)
 
 EXPERTS = Feature("mixtures of experts", Group.MODEL)
@@ -186,7 +187,7 @@ _GPU_SETTINGS = (
 RULES = (
     # where features run
     Rule(_GPU_SETTINGS, (CPU, FAKE), "this setting has an effect only on a GPU"),
-    Rule((CPU_KERNELS, QUANTIZE, NARROW_KV, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
+    Rule((CPU_KERNELS, NARROW_KV, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
     Rule((LORA,), (GPU,), "adapters are computed only on the CPU"),
     Rule((DRAFT_MODEL,), (GPU,), "a draft model runs only on the CPU"),
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
@@ -197,7 +198,8 @@ RULES = (
     Rule((LORA,), (NATIVE,), "the native kernels compute no adapters"),
     Rule((FP8_KV,), (NATIVE,), "the native kernels do not support an fp8 KV cache, only int8"),
     Rule((NARROW_KV,), (REFERENCE,), "the reference kernels support only an unquantized KV cache"),
-    Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "only the native kernels compute with int8 weights"),
+    Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels compute with int8 weights"),
+    Rule((QUANTIZE,), (TORCH_PRODUCTS,), "without Triton, a GPU does not compute with int8 weights"),
     Rule(
         (BATCH_INVARIANT,),
         (TORCH_CPU, REFERENCE),

@@ -15,6 +15,14 @@ from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
 from kernels.rows.step import StateRows
 
 
+def multiply(ops: Ops, linear: Linear, x: Tensor) -> Tensor:
+    """x W^T + b. # [num_tokens, outputs]"""
+    if isinstance(linear.weight, Tensor):
+        return F.linear(x, linear.weight, linear.bias)
+    assert ops.narrow is not None, "only these operators pack weights"
+    return ops.narrow.linear(x, linear)
+
+
 class EagerPass:
     """A kernels.forward.ForwardPass over one step, and a LinearAttentionPass where there are states.
 
@@ -55,7 +63,7 @@ class EagerPass:
         return self._ops.add_rms_norm(x, residual, weight, eps)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        return F.linear(x, linear.weight, linear.bias)
+        return multiply(self._ops, linear, x)
 
     def gated_linear(self, x: Tensor, linear: Linear, activation: str = SILU) -> Tensor:
         gate_and_up = self.linear(x, linear)
