@@ -201,16 +201,16 @@ def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep: Keep) -> dict[str, str]:
     """Say how the weights are used, if the checkpoint packs them or a GPU rounds them."""
     name, packed = str(dtype).removeprefix("torch."), model.quantization
-    rounded = config.quantize == "int8"
+    rounded, on_gpu = config.quantize == "int8", keep is Keep.NARROW
+    experts = f"; experts are computed in {name}" if on_gpu and model.expert_sizes else ""
     if packed is None:
-        return {"weights": "rounded to 8 bits (quantize int8)"} if rounded and keep is Keep.NARROW else {}
+        return {"weights": f"rounded to 8 bits (quantize int8){experts}"} if rounded and on_gpu else {}
     if config.load_format == "dummy":
-        drawn = "8 bits" if rounded and keep is Keep.NARROW else name
+        drawn = "8 bits" if rounded and on_gpu else name
         return {"weights": f"random numbers in {drawn}, where the checkpoint has {packed.summary}"}
     wide = "rounded anew to 8 bits (quantize int8)" if rounded else f"computed in {name}"
     ways = dict.fromkeys(_way(packing, keep, wide) for _, packing in packed.groups)
     activations = f"; activations stay {name}, not {packed.activations}" if packed.activations else ""
-    experts = f"; experts are computed in {name}" if keep is Keep.NARROW and model.expert_sizes else ""
     return {"weights": f"{packed.summary}: {' and '.join(ways)}{experts}{activations}"}
 
 

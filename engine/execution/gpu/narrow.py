@@ -29,7 +29,7 @@ class NarrowProducts:
 
     @property
     def summary(self) -> str:
-        return ", ".join(f"{count} matrices in {name}" for name, count in self.counts.items())
+        return "matrices: " + ", ".join(f"{count} in {name}" for name, count in self.counts.items())
 
     @torch.inference_mode()
     def warm_up(self, ops: NarrowOps, dtype: torch.dtype, device: torch.device) -> None:
