@@ -111,7 +111,8 @@ LACKS: dict[Feature, str] = {
 }
 
 ON_GPU = {
-    features.GPU, features.UNCAPTURED_ATTENTION, features.TORCH_EXPERTS, features.TORCH_STATES, features.NO_CAPTURES,
+    features.GPU, features.UNCAPTURED_ATTENTION, features.TORCH_EXPERTS, features.TORCH_STATES, features.TORCH_PRODUCTS,
+    features.NO_CAPTURES,
 }  # fmt: skip
 
 CONFLICTS = [Conflict(rule, one, other) for rule in RULES for one, other in product(rule.features, rule.against)]
@@ -215,8 +216,8 @@ def test_a_conflict_is_found_only_where_all_of_a_rule_is_on() -> None:
     on = {features.DRAFTS, features.RECURRENT_STATE}
     assert find_conflict(on) is None
     assert find_conflict(on, feature=features.GPU) is not None
-    assert find_conflict({features.QUANTIZE, features.GPU}, feature=features.LORA).feature is features.LORA  # type: ignore[union-attr]
-    assert find_conflict({features.QUANTIZE, features.GPU}, feature=features.OVERLAP) is None
+    assert find_conflict({features.NARROW_KV, features.GPU}, feature=features.LORA).feature is features.LORA  # type: ignore[union-attr]
+    assert find_conflict({features.NARROW_KV, features.GPU}, feature=features.OVERLAP) is None
 
 
 def test_every_term_is_a_feature_with_a_setting_or_is_found_out() -> None:

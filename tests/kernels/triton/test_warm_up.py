@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -108,9 +108,13 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
         assert launches <= at_start, f"{count} rows"
 
 
-@pytest.mark.parametrize("kind", [{}, {"architectures": ["Qwen3ForCausalLM"]}], ids=["llama", "norms by head"])
+@pytest.mark.parametrize(
+    ("kind", "quantize"),
+    [({}, "none"), ({"architectures": ["Qwen3ForCausalLM"]}, "none"), ({}, "int8")],
+    ids=["llama", "norms by head", "8 bits"],
+)
 def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
-    kind: dict[str, Any], tmp_path: Path, launches: set[tuple[str, str]]
+    kind: dict[str, Any], quantize: Literal["none", "int8"], tmp_path: Path, launches: set[tuple[str, str]]
 ) -> None:
     """Regression guard: what a step reads of its rows begins at an offset given by its number of tokens, and kernels
     were recompiled for offsets of other alignment. Where rows may be long, the start had only long rows, and the first
@@ -118,6 +122,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
     model = write_model(tmp_path, num_hidden_layers=1, max_position_embeddings=2048, **kind)
     config = EngineConfig(
         load_format="dummy",
+        quantize=quantize,
         attention="triton",
         cuda_graphs="none",
         max_num_seqs=4,
@@ -133,7 +138,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
             if rows:
                 executor.logits(StepPlan(0, tuple(rows)))
     executor.shutdown()
-    assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm"}
+    assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm", *(["multiply"] * (quantize == "int8"))}
     assert sorted(launches - at_start) == []
 
 
