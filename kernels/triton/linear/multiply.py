@@ -10,16 +10,23 @@ from kernels.triton.linear.pack import FP8, INT8, RUN
 from kernels.triton.shared.launch import dot, tuned
 
 # BLOCK_K counts words. A group of 128 inputs has 64 words of 8-bit weights and 32 of 4-bit ones: no step is longer.
+# Only those of 16 words fit in 99 KiB of shared memory for every kind of weight with activations in float32.
 FEW_CONFIGS = [
     triton.Config({"BLOCK_N": outputs, "BLOCK_K": words}, num_warps=warps, num_stages=stages)
     for outputs, words, warps, stages in (
         *((64, 64, 4, 4), (64, 64, 4, 6), (64, 32, 4, 6), (64, 128, 4, 3), (128, 64, 4, 3), (128, 32, 4, 4)),
-        (32, 64, 2, 4),
+        *((32, 64, 2, 4), (64, 16, 4, 3)),
     )
 ]
 MANY_CONFIGS = [
     triton.Config({"BLOCK_N": outputs, "BLOCK_K": words}, num_warps=warps, num_stages=stages)
-    for outputs, words, warps, stages in ((64, 32, 4, 3), (64, 32, 8, 4), (128, 32, 8, 3), (128, 32, 8, 4))
+    for outputs, words, warps, stages in (
+        (64, 32, 4, 3),
+        (64, 32, 8, 4),
+        (128, 32, 8, 3),
+        (128, 32, 8, 4),
+        (64, 16, 4, 3),
+    )
 ]
 MOST_WORDS = max(config.kwargs["BLOCK_K"] for config in FEW_CONFIGS + MANY_CONFIGS)
 

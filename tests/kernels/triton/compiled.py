@@ -96,6 +96,7 @@ def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
             found[-1] |= {
                 "variant": variant_of(kernel, self.fn.__name__),
                 "warps": kernel.metadata.num_warps,
+                "tensor_columns": getattr(kernel.metadata, "tmem_size", None) or 0,
                 "code": asdict(read_code(kernel.asm["cubin"])),
             }
         return kernel
