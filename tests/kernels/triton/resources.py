@@ -28,7 +28,7 @@ SHARED_KIB = {"8.0": 164, "9.0": 228, "10.0": 228}
 """What a multiprocessor has; each program takes 1 KiB more than it asks for."""
 
 TENSOR_COLUMNS = 512
-"""Of the tensor cores' own memory on a multiprocessor, from compute capability 10.0 on."""
+"""What the tensor cores' own memory on a multiprocessor has, from compute capability 10.0 on."""
 
 
 @dataclass(frozen=True)
