@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,7 @@ class Bench:
         if self.on_gpu:
             found += [self.sampling(rows, name) for rows in most_first for name in SAMPLING]
             found += [cell(rows) for rows in most_first for cell in (self.controls, self.logprobs)]
+            found += [self.linear(tokens, kind) for tokens in tokens_first for kind in WEIGHTS]
         return found
 
     def norm(self, tokens: int) -> Cell:
@@ -322,6 +323,32 @@ class Bench:
         flops = 2 * tokens * hidden * (count + routing.per_token * 3 * size)
         return Cell("experts", shape, num_bytes, flops, make)
 
+    def linear(self, tokens: int, kind: str) -> Cell:
+        """The gate and up projection, with a weight of one of WEIGHTS."""
+        bits, group = WEIGHTS[kind]
+        outputs, inputs = 2 * self.options.intermediate, self.options.hidden
+        groups = 1 if group is None else -(-inputs // group)
+
+        def make() -> Run:
+            run, x = self.run_of(None, tokens), self.random(tokens, inputs)
+            if bits == 16:
+                weight = Linear(self.random(outputs, inputs) / inputs**0.5)
+                return lambda: run.linear(x, weight)
+            dtype = torch.uint8 if bits == 4 else torch.int8
+            numbers = torch.randint(127, (outputs, inputs * bits // 8), generator=self.generator, device=self.device)
+            scales = torch.full((outputs, groups), 1 / inputs, device=self.device)
+            narrow = Linear(numbers.to(dtype), scales=scales if group else scales.flatten(), group=group)
+            if kind == "fp8":
+                narrow = replace(narrow, weight=narrow.weight.view(torch.float8_e4m3fn))
+            assert self.table.narrow is not None
+            packed = self.table.narrow.pack(narrow)
+            return lambda: run.linear(x, packed)
+
+        shape = {"tokens": tokens, "outputs": outputs, "inputs": inputs}
+        read = outputs * inputs * bits // 8 + (4 * outputs * groups if bits < 16 else 0)
+        moved = tokens * (inputs + outputs) * self.dtype.itemsize
+        return Cell(f"linear_{kind}", shape, read + moved, 2 * tokens * outputs * inputs, make)
+
     def sampling(self, num_rows: int, name: str) -> Cell:
         vocab = self.options.vocab
 
@@ -366,6 +393,9 @@ class Bench:
         shape = {"rows": num_rows, "vocab": vocab, "most_likely": LOGPROBS}
         return Cell("logprobs", shape, num_rows * vocab * 4, 0, make)
 
+
+WEIGHTS: dict[str, tuple[int, int | None]] = {"plain": (16, None), "int8": (8, None), "fp8": (8, 128), "int4": (4, 128)}
+"""(bits of a weight, inputs that share a scale)"""
 
 SAMPLING: dict[str, dict[str, float | int]] = {
     "greedy": {"temperature": 0.0},

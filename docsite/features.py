@@ -18,7 +18,8 @@ with one line, which names both settings and the reason. A setting that is not n
 setting that is left at `auto` adapts to the others: with LoRA adapters, for example, the kernels are torch's.
 
 A cell says where the combination works: **N**, **T** and **R** are the CPU with `kernels: native`, `torch_cpu` and
-`reference`; **G** is a GPU; – is nowhere. The numbers lead to the reasons below.
+`reference`; **G** is a GPU; – is nowhere. The numbers lead to the reasons below. On a GPU, experts are never rounded,
+and those of a packed checkpoint are unpacked.
 """
 
 Facts = frozenset[Feature]

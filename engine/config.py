@@ -543,7 +543,8 @@ class EngineConfig:
     quantize: Literal["none", "int8"] = setting(
         "none",
         "How weight matrices are rounded while they are loaded. `none`: not at all. `int8`: to one byte for each "
-        "weight and a scale for each output, so that a token reads half as much memory; only with the native kernels. "
+        "weight and a scale for each output, so that a token reads half as much memory; with the native kernels, or "
+        "on a GPU with Triton, where experts are not rounded, and packed weights that stay packed are left so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(

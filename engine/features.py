@@ -158,6 +158,7 @@ REFERENCE = Feature("the reference", Group.KERNELS, "kernels", partial(eq, "refe
 UNCAPTURED_ATTENTION = Feature("torch attention", Group.KERNELS)
 TORCH_ADAPTERS = Feature("adapters without Triton", Group.KERNELS)
 TORCH_EXPERTS = Feature("experts without Triton", Group.KERNELS)
+TORCH_PRODUCTS = Feature("matrix products without Triton", Group.KERNELS)
 TORCH_STATES = Feature("linear attention without Triton", Group.KERNELS)
 
 EXPERTS = Feature("mixtures of experts", Group.MODEL)
@@ -191,7 +192,7 @@ _GPU_SETTINGS = (
 RULES = (
     # where features run
     Rule(_GPU_SETTINGS, (CPU, FAKE), "this setting has an effect only on a GPU"),
-    Rule((CPU_KERNELS, QUANTIZE, NARROW_KV, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
+    Rule((CPU_KERNELS, NARROW_KV, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
     Rule((DRAFT_MODEL,), (GPU,), "a draft model runs only on the CPU"),
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
@@ -202,7 +203,8 @@ RULES = (
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
     Rule((FP8_KV,), (NATIVE,), "the native kernels do not support an fp8 KV cache, only int8"),
     Rule((NARROW_KV,), (REFERENCE,), "the reference kernels support only an unquantized KV cache"),
-    Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "only the native kernels compute with int8 weights"),
+    Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels compute with int8 weights"),
+    Rule((QUANTIZE,), (TORCH_PRODUCTS,), "without Triton, a GPU does not compute with int8 weights"),
     Rule(
         (BATCH_INVARIANT,),
         (TORCH_CPU, REFERENCE),

@@ -12,6 +12,9 @@ from torch import Tensor
 Array = Any
 """What a backend's operations take and return: a Tensor, or a recorder's handle for one."""
 
+NARROW_GROUP = 16
+"""Inputs that share a scale are a multiple of this many: tensor cores add up as many products at a time."""
+
 SILU, GELU = "silu", "gelu_tanh"
 """Activations of a gate. GELU is the tanh approximation."""
 
@@ -21,11 +24,16 @@ class Linear:
     """y = x W^T + b."""
 
     weight: Any
-    """[outputs, inputs], or a backend's packed form of it."""
+    """[outputs, inputs], or a backend's packed form of it. Where there are scales, the stored numbers q: int8,
+    float8_e4m3fn, or uint8 with 4 bits for each, [outputs, inputs / 2], the even input in the lower bits."""
     bias: Any = None
     """[outputs]"""
     scales: Any = None
-    """[outputs] float32: for an int8 weight, the factor of each output; read by the native kernels."""
+    """[outputs], or [outputs, groups] float32: a weight is (q - zero) * scale."""
+    zeros: Any = None
+    """[outputs, groups] int8. None: 8 for 4 bits, else 0."""
+    group: int | None = None
+    """How many inputs share a scale; the last group may be smaller. None: all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.forward import LinearHeads, LowRankStack, Routing
+from kernels.forward import Linear, LinearHeads, LowRankStack, Routing
 from kernels.rows.step import PagedRows, StateRows
 
 
@@ -17,6 +17,25 @@ def round_weight(weight: Tensor) -> Tensor:
     """Round each output's weights to multiples of its largest magnitude / 127. # [outputs, inputs] float64"""
     unit = weight.double().abs().amax(dim=1, keepdim=True) / 127
     return (weight.double() / unit.clamp(min=torch.finfo(torch.float64).tiny)).round() * unit
+
+
+def dequantize(linear: Linear) -> Tensor:
+    """Return the weights of a narrow `linear`, (q - zero) * scale. # [outputs, inputs] float64"""
+    stored: Tensor = linear.weight
+    if stored.dtype == torch.uint8:
+        stored = torch.stack((stored & 15, stored >> 4), dim=2).flatten(1)
+    values, zero = stored.double(), 8.0 if linear.weight.dtype == torch.uint8 else 0.0
+    inputs = stored.shape[1]
+    groups = torch.arange(inputs, device=stored.device) // (linear.group or inputs)
+    values = values - (zero if linear.zeros is None else linear.zeros.double()[:, groups])
+    scales: Tensor = linear.scales.double().view(len(stored), -1)
+    return values * scales[:, groups]
+
+
+def narrow_linear(x: Tensor, linear: Linear) -> Tensor:
+    """x W^T + b for a weight of fewer bits, which is widened. x: [num_tokens, inputs]. # [num_tokens, outputs]"""
+    found = x.double() @ dequantize(linear).T
+    return (found if linear.bias is None else found + linear.bias.double()).to(x.dtype)
 
 
 def round_token(x: Tensor, dtype: torch.dtype) -> Tensor:

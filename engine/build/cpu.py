@@ -25,6 +25,7 @@ from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.eager import EagerModel
+from engine.models.narrow import Keep
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
@@ -158,7 +159,7 @@ def _builder(
         config=config,
         resolved=resolved,
         runner=_runner(config, resolved, kernels),
-        keep_int8=kernels.name == NATIVE,
+        keep=Keep.BY_OUTPUT if kernels.name == NATIVE else Keep.NOTHING,
     )
 
 

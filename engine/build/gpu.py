@@ -30,6 +30,7 @@ from engine.execution.gpu.memory import (
     kv_blocks_that_fit,
 )
 from engine.execution.gpu.model import DeviceModel
+from engine.execution.gpu.narrow import NarrowProducts, pack_narrow
 from engine.execution.gpu.sampler import warm_up_sampler
 from engine.features import (
     GPU,
@@ -38,6 +39,7 @@ from engine.features import (
     NO_GRAPHS,
     TORCH_ADAPTERS,
     TORCH_EXPERTS,
+    TORCH_PRODUCTS,
     TORCH_STATES,
     UNCAPTURED_ATTENTION,
     Feature,
@@ -47,6 +49,7 @@ from engine.features import (
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block
+from engine.models.narrow import Keep
 from engine.models.recurrent_state import RecurrentState, state_bytes
 from engine.step import (
     ExecutorOutOfMemoryError,
@@ -96,7 +99,8 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
     attention, ops = _attention(model, config, device, dtype)
     buckets, why_graphs = _buckets(config, device, attention, ops, model)
     measured_later = (1, "measured once the weights are loaded")
-    resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later)
+    keep = Keep.NOTHING if ops.narrow is None else Keep.NARROW
+    resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later, keep=keep)
     resolved = replace(resolved, reasons=resolved.reasons | {"cuda_graphs": why_graphs})
 
     def runner(decoder: Decoder, cache: KVCache, state: RecurrentState | None) -> DeviceModel:
@@ -110,6 +114,8 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
         resolved=resolved,
         runner=runner,
         device=device.torch_device,
+        keep=keep,
+        rounded=config.quantize == "int8",
     )
     return GpuStart(builder, device, ops, buckets, dtype)
 
@@ -128,6 +134,7 @@ class GpuStart:
         self._builder, self._config, self.resolved = builder, builder.config, builder.resolved
         self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
         self._block_bytes = bytes_per_block(builder.model, builder.config.block_size, dtype)
+        self._narrow = NarrowProducts()
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
         self._adapters: AdapterSlots | None = None
 
@@ -145,6 +152,8 @@ class GpuStart:
         use = self._measure(decoder, self._reserve_adapters(decoder, use))
         num_blocks, why_blocks = self._num_blocks(use)
         reasons = self.resolved.reasons | {"num_kv_blocks": why_blocks}
+        if "weights" in reasons:
+            reasons["weights"] += f"; {self._narrow.summary}"
         resolved = replace(self.resolved, num_kv_blocks=num_blocks, reasons=reasons)
         model = self._attach(decoder, num_blocks)
         if self._buckets.all:
@@ -161,6 +170,7 @@ class GpuStart:
         try:
             with device_faults():
                 decoder = self._builder.load()
+                decoder.weights, self._narrow = pack_narrow(decoder.weights, self._ops.narrow)
         except ExecutorOutOfMemoryError as error:
             raise ConfigError(
                 f"The weights of {self._builder.model_dir} in {self.resolved.dtype} do not fit: {free / GIB:.2f} of "
@@ -219,6 +229,8 @@ class GpuStart:
             _run(executor, plan, adapter)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
+                if self._ops.narrow is not None:
+                    self._narrow.warm_up(self._ops.narrow, self._dtype, self._device.torch_device)
         # Before any capture: kernels choose their configurations for good at their first launch, and a capture's first
         # step consists of padding.
         rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
@@ -385,7 +397,7 @@ def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: 
 def _buckets(
     config: EngineConfig, device: Device, attention: Choice, ops: Ops, model: ModelConfig
 ) -> tuple[Buckets, str]:
-    on = {**turned_on(config), **facts_of(model), **_without_kernels(device, attention, ops)}
+    on = {**turned_on(config), **facts_of(model), **_lacking(device, attention, ops)}
     refuse_conflicts(on)
     conflict = find_conflict(on, feature=GRAPHS)
     scope = config.cuda_graphs
@@ -406,7 +418,7 @@ def _buckets(
     return buckets, f"{reason}; {len(buckets.all)} sizes"
 
 
-def _without_kernels(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
+def _lacking(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
     """Return what this device, attention and table lack, as features that exclude others, each with a clause that
     names it."""
     by_torch = "torch's operators compute"
@@ -416,5 +428,6 @@ def _without_kernels(device: Device, attention: Choice, ops: Ops) -> dict[Featur
         TORCH_ADAPTERS: (ops.add_low_rank is not None, f"{by_torch} the matrices"),
         TORCH_EXPERTS: (ops.experts_capturable, f"{by_torch} the experts"),
         TORCH_STATES: (ops.states_capturable, f"{by_torch} the linear attention"),
+        TORCH_PRODUCTS: (ops.narrow is not None, f"{by_torch} the matrix products"),
     }
     return {feature: text for feature, (captured, text) in found.items() if not captured}

@@ -13,6 +13,7 @@ from engine.host.shares import SPARED, Room
 from engine.models.adapter_files import adapter_bytes
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import blocks_in
+from engine.models.narrow import Keep
 from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import weight_bytes
 
@@ -136,11 +137,11 @@ def host_use(
     Raises:
         CheckpointError: a checkpoint's files cannot be read.
     """
-    model = checkpoints[0][1]
+    model, keep = checkpoints[0][1], Keep.BY_OUTPUT if native else Keep.NOTHING
     stored = config.load_format != "dummy"
     return HostUse(
         weights=sum(
-            weight_bytes(directory if stored else None, checkpoint, dtype, keep_int8=native)
+            weight_bytes(directory if stored else None, checkpoint, dtype, keep=keep)
             + (_head_bytes(checkpoint, dtype) if native and checkpoint.tie_word_embeddings else 0)
             for directory, checkpoint in checkpoints
         )

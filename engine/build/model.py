@@ -17,6 +17,7 @@ from engine.models.computed import Model
 from engine.models.decoder import Decoder
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import KVCache, cache_dtype
+from engine.models.narrow import Keep
 from engine.models.recurrent_state import RecurrentState
 from engine.models.weights import CPU, dummy_weights, fill_randomly, load_weights
 
@@ -38,7 +39,9 @@ class ModelBuilder(Generic[M_co]):
     runner: Runner[M_co]
     device: torch.device = CPU
     """Where weights, KV cache and recurrent state are."""
-    keep_int8: bool = False
+    keep: Keep = Keep.NOTHING
+    """See load_weights."""
+    rounded: bool = False
     """See load_weights."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """An encoder's tensors by name, which the checkpoint fills in addition to the decoder's."""
@@ -54,11 +57,17 @@ class ModelBuilder(Generic[M_co]):
             CheckpointError: the checkpoint is broken or not supported.
         """
         if self.config.load_format == "dummy":
-            weights = dummy_weights(self.model, self._dtype, device=self.device)
+            weights = dummy_weights(self.model, self._dtype, device=self.device, rounded=self.rounded)
             fill_randomly(self.others)
         else:
             weights = load_weights(
-                self.model_dir, self.model, self._dtype, self.device, others=self.others, keep_int8=self.keep_int8
+                self.model_dir,
+                self.model,
+                self._dtype,
+                self.device,
+                others=self.others,
+                keep=self.keep,
+                rounded=self.rounded,
             )
         return Decoder(self.model, weights, self.resolved.max_model_len)
 

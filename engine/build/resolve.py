@@ -16,7 +16,8 @@ from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
 from engine.models.config import CheckpointError, ModelConfig, read_json
 from engine.models.kv_cache import bytes_per_block, cache_dtype
-from engine.models.quantization import Quantization
+from engine.models.narrow import Keep, Narrow
+from engine.models.packing import Packing
 from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
 from kernels.cpu.processor import cpu_flags
@@ -32,11 +33,13 @@ def resolve(
     device: tuple[Device, str],
     memory: HostBudget | tuple[int, str],
     draft: tuple[ModelConfig, float] | None = None,
+    keep: Keep | None = None,
 ) -> ResolvedConfig:
     """Resolve `config` for this machine and this checkpoint.
 
     device: with the reason for it. memory: how much KV blocks may take, or their number and its reason. draft: a draft
-    model and its cost; see SpeculativeConfig.model_cost.
+    model and its cost; see SpeculativeConfig.model_cost. keep: which packed weights a GPU's kernels use as stored;
+    None: those that a CPU's do.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
@@ -80,7 +83,7 @@ def resolve(
         }
         | ({"recurrent_state": memory_summary(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
-        | ({"weights": _weights(model.quantization, config, dtype, same_bits)} if model.quantization else {}),
+        | _weights(model, config, dtype, keep or (Keep.BY_OUTPUT if same_bits else Keep.NOTHING)),
     )
 
 
@@ -197,17 +200,32 @@ def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
     return f"asked for; {asked} bytes a block, scales included, instead of {plain}"
 
 
-def _weights(packed: Quantization, config: EngineConfig, dtype: torch.dtype, native: bool) -> str:
-    """Say how a packed checkpoint's weights are used."""
-    name = str(dtype).removeprefix("torch.")
+def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep: Keep) -> dict[str, str]:
+    """Say how the weights are used, if the checkpoint packs them or a GPU rounds them."""
+    name, packed = str(dtype).removeprefix("torch."), model.quantization
+    rounded, on_gpu = config.quantize == "int8", keep is Keep.NARROW
+    experts = f"; experts are computed in {name}" if on_gpu and model.expert_sizes else ""
+    if packed is None:
+        return {"weights": f"rounded to 8 bits (quantize int8){experts}"} if rounded and on_gpu else {}
     if config.load_format == "dummy":
-        return f"random numbers in {name}, where the checkpoint has {packed.summary}"
-    kept = [native and by_output for by_output in packed.by_output]
-    ways = ["kept in 8 bits"] * any(kept)
-    if not all(kept):
-        ways.append("rounded anew to 8 bits (quantize int8)" if config.quantize == "int8" else f"computed in {name}")
+        drawn = "8 bits" if rounded and on_gpu else name
+        return {"weights": f"random numbers in {drawn}, where the checkpoint has {packed.summary}"}
+    wide = "rounded anew to 8 bits (quantize int8)" if rounded else f"computed in {name}"
+    ways = dict.fromkeys(_way(packing, keep, wide) for _, packing in packed.groups)
     activations = f"; activations stay {name}, not {packed.activations}" if packed.activations else ""
-    return f"{packed.summary}: {' and '.join(ways)}{activations}"
+    return {"weights": f"{packed.summary}: {' and '.join(ways)}{experts}{activations}"}
+
+
+def _way(packing: Packing, keep: Keep, wide: str) -> str:
+    """Say how matrices of one packing are used. wide: how those are that are unpacked."""
+    if keep is not Keep.NARROW:
+        return "kept in 8 bits" if keep is Keep.BY_OUTPUT and packing.by_output else wide
+    layout = packing.narrow(zeros=False)
+    why_not = layout if isinstance(layout, str) else layout.why_not
+    if why_not is not None:
+        return f"{wide}, because {why_not}"
+    assert isinstance(layout, Narrow)
+    return f"kept in {layout.name}"
 
 
 def _num_threads(config: EngineConfig) -> tuple[int, str]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch.sampler import Draw
@@ -36,12 +35,14 @@ class Computed:
     kept."""
 
     @classmethod
-    def by_torch(cls, hidden: Tensor, sampled: Tensor, lm_head: Tensor, rewind: Rewind | None = None) -> Computed:
-        """Apply the LM head with torch's operators, on the tensors' device. hidden: [num_tokens, hidden]; sampled:
-        indices of the places' tokens, [places] int64; lm_head: [vocab, hidden]."""
+    def by_head(
+        cls, hidden: Tensor, sampled: Tensor, lm_head: Callable[[Tensor], Tensor], rewind: Rewind | None = None
+    ) -> Computed:
+        """Apply the LM head on the tensors' device. hidden: [num_tokens, hidden]; sampled: indices of the places'
+        tokens, [places] int64; lm_head: hidden states [n, hidden] -> logits [n, vocab]."""
 
         def logits_at(index: Tensor) -> Tensor:
-            return F.linear(hidden[index], lm_head)
+            return lm_head(hidden[index])
 
         return cls(hidden, logits_at(sampled), logits_at, rewind=rewind)
 

@@ -4,6 +4,7 @@ Never keeps anything of a step except K, V and recurrent states."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import RowKind, ScheduledRequest, StepPlan
-from kernels.eager.forward import EagerPass
+from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Rewind
 from kernels.rows.step import StateRows
@@ -48,7 +49,9 @@ class EagerModel:
             rewind=rewind,
         )
         hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
-        return Computed.by_torch(hidden, inputs.sampled_tokens, self.decoder.weights.lm_head.weight, rewind)
+        return Computed.by_head(
+            hidden, inputs.sampled_tokens, partial(multiply, self._ops, self.decoder.weights.lm_head), rewind
+        )
 
     def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
         """step: see EagerPass."""

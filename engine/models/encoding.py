@@ -4,6 +4,7 @@ Never decides what is encoded or dropped: plans say so, and a row whose input is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from engine.models.kv_cache import KVCache
 from engine.models.vision import VisionEncoder
 from engine.multimodal_inputs import Grid
 from engine.step import StepPlan
-from kernels.eager.forward import EagerPass
+from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import Ops
 
 
@@ -60,7 +61,9 @@ class EncodingModel:
             filled=self._filled(plan),
         )
         hidden: Tensor = self.decoder.forward(run, self.cache)
-        return Computed.by_torch(hidden, inputs.sampled_tokens, self.decoder.weights.lm_head.weight)
+        return Computed.by_head(
+            hidden, inputs.sampled_tokens, partial(multiply, self._ops, self.decoder.weights.lm_head)
+        )
 
     def _filled(self, plan: StepPlan) -> list[Filled]:
         found = []

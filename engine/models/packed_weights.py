@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import CheckpointError
-from engine.models.packing import FP8, INT8, Packing, Part
+from engine.models.narrow import Narrow, num_inputs, round_by_output, take_views
+from engine.models.packing import FP8, INT8, Packing, Part, Unpacked
 from engine.models.quantization import Quantization
 
 _NARROW = (INT8, FP8, "F8_E5M2")
@@ -91,44 +92,65 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
     return found
 
 
+def groups_in_order(stored: Stored, module: str, group: int | None) -> bool:
+    """Whether inputs that share a scale lie beside each other, also where the checkpoint lists each input's group."""
+    listed = f"{module}.g_idx"
+    if group is None or listed not in stored.files:
+        return True
+    found = stored.read(listed)
+    return bool((found == torch.arange(found.numel(), device=found.device) // group).all())
+
+
 _ANY_SIZE = (32, 32)
 """Any matrix size will do, because the names of the parts do not depend on it."""
 
 
-def fill_packed(stored: Stored, packed: Mapping[str, Packing], missing: dict[str, Tensor]) -> frozenset[str]:
+def fill_packed(
+    stored: Stored, packed: Mapping[str, Packing], layouts: Mapping[str, Narrow], missing: dict[str, Tensor]
+) -> frozenset[str]:
     """Fill those weights of `missing` that are packed, and remove them from it. Return the names of the tensors used.
 
-    An int8 view gets the values as stored, and the module's `weight_scale` gets their scales.
+    layouts: of the modules whose values are kept as stored. A narrow view of another layout gets weights rounded anew.
 
     Raises:
         CheckpointError: a part is missing, of another shape or type, or contradicts another.
     """
     taken: set[str] = set()
     for module, packing in packed.items():
-        view = missing.pop(f"{module}.weight", None)
+        view, *narrow = take_views(module, missing)
         if view is None:
             continue  # the reader of the other tensors decides whether it may be left over
         if view.dim() != 2:
             raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is not two-dimensional.")
         parts, names = _read_parts(stored, module, packing, view)
         try:
-            unpacked = packing.unpack(parts, *view.shape)
-            if view.dtype == torch.int8:
-                values, scales = unpacked.by_output()
-                missing.pop(f"{module}.weight_scale").copy_(scales)
-                view.copy_(values)
-            else:
-                view.copy_(unpacked.weight())
+            _fill(packing.unpack(parts, len(view), num_inputs(view)), layouts.get(module), view, *narrow)
         except ValueError as error:
             raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
         taken |= names | _leftovers(stored, module, missing)
     return frozenset(taken)
 
 
+def _fill(unpacked: Unpacked, layout: Narrow | None, view: Tensor, scales: Tensor | None, zeros: Tensor | None) -> None:
+    """Fill one matrix. layout: as the values are stored; None: they cannot be kept."""
+    if scales is None:
+        view.copy_(unpacked.weight())
+    elif layout is None or not layout.describes(view, scales, zeros):
+        _copy((view, scales), round_by_output(unpacked.weight()))
+    else:
+        _copy((view, scales, zeros), unpacked.as_stored(layout))
+
+
+def _copy(views: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> None:
+    for view, tensor in zip(views, tensors, strict=True):
+        if view is not None and tensor is not None:
+            view.view(tensor.shape).copy_(tensor)
+
+
 def _read_parts(stored: Stored, module: str, packing: Packing, view: Tensor) -> tuple[dict[str, Tensor], set[str]]:
     """Read the parts of one matrix. Return them by part, and their full names."""
     try:
-        wanted = packing.parts(*view.shape)
+        wanted = packing.parts(len(view), num_inputs(view))
     except ValueError as error:
         raise CheckpointError(f"{module} cannot be packed ({packing.summary}): {error}.") from error
     parts: dict[str, Tensor] = {}

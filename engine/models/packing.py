@@ -10,11 +10,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.models.narrow import Narrow
+
 INT8, INT32, FP8 = "I8", "I32", "F8_E4M3"
 """Types, as safetensors spells them."""
 _SCALES = ("F16", "BF16", "F32")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """For each of eight outputs, which group of four bits in an int32 holds it."""
+
+
+OUT_OF_ORDER = "inputs of a group do not lie beside each other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +40,46 @@ class Unpacked:
     """An unpacked matrix: each value is to be multiplied by the scale of its output and input."""
 
     values: Tensor
-    """[outputs, inputs] float32: q - zero"""
+    """[outputs, inputs] float32: q"""
+    least: int
+    """The least value that q can have."""
     scales: Tensor
     """[rows, columns] float32"""
     rows: Tensor
     """[outputs]: each output's row of `scales`"""
     columns: Tensor
     """[inputs]: each input's column of `scales`"""
+    zeros: Tensor | None = None
+    """[rows, columns] float32; None: all 0"""
+
+    @property
+    def _less_zero(self) -> Tensor:
+        return self.values if self.zeros is None else self.values - self.zeros[self.rows][:, self.columns]
 
     def weight(self) -> Tensor:
         """Return the matrix itself. # [outputs, inputs] float32"""
-        return self.values * self.scales[self.rows][:, self.columns]
+        return self._less_zero * self.scales[self.rows][:, self.columns]
 
-    def by_output(self) -> tuple[Tensor, Tensor]:
-        """Return the values [outputs, inputs] int8, and a scale for each output.
+    def as_stored(self, layout: Narrow) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the weight, its scales and its zeros as kernels.forward.Linear has them.
 
         Raises:
-            ValueError: a value does not fit into 8 bits.
+            ValueError: a value less its zero point does not fit into 8 bits, and the layout has no zero points.
         """
-        if self.values.min() < -128 or self.values.max() > 127:
+        scales = self.scales[self.rows, 0] if layout.group is None else self.scales[self.rows]
+        if layout.dtype == torch.float8_e4m3fn:
+            return self.values.to(layout.dtype), scales, None
+        if layout.dtype == torch.uint8:
+            numbers = (self.values - self.least).to(torch.uint8)
+            zeros = None if self.zeros is None else (self.zeros[self.rows] - self.least).to(torch.int8)
+            return numbers[:, 0::2] | numbers[:, 1::2] << 4, scales, zeros
+        if layout.zeros and self.zeros is not None:
+            shift = self.least + 128
+            return (self.values - shift).to(torch.int8), scales, (self.zeros[self.rows] - shift).to(torch.int8)
+        values = self._less_zero
+        if values.min() < -128 or values.max() > 127:
             raise ValueError("a value less its zero point is beyond 8 bits")
-        return self.values.to(torch.int8), self.scales[self.rows, 0]
+        return values.to(torch.int8), scales, None
 
 
 class Packing(Protocol):
@@ -71,7 +95,11 @@ class Packing(Protocol):
 
     @property
     def by_output(self) -> bool:
-        """Whether values have 8 bits and each output has one scale. Kernels can use such a matrix as stored."""
+        """Whether values have 8 bits and each output has one scale. All kernels with 8 bits use it as stored."""
+
+    def narrow(self, *, zeros: bool) -> Narrow | str:
+        """Return the layout in which a GPU's kernels use it as stored, or why there is none. zeros: whether a
+        checkpoint has zero points although the format makes them optional."""
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         """Return the stored parts by name. Raises ValueError if a matrix of this size cannot be packed in this way."""
@@ -104,6 +132,14 @@ class Grid:
     @property
     def by_output(self) -> bool:
         return self.kind != FP8 and self.bits == 8 and self.cell[1] is None and self.cell[0] in (1, None)
+
+    def narrow(self, *, zeros: bool) -> Narrow | str:
+        if self.ordered:
+            return OUT_OF_ORDER
+        if self.kind == FP8:
+            return Narrow(torch.float8_e4m3fn, self.cell[1])
+        dtype = torch.uint8 if self.bits == 4 else torch.int8
+        return Narrow(dtype, self.cell[1], zeros=zeros or self.zero_points)
 
     @property
     def _per_int(self) -> int:
@@ -140,10 +176,10 @@ class Grid:
         columns = torch.arange(inputs, device=values.device) // (self.cell[1] or inputs)
         if self.ordered and not bool((parts["weight_g_idx"] == -1).all()):
             columns = checked_groups("weight_g_idx", parts["weight_g_idx"], sizes[1])
-        wide = values.float()
-        if zeros is not None:
-            wide = wide - zeros.reshape(sizes).float()[rows][:, columns]
-        return Unpacked(wide, parts[self.scale].float().view(sizes), rows, columns)
+        points = None if zeros is None else zeros.reshape(sizes).float()
+        return Unpacked(
+            values.float(), -(1 << self.bits - 1), parts[self.scale].float().view(sizes), rows, columns, points
+        )
 
     def _from_int32(self, packed: Tensor) -> Tensor:
         """Unpack [rows, n] to [rows, n * per_int], signed. Values are stored with half their range added."""
@@ -174,6 +210,11 @@ class Gptq:
     def by_output(self) -> bool:
         return self.bits == 8 and self.group_size is None
 
+    def narrow(self, *, zeros: bool) -> Narrow | str:
+        if self.ordered and self.group_size is not None:
+            return OUT_OF_ORDER
+        return Narrow(torch.uint8 if self.bits == 4 else torch.int8, self.group_size, zeros=True)
+
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         per_int, groups = 32 // self.bits, -(-inputs // (self.group_size or inputs))
         for name, size in (("inputs", inputs), ("outputs", outputs)):
@@ -196,7 +237,7 @@ class Gptq:
         if self.zeros_less_one:  # 0 is stored with all bits set
             zeros = (zeros + 1) & (1 << self.bits) - 1
         rows = torch.arange(outputs, device=qweight.device)
-        return Unpacked((values - zeros.T[:, columns]).float(), scales, rows, columns)
+        return Unpacked(values.float(), 0, scales, rows, columns, zeros.T.float())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +258,9 @@ class Awq:
     def by_output(self) -> bool:
         return False
 
+    def narrow(self, *, zeros: bool) -> Narrow | str:
+        return Narrow(torch.uint8, self.group_size, zeros=True)
+
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         groups = -(-inputs // (self.group_size or inputs))
         if outputs % 8:
@@ -236,7 +280,7 @@ class Awq:
             for tensor in (qweight, parts["qzeros"])
         )
         scales = parts["scales"].float().view(-1, outputs).T
-        return Unpacked((values - zeros[:, columns]).float(), scales, rows, columns)
+        return Unpacked(values.float(), 0, scales, rows, columns, zeros.float())
 
 
 def bits_of(packed: Tensor, bits: int) -> Tensor:

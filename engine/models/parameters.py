@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.description import LayerConfig, LinearAttention, ModelConfig
+from engine.models.narrow import NARROW_PARTS, Kept, Narrow
 from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
 from kernels.forward import Linear
@@ -67,51 +68,62 @@ class DecoderWeights:
 
 
 def allocate(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None, kept: frozenset[str] = frozenset()
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | None = None, kept: Kept | None = None
 ) -> DecoderWeights:
-    """Allocate tensors of the right shapes with undefined contents. device: None means the CPU.
-
-    kept: modules, by their names in the checkpoint, that have int8 weights with a scale per output. A stacked matrix is
-    int8 only if all its modules are."""
-    names = FAMILIES[config.architecture].names if kept else {}
+    """Allocate tensors of the right shapes with undefined contents. device: None means the CPU. kept: which matrices
+    have fewer bits."""
+    kept = kept or Kept()
     embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(
-            _allocate_layer(config, layer, dtype, device, _kept_places(names, number, layer, kept))
+            _allocate_layer(config, layer, dtype, device, _narrow_places(config, number, layer, kept))
             for number, layer in enumerate(config.layers)
         ),
         norm=torch.empty(config.hidden_size, dtype=_norm_dtype(config, dtype), device=device),
-        lm_head=_allocate_head(config, embedding, "lm_head" in kept),
+        lm_head=_allocate_head(config, embedding, kept),
     )
 
 
-def _allocate_head(config: ModelConfig, embedding: Tensor, kept: bool) -> Linear:
+def _allocate_head(config: ModelConfig, embedding: Tensor, kept: Kept) -> Linear:
     if config.tie_word_embeddings:
         return Linear(embedding)
-    if not kept:
+    layout = kept.layout(["lm_head"], of_expert=False)
+    if layout is None:
         return Linear(torch.empty_like(embedding))
-    scales = torch.empty(len(embedding), device=embedding.device)
-    return Linear(torch.empty_like(embedding, dtype=torch.int8), scales=scales)
+    return layout.empty(*embedding.shape, bias=None, device=embedding.device)
 
 
-_STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+_MATRIX_OF = {
+    **dict.fromkeys(("qkv", "q", "k", "v"), "qkv"),
+    **dict.fromkeys(("linear_qkvz", "linear_qkv", "linear_z", "linear_ba", "linear_b", "linear_a"), "qkv"),
+    **dict.fromkeys(("output", "linear_output"), "output"),
+    **dict.fromkeys(("gate_up", "gate", "up"), "gate_up"),
+    "down": "down",
+    **dict.fromkeys(("shared_gate", "shared_up"), "shared_gate_up"),
+    "shared_down": "shared_down",
+}
+"""Place -> the matrix that it is, or is a part of."""
+_ATTENTION_PLACES = ("qkv", "q", "k", "v", "output")
 
 
-def _kept_places(
-    names: Mapping[str, str], number: int, layer_config: LayerConfig, kept: frozenset[str]
-) -> frozenset[str]:
-    """Return which of a layer's `qkv`, `output`, `gate_up` and `down` have all their modules in `kept`."""
+def _narrow_places(config: ModelConfig, number: int, layer_config: LayerConfig, kept: Kept) -> Mapping[str, Narrow]:
+    """Return the layouts of those of a layer's matrices that have fewer bits."""
     modules: dict[str, list[str]] = {}
-    for name, place in names.items():
-        of_expert = layer_config.experts is not None and place in _MLP_PLACES
-        if "{layer}" not in name or ("{expert}" in name) is not of_expert:
+    experts, unused = layer_config.experts, "linear_" if layer_config.linear is None else _ATTENTION_PLACES
+    for name, place in FAMILIES[config.architecture].names.items():
+        of_expert = experts is not None and place in _MLP_PLACES
+        if place not in _MATRIX_OF or place.startswith(unused) or ("{expert}" in name) is not of_expert:
             continue
-        numbers = range(1 if layer_config.experts is None else layer_config.experts.count)
-        modules.setdefault(_STACKED.get(place, place), []).extend(
+        if place.startswith("shared_") and (experts is None or not experts.shared_size):
+            continue
+        numbers = range(experts.count if of_expert and experts is not None else 1)
+        modules.setdefault(_MATRIX_OF[place], []).extend(
             name.replace("{layer}", str(number)).replace("{expert}", str(expert)) for expert in numbers
         )
-    return frozenset(place for place, needed in modules.items() if kept.issuperset(needed))
+    of_experts = () if experts is None else _MLP_PLACES
+    layouts = {place: kept.layout(needed, of_expert=place in of_experts) for place, needed in modules.items()}
+    return {place: layout for place, layout in layouts.items() if layout is not None}
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -125,7 +137,7 @@ def _allocate_layer(
     layer_config: LayerConfig,
     dtype: torch.dtype,
     device: torch.device | None,
-    kept: frozenset[str],
+    narrow: Mapping[str, Narrow],
 ) -> LayerWeights:
     hidden, head_dim = config.hidden_size, config.head_dim
     experts, attends = layer_config.experts, layer_config.linear is None
@@ -133,9 +145,10 @@ def _allocate_layer(
     intermediate = config.intermediate_size if experts is None else experts.intermediate_size
 
     def linear(*shape: int, bias: bool, place: str = "") -> Linear:
-        weight = torch.empty(*shape, dtype=torch.int8 if place in kept else dtype, device=device)
-        scales = torch.empty(shape[:-1], device=device) if place in kept else None
-        return Linear(weight, torch.empty(shape[-2], dtype=dtype, device=device) if bias else None, scales)
+        own = torch.empty(shape[-2], dtype=dtype, device=device) if bias else None
+        if place in narrow and shape[-1] % 2 == 0:  # a byte may hold two inputs
+            return narrow[place].empty(*shape, bias=own, device=device)
+        return Linear(torch.empty(*shape, dtype=dtype, device=device), own)
 
     def norm(size: int = hidden) -> Tensor:
         return torch.empty(size, dtype=_norm_dtype(config, dtype), device=device)
@@ -189,8 +202,8 @@ def _allocate_linear_attention(
 
 def _allocate_shared(hidden: int, size: int, linear: Callable[..., Linear]) -> SharedExpertWeights:
     return SharedExpertWeights(
-        gate_up=linear(2 * size, hidden, bias=False),
-        down=linear(hidden, size, bias=False),
+        gate_up=linear(2 * size, hidden, bias=False, place="shared_gate_up"),
+        down=linear(hidden, size, bias=False, place="shared_down"),
         gate=linear(1, hidden, bias=False),
     )
 
@@ -204,15 +217,21 @@ def settle(config: ModelConfig, weights: DecoderWeights) -> None:
         if layer_config.linear is not None:
             assert layer.linear is not None
             layer.linear.rates[0].exp_().neg_()
-            if layer_config.linear.stacked_by_head:
-                _unstack_heads(layer_config.linear, layer.qkv.weight)
+            for stacked in _by_output(layer.qkv) if layer_config.linear.stacked_by_head else ():
+                _unstack_heads(layer_config.linear, stacked)
         else:
-            for stacked in (layer.qkv.weight, layer.qkv.bias, layer.qkv.scales):
-                if stacked is not None:
-                    settle_qkv(config, stacked)
+            for stacked in _by_output(layer.qkv):
+                settle_qkv(config, stacked)
             for norm in layer.norms or ():
                 if (order := _pair_order(config, norm.device)) is not None:
                     norm.copy_(norm[order])
+
+
+def _by_output(linear: Linear) -> Iterator[Tensor]:
+    """Yield the tensors of a matrix, each [outputs, ...], as numbers that torch can move."""
+    for tensor in (linear.weight, linear.bias, linear.scales, linear.zeros):
+        if tensor is not None:
+            yield tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def settle_qkv(config: ModelConfig, stacked: Tensor) -> None:
@@ -243,7 +262,7 @@ def _unstack_heads(linear: LinearAttention, stacked: Tensor) -> None:
     wide = [heads.key_dim, heads.key_dim, group * heads.value_dim, group * heads.value_dim]
     qkvz, ba = stacked[: -2 * heads.num_value_heads], stacked[-2 * heads.num_value_heads :]
     for part, sizes in ((qkvz, wide), (ba, [group, group])):
-        by_head = part.view(heads.num_key_heads, -1, part.shape[1])
+        by_head = part.view(heads.num_key_heads, -1, *part.shape[1:])
         part.copy_(torch.cat([kind.flatten(0, 1) for kind in by_head.split(sizes, dim=1)]))  # type: ignore[no-untyped-call]
 
 
@@ -331,7 +350,9 @@ def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
         if layer.shared is not None:
             linears += [layer.shared.gate_up, layer.shared.down, layer.shared.gate]
     for linear in linears:
-        yield from (tensor for tensor in (linear.weight, linear.bias, linear.scales) if tensor is not None)
+        yield from (
+            tensor for tensor in (linear.weight, linear.bias, linear.scales, linear.zeros) if tensor is not None
+        )
 
 
 def num_bytes(config: ModelConfig, weights: DecoderWeights) -> int:
@@ -411,8 +432,9 @@ def _table(names: Mapping[str, str], places: Mapping[str, _Place]) -> dict[str, 
             table[f"{name}.weight"] = found.weight
             if found.bias is not None:
                 table[f"{name}.bias"] = found.bias
-            if found.scales is not None:
-                table[f"{name}.weight_scale"] = found.scales
+            for part, tensor in zip(NARROW_PARTS, (found.scales, found.zeros), strict=True):
+                if tensor is not None:
+                    table[f"{name}.{part}"] = tensor
         elif isinstance(found, _Bare):
             table[name] = found.tensor
         elif found is not None:
@@ -425,11 +447,11 @@ def _halves(gate_up: Linear) -> list[Linear]:
 
 
 def _parts(stacked: Linear, sizes: list[int]) -> list[Linear]:
-    weights = stacked.weight.split(sizes)
-    biases, scales = (
-        [None] * len(sizes) if tensor is None else tensor.split(sizes) for tensor in (stacked.bias, stacked.scales)
-    )
-    return [Linear(*parts) for parts in zip(weights, biases, scales, strict=True)]
+    tensors = (stacked.weight, stacked.bias, stacked.scales, stacked.zeros)
+    parts = [[None] * len(sizes) if tensor is None else tensor.split(sizes) for tensor in tensors]
+    return [
+        Linear(weight, bias, scales, zeros, stacked.group) for weight, bias, scales, zeros in zip(*parts, strict=True)
+    ]
 
 
 def _of_expert(stacked: Linear, number: int) -> Linear:

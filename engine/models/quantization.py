@@ -45,7 +45,7 @@ class Quantization:
 
     @property
     def by_output(self) -> tuple[bool, ...]:
-        """For each packing, whether kernels can use it as stored; see Packing.by_output."""
+        """For each packing, see Packing.by_output."""
         return tuple(packing.by_output for _, packing in self.groups)
 
     @property

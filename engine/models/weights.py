@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
-from engine.models.packed_weights import Stored, fill_packed, find_packed
+from engine.models.narrow import INT8, NARROW_PARTS, Keep, Kept, Narrow, round_by_output
+from engine.models.packed_weights import Stored, fill_packed, find_packed, groups_in_order
 from engine.models.packing import Packing
 from engine.models.parameters import DecoderWeights, allocate, checkpoint_table, num_bytes, settle, stacked_table
 from engine.models.registry import FAMILIES
+from kernels.forward import Linear
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_SEED = 0
@@ -34,28 +37,29 @@ def load_weights(
     device: torch.device = CPU,
     *,
     others: Mapping[str, Tensor] = NO_OTHERS,
-    keep_int8: bool = False,
+    keep: Keep = Keep.NOTHING,
+    rounded: bool = False,
 ) -> DecoderWeights:
     """Load the checkpoint's weights in `dtype` on `device`.
 
     Each tensor is copied straight from its file to its place, so the host never holds more of the model than one
-    tensor. others: further tensors to fill, by name. keep_int8: keep matrices as they are if they are stored in 8 bits
-    with a scale per output.
+    tensor. others: further tensors to fill, by name. keep: which packed matrices stay as stored. rounded: round all
+    others, except experts', to 8 bits as they are read; a tied LM head gets a rounded copy of the embedding.
 
     Raises:
         CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
     """
     files, taken = _weight_files(model_dir), frozenset[str]()
     if config.quantization is None:
-        weights = allocate(config, dtype, device)
+        weights = allocate(config, dtype, device, Kept(rounded=rounded))
         missing = checkpoint_table(config, weights) | dict(others)
     else:
         with Stored.open(files, device) as stored:
             packed = find_packed(stored, config.quantization)
-            kept = _kept(packed) if keep_int8 else frozenset()
+            kept = _kept(stored, packed, keep, rounded)
             weights = allocate(config, dtype, device, kept)
             missing = checkpoint_table(config, weights) | dict(others)
-            taken = fill_packed(stored, packed, missing)
+            taken = fill_packed(stored, packed, kept.modules, missing)
     for file in files:
         _load_file(file, config, missing, stacked_table(config, weights), device, taken)
     if missing:
@@ -64,41 +68,73 @@ def load_weights(
             f"{config.architecture} with this config.json needs them."
         )
     settle(config, weights)
-    return weights
+    return _with_rounded_head(weights) if rounded and config.tie_word_embeddings else weights
 
 
-def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, *, keep_int8: bool) -> int:
+def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, *, keep: Keep) -> int:
     """Return how many bytes load_weights takes, reading only the files' headers. model_dir: None means dummy_weights.
 
     Raises:
         CheckpointError: a file is missing or not readable.
     """
-    kept = frozenset[str]()
-    if model_dir is not None and config.quantization is not None and keep_int8:
+    kept = Kept()
+    if model_dir is not None and config.quantization is not None and keep is not Keep.NOTHING:
         with Stored.open(_weight_files(model_dir), CPU) as stored:
-            kept = _kept(find_packed(stored, config.quantization))
+            kept = _kept(stored, find_packed(stored, config.quantization), keep)
     return num_bytes(config, allocate(config, dtype, torch.device("meta"), kept))
 
 
-def _kept(packed: Mapping[str, Packing]) -> frozenset[str]:
-    """Return the modules whose weights the native kernels use as stored."""
-    return frozenset(module for module, packing in packed.items() if packing.by_output)
+def _kept(stored: Stored, packed: Mapping[str, Packing], keep: Keep, rounded: bool = False) -> Kept:
+    """Return which matrices stay as they are stored."""
+    layouts = {module: _layout(stored, module, packing, keep) for module, packing in packed.items()}
+    modules = {module: layout for module, layout in layouts.items() if layout is not None}
+    return Kept(modules=modules, experts=keep is Keep.BY_OUTPUT, rounded=rounded)
+
+
+def _layout(stored: Stored, module: str, packing: Packing, keep: Keep) -> Narrow | None:
+    if keep is Keep.BY_OUTPUT:
+        return INT8 if packing.by_output else None
+    layout = packing.narrow(zeros=f"{module}.weight_zero_point" in stored.files)
+    if keep is Keep.NOTHING or isinstance(layout, str) or layout.why_not is not None:
+        return None
+    return layout if groups_in_order(stored, module, layout.group) else None
+
+
+def _with_rounded_head(weights: DecoderWeights) -> DecoderWeights:
+    values, scales = round_by_output(weights.embedding)
+    return replace(weights, lm_head=Linear(values, scales=scales))
 
 
 def dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, seed: int = DUMMY_SEED, *, device: torch.device = CPU
+    config: ModelConfig,
+    dtype: torch.dtype,
+    seed: int = DUMMY_SEED,
+    *,
+    device: torch.device = CPU,
+    rounded: bool = False,
 ) -> DecoderWeights:
     """Make random weights of the model's shapes, scaled so that activations stay near one at any depth. On the same
-    kind of device, the same seed gives the same weights."""
-    weights = allocate(config, dtype, device)
+    kind of device, the same seed gives the same weights. rounded: see load_weights."""
+    weights = allocate(config, dtype, device, Kept(rounded=rounded))
     generator = torch.Generator(device).manual_seed(seed)
-    for name, view in checkpoint_table(config, weights).items():
+    table = checkpoint_table(config, weights)
+    for name, view in table.items():
         if name.endswith("norm.weight"):
             view.fill_(1.0)
-        else:
+        elif not name.endswith(NARROW_PARTS):
             std = 1.0 / math.sqrt(view.shape[-1]) if view.dim() == 2 else 0.02
-            view.copy_(torch.empty(view.shape, device=device).normal_(0.0, std, generator=generator))
-    return weights
+            drawn = torch.empty(view.shape, device=device).normal_(0.0, std, generator=generator)
+            _store(drawn, view, table.get(f"{name}_scale"))
+    return _with_rounded_head(weights) if rounded and config.tie_word_embeddings else weights
+
+
+def _store(tensor: Tensor, view: Tensor, scales: Tensor | None) -> None:
+    """Copy a tensor to its place, rounded if that has scales."""
+    if scales is None:
+        view.copy_(tensor)
+        return
+    for own, part in zip((view, scales), round_by_output(tensor), strict=True):
+        own.copy_(part)
 
 
 def fill_randomly(tensors: Mapping[str, Tensor], seed: int = DUMMY_SEED) -> None:
@@ -154,7 +190,7 @@ def _load_file(
                 view, parts = stacked.get(name) or (missing.get(name), (name,))
                 if view is not None and all(part in missing for part in parts):
                     _check(file, stored, tuple(found.get_shape()), found.get_dtype(), view)
-                    view.copy_(tensors.get_tensor(stored))
+                    _store(tensors.get_tensor(stored), view, missing.pop(f"{name}_scale", None))
                     for part in parts:
                         del missing[part]
                 elif not _harmless(name, config):

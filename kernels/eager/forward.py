@@ -23,6 +23,14 @@ class Adapters(Protocol):
         """Add to y = linear(x) what the tokens' adapters have for `linear`, in place."""
 
 
+def multiply(ops: Ops, linear: Linear, x: Tensor) -> Tensor:
+    """x W^T + b. # [num_tokens, outputs]"""
+    if isinstance(linear.weight, Tensor):
+        return F.linear(x, linear.weight, linear.bias)
+    assert ops.narrow is not None, "only these operators pack weights"
+    return ops.narrow.linear(x, linear)
+
+
 class EagerPass:
     """A kernels.forward.ForwardPass over one step, and a LinearAttentionPass where there are states.
 
@@ -65,7 +73,7 @@ class EagerPass:
         return self._ops.add_rms_norm(x, residual, weight, eps)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        y = F.linear(x, linear.weight, linear.bias)
+        y = multiply(self._ops, linear, x)
         if self._adapters is not None:
             self._adapters.add(y, x, linear)
         return y

@@ -15,7 +15,7 @@ from kernels.cpu import attention as cpu_attention
 from kernels.cpu import elementwise as cpu_elementwise
 from kernels.cpu import experts as cpu_experts
 from kernels.cpu import linear_attention as cpu_linear
-from kernels.forward import LinearHeads, LowRankStack, Routing
+from kernels.forward import Linear, LinearHeads, LowRankStack, Routing
 from kernels.rows.adapter_tokens import AdapterTokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.rows.step import PagedRows, StateRows
@@ -31,6 +31,19 @@ class Attention(Protocol):
 
 AddLowRank = Callable[[Tensor, Tensor, LowRankStack, AdapterTokens], None]
 """(y, x, stack, tokens) -> y with what the tokens' adapters add, in place. Never waits for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowOps:
+    """Products with weights that have fewer bits than activations."""
+
+    pack: Callable[[Linear], Linear]
+    """A matrix with scales, in a layout of kernels.forward.Linear -> the same product for `linear`, in the same memory
+    where that is possible."""
+    linear: Callable[[Tensor, Linear], Tensor]
+    """(x [num_tokens, inputs], a packed matrix) -> x W^T + b. Never waits for the device."""
+    launch_rows: tuple[int, ...]
+    """A number of rows for each kernel that `linear` may launch, so that a start can compile all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,8 @@ class Ops:
     delta_rule: Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], LinearHeads, Tensor, StateRows], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     sigmoid_gate: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    narrow: NarrowOps | None = None
+    """None: weights must have the type of activations."""
     sample: Callable[[Tensor, Sequence[SampledRow], Tensor | None], Tensor] | None = None
     """(logits [rows, vocab] of any float type, how each row is sampled, what grammars allow: None, or
     [rows, ceil(vocab / 32)] int32, token t at bit t % 32 of word t // 32) -> [rows] int64, -1 for a row whose largest

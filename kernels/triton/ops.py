@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.eager.ops import TORCH, Ops
+from kernels.eager.ops import TORCH, NarrowOps, Ops
 from kernels.rows.sampled_row import SampledRow
 from kernels.triton.attention.attention import attention
 from kernels.triton.attention.plan import prepare_attention
@@ -17,6 +17,8 @@ from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.elementwise.rotate import rope
 from kernels.triton.experts.experts import experts
+from kernels.triton.linear.linear import LAUNCH_ROWS, narrow_linear
+from kernels.triton.linear.pack import pack
 from kernels.triton.linear_attention.causal_conv import causal_conv
 from kernels.triton.linear_attention.delta_rule import delta_rule
 from kernels.triton.low_rank.expand import add_low_rank
@@ -44,6 +46,7 @@ TRITON = Ops(
     delta_rule=delta_rule,
     gated_rms_norm=gated_rms_norm,
     sigmoid_gate=sigmoid_gate,
+    narrow=NarrowOps(pack=pack, linear=narrow_linear, launch_rows=LAUNCH_ROWS),
     sample=_sample,
     logprobs=token_logprobs,
     add_low_rank=add_low_rank,

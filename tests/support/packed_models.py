@@ -264,4 +264,5 @@ FORMATS = {
     "float_tensor": float_quantized("tensor"),
     "float_channel": float_quantized("channel"),
     "fp8_blocks": fp8_blocks(32, 20),
+    "fp8_blocks_16": fp8_blocks(32, 16),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import GraphUse, StepPlan
 from kernels.choice import forward_pass
+from kernels.eager.forward import multiply
 from kernels.eager.ops import Ops
 from kernels.rows.adapter_tokens import AdapterTokens
 from kernels.rows.step import PagedRows, StateRows
@@ -172,7 +174,7 @@ class DeviceModel:
         bucket = self._bucket(inputs)
         sampled, places = self._loose(inputs, pending)
         hidden = self._replay(bucket, inputs, places) if isinstance(bucket, Bucket) else self._eager(inputs, places)
-        computed = Computed.by_torch(hidden, sampled, self.decoder.weights.lm_head.weight)
+        computed = Computed.by_head(hidden, sampled, partial(multiply, self.ops, self.decoder.weights.lm_head))
         use = GraphUse(True, bucket.name) if isinstance(bucket, Bucket) else GraphUse(False, bucket)
         return computed, use if self._captured else None
 

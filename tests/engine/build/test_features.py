@@ -115,6 +115,7 @@ LACKS: dict[Feature, str] = {
 
 ON_GPU = {
     features.GPU, features.UNCAPTURED_ATTENTION, features.TORCH_ADAPTERS, features.TORCH_EXPERTS, features.TORCH_STATES,
+    features.TORCH_PRODUCTS,
     features.NO_CAPTURES,
 }  # fmt: skip
 
@@ -220,10 +221,10 @@ def test_a_conflict_is_found_only_where_all_of_a_rule_is_on() -> None:
     on = {features.DRAFTS, features.RECURRENT_STATE}
     assert find_conflict(on) is None
     assert find_conflict(on, feature=features.GPU) is not None
-    refused = find_conflict({features.QUANTIZE, features.GPU}, feature=features.DRAFT_MODEL)
+    refused = find_conflict({features.NARROW_KV, features.GPU}, feature=features.DRAFT_MODEL)
     assert refused is not None
     assert refused.feature is features.DRAFT_MODEL
-    assert find_conflict({features.QUANTIZE, features.GPU}, feature=features.OVERLAP) is None
+    assert find_conflict({features.NARROW_KV, features.GPU}, feature=features.OVERLAP) is None
 
 
 def test_every_term_is_a_feature_with_a_setting_or_is_found_out() -> None:

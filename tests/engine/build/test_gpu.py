@@ -375,7 +375,7 @@ def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
     ("settings", "why"),
     [
         ({"kernels": "native"}, "kernels is native, but this engine runs on fake GPU: this setting has an effect"),
-        ({"quantize": "int8"}, "quantize is int8, but this engine runs on fake GPU"),
+        ({"quantize": "int8"}, "quantize is int8, but torch's operators compute the matrix products: without Triton"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, but this engine runs on fake GPU"),
         ({"batch_invariant": True}, "batch_invariant is true, but this engine runs on fake GPU"),
         ({"attention": "vllm_flash_attn", "dtype": "float32"}, "attention cannot run: dtype is float32"),

@@ -67,7 +67,8 @@ def test_all_parts_are_where_the_builder_says(tmp_path: Path, monkeypatch: pytes
     there = torch.device("meta")
     asked: list[torch.device] = []
 
-    def weights(*given: Any, device: torch.device) -> Any:
+    def weights(*given: Any, device: torch.device, rounded: bool) -> Any:
+        assert not rounded
         asked.append(device)
         return dummy_weights(*given)
 

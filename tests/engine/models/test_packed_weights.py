@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from engine.build.executor import create_executor
 from engine.config import EngineConfig
 from engine.models.config import CheckpointError, read_model_config
+from engine.models.narrow import Keep
 from engine.models.parameters import checkpoint_table
 from engine.models.quantization import read_quantization
 from engine.models.weights import load_weights
@@ -75,7 +76,7 @@ def test_eight_bits_with_a_scale_for_each_output_are_computed_with_as_they_are(
         pytest.skip("its experts' sizes do not fill int32s")
     save_packed(tmp_path / "packed", tmp_path / "plain", name, kind)
     config = read_model_config(tmp_path / "packed")
-    kept = load_weights(tmp_path / "packed", config, torch.bfloat16, keep_int8=True).layers[0]
+    kept = load_weights(tmp_path / "packed", config, torch.bfloat16, keep=Keep.BY_OUTPUT).layers[0]
     for linear in (kept.qkv, kept.output, kept.gate_up, kept.down):
         assert linear.weight.dtype == torch.int8
         assert linear.scales.shape == linear.weight.shape[:-1]
@@ -104,7 +105,7 @@ def test_a_stack_of_which_one_part_is_not_packed_is_computed_in_the_engines_type
         model__layers__0__self_attn__q_proj__weight_scale=None,
     )
     config = read_model_config(tmp_path / "packed")
-    weights = load_weights(tmp_path / "packed", config, torch.float32, keep_int8=True)
+    weights = load_weights(tmp_path / "packed", config, torch.float32, keep=Keep.BY_OUTPUT)
     assert [layer.qkv.weight.dtype for layer in weights.layers] == [torch.float32, torch.int8, torch.int8]
     got, want = (logits(tmp_path / which, "native") for which in ("packed", "plain"))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -199,7 +200,7 @@ def test_a_broken_tensor_is_refused_by_its_name(
     save_packed(tmp_path / "packed", tmp_path / "plain", name)
     edit_tensors(tmp_path / "packed", **changes)
     with pytest.raises(CheckpointError, match=message):
-        table(tmp_path / "packed", keep_int8=True)
+        table(tmp_path / "packed", keep=Keep.BY_OUTPUT)
 
 
 def test_a_corrupt_file_is_named(tmp_path: Path) -> None:

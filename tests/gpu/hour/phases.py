@@ -24,7 +24,9 @@ CHEAP = "test_silu_and_mul or test_cache_writes_alone or (test_a_backend_agrees 
 """The kernel tests of a rehearsal: the interpreter takes milliseconds for each tile."""
 FEW = "captured_steps_give and attention0 or step_in_flight and torch"
 """The engine tests of a rehearsal."""
-KERNELS = [f"tests/gpu/test_{name}.py" for name in ("attention", "kernels", "experts", "linear_attention", "tuning")]
+KERNELS = [
+    f"tests/gpu/test_{name}.py" for name in ("attention", "kernels", "experts", "linear", "linear_attention", "tuning")
+]
 ENGINE = "tests/gpu/test_engine.py"
 
 

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.forward import HeadShape, LinearHeads, LowRankStack, Routing
+from kernels.forward import HeadShape, Linear, LinearHeads, LowRankStack, Routing
 from kernels.rows.adapter_tokens import AdapterTokens, pack_tokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.rows.step import StateRows
@@ -29,6 +29,9 @@ from kernels.triton.elementwise.cache import write_cache
 from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.experts import experts, routing
+from kernels.triton.linear import multiply as linear_kernel
+from kernels.triton.linear.linear import LAUNCH_ROWS, narrow_linear
+from kernels.triton.linear.pack import pack
 from kernels.triton.linear_attention.causal_conv import causal_conv
 from kernels.triton.linear_attention.delta_rule import delta_rule
 from kernels.triton.low_rank import expand, shrink
@@ -98,6 +101,7 @@ def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
             found[-1] |= {
                 "variant": variant_of(kernel, self.fn.__name__),
                 "warps": kernel.metadata.num_warps,
+                "tensor_columns": getattr(kernel.metadata, "tmem_size", None) or 0,
                 "code": asdict(read_code(kernel.asm["cubin"])),
             }
         return kernel
@@ -171,6 +175,20 @@ def launch_low_rank(dtype: torch.dtype) -> None:
         expand.add_low_rank(y, x, stack, tokens)
 
 
+def launch_narrow_linear(dtype: torch.dtype) -> None:
+    """Launch an 8B model's attention output for few, some and many rows: int8, fp8 in blocks, 4 bits with zeros."""
+    size, group = 4096, 128
+    by_group, zeros = torch.empty(size, size // group), torch.empty(size, size // group, dtype=torch.int8)
+    for linear in (
+        Linear(torch.empty(size, size, dtype=torch.int8), scales=torch.empty(size)),
+        Linear(torch.empty(size, size, dtype=torch.float8_e4m3fn), scales=by_group, group=group),
+        Linear(torch.empty(size, size // 2, dtype=torch.uint8), scales=by_group, zeros=zeros, group=group),
+    ):
+        packed = pack(linear)
+        for rows in LAUNCH_ROWS:
+            narrow_linear(torch.zeros(rows, size, dtype=dtype), packed)
+
+
 def launch_sampler(dtype: torch.dtype) -> None:
     """Launch a vocabulary within one block, and Qwen3's."""
     for vocab in (700, 151_936):
@@ -198,7 +216,8 @@ def main() -> None:
         for kernel in of_attention:
             kernel.configs = [min(kernel.configs, key=lambda config: (config.kwargs["BLOCK_N"], config.num_stages))]
     if args.first_config:
-        for kernel in (*of_attention, routing._router_logits, experts._gate_up, experts._down, shrink._shrink):
+        of_linear = (linear_kernel.multiply_few, linear_kernel.multiply_many, shrink._shrink)
+        for kernel in (*of_attention, *of_linear, routing._router_logits, experts._gate_up, experts._down):
             kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
     compile_instead(found, resources=args.resources)
@@ -208,6 +227,7 @@ def main() -> None:
             launch_linear_attention(getattr(torch, dtype))
             launch_experts(getattr(torch, dtype))
             launch_low_rank(getattr(torch, dtype))
+            launch_narrow_linear(getattr(torch, dtype))
         for head_dim in args.head_dims:
             for group in args.groups:
                 launch_all(getattr(torch, dtype), head_dim, group)

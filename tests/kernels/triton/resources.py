@@ -27,6 +27,9 @@ THREADS, MOST_PROGRAMS = 2048, 32
 SHARED_KIB = {"8.0": 164, "9.0": 228, "10.0": 228}
 """What a multiprocessor has; each program takes 1 KiB more than it asks for."""
 
+TENSOR_COLUMNS = 512
+"""What the tensor cores' own memory on a multiprocessor has, from compute capability 10.0 on."""
+
 
 @dataclass(frozen=True)
 class Code:
@@ -99,6 +102,8 @@ def table_of(capability: str, kernels: Iterable[Mapping[str, Any]]) -> dict[str,
     for kernel in kernels:
         code = Code(**kernel["code"])
         programs = programs_per_multiprocessor(capability, code.registers, kernel["shared_bytes"], kernel["warps"])
+        if kernel["tensor_columns"] > TENSOR_COLUMNS:
+            programs = 0  # the code is a trap, and autotuning skips it
         found[kernel["variant"]] = {
             "registers": code.registers,
             "shared_bytes": kernel["shared_bytes"],

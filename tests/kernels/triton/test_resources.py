@@ -25,7 +25,7 @@ from tests.kernels.triton.resources import (
 from tests.kernels.triton.test_compiled import EVERY
 
 DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-SPILLS = {"_scan": 1400, "attend": 160, "filter_row": 12, "sample_row": 10}
+SPILLS = {"_scan": 1400, "attend": 160, "multiply": 10, "filter_row": 12, "sample_row": 10}
 """The kernels that use local memory in some variant, and how often at most in its code."""
 PRODUCTS = {"8.0": {"mma"}, "9.0": {"wgmma"}, "10.0": {"tcgen05"}}
 
@@ -89,6 +89,19 @@ def test_products_of_adapters_use_the_newest_tensor_cores(capability: str) -> No
     found = {**rows(capability, "_shrink"), **rows(capability, "_expand")}
     assert {row["products"] for row in found.values()} == PRODUCTS[capability]
     assert all(row["wide_copies"] for row in rows(capability, "_shrink").values())
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("tile", [16, 64, 128])
+def test_products_with_narrow_weights_spill_nothing_and_copy_sixteen_bytes_at_a_time(
+    capability: str, kind: str, tile: int
+) -> None:
+    shape = f" KIND={kind} PER_WORD={4 if kind == 'int4' else 2} TILE={tile} "
+    found = [row for variant, row in rows(capability, "multiply").items() if shape in variant]
+    kept = [row for row in found if not row["local_accesses"] and row["programs"]]
+    assert any(row["products"] in PRODUCTS[capability] for row in kept), "by the newest tensor cores"
+    assert all(row["wide_copies"] for row in found if row["programs"])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -109,12 +109,21 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
 
 
 @pytest.mark.parametrize(
-    ("kind", "max_loras"),
-    [({}, 0), ({"architectures": ["Qwen3ForCausalLM"]}, 0), ({}, 3)],
-    ids=["llama", "norms by head", "adapters"],
+    ("kind", "max_loras", "quantize"),
+    [
+        ({}, 0, "none"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, 0, "none"),
+        ({}, 3, "none"),
+        ({}, 0, "int8"),
+    ],
+    ids=["llama", "norms by head", "adapters", "8 bits"],
 )
 def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
-    kind: dict[str, Any], max_loras: int, tmp_path: Path, launches: set[tuple[str, str]]
+    kind: dict[str, Any],
+    max_loras: int,
+    quantize: Literal["none", "int8"],
+    tmp_path: Path,
+    launches: set[tuple[str, str]],
 ) -> None:
     """Regression guard: what a step reads of its rows begins at an offset given by its number of tokens, and kernels
     were recompiled for offsets of other alignment. Where rows may be long, the start had only long rows, and the first
@@ -122,6 +131,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
     model = write_model(tmp_path, num_hidden_layers=1, max_position_embeddings=2048, **kind)
     config = EngineConfig(
         load_format="dummy",
+        quantize=quantize,
         attention="triton",
         cuda_graphs="none",
         max_num_seqs=4,
@@ -143,7 +153,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
             if rows:
                 executor.logits(StepPlan(0, tuple(rows)))
     executor.shutdown()
-    assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm"}
+    assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm", *(["multiply"] * (quantize == "int8"))}
     assert ("_expand" in {name for name, _ in at_start}) is bool(max_loras)
     assert sorted(launches - at_start) == []
 

@@ -1,0 +1,115 @@
+"""Owns how matrices are held in fewer bits than activations: the layouts, which of them a device keeps, and rounding.
+Never reads a file, and never multiplies: kernels.forward.Linear says what a stored number means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from kernels.forward import NARROW_GROUP, Linear
+
+
+class Keep(Enum):
+    """Which packed matrices kernels compute with as they are stored. All others are unpacked while they are loaded."""
+
+    NOTHING = "nothing"
+    BY_OUTPUT = "by output"
+    """Those in int8 with a scale for each output, experts' too: the native kernels."""
+    NARROW = "narrow"
+    """All that kernels.forward.Linear describes, except experts': Triton."""
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """A layout of kernels.forward.Linear with fewer bits."""
+
+    dtype: torch.dtype
+    """int8, float8_e4m3fn, or uint8, which holds two weights of 4 bits."""
+    group: int | None = None
+    """How many inputs share a scale; None: all."""
+    zeros: bool = False
+    """Whether groups have zero points."""
+
+    @property
+    def name(self) -> str:
+        return layout_name(self.dtype)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why no kernel multiplies by it; None if one does."""
+        if self.group is not None and self.group % NARROW_GROUP:
+            return f"groups of {self.group} inputs are no multiple of {NARROW_GROUP}"
+        return None
+
+    def empty(self, *shape: int, bias: Tensor | None, device: torch.device | None) -> Linear:
+        """Allocate a matrix, or one for each expert. shape: [..., outputs, inputs], `inputs` even."""
+        *outer, inputs = shape
+        width = inputs // 2 if self.dtype == torch.uint8 else inputs
+        groups = [] if self.group is None else [-(-inputs // self.group)]
+        zeros = torch.empty(*outer, *(groups or [1]), dtype=torch.int8, device=device) if self.zeros else None
+        scales = torch.empty(*outer, *groups, dtype=torch.float32, device=device)
+        return Linear(torch.empty(*outer, width, dtype=self.dtype, device=device), bias, scales, zeros, self.group)
+
+    def describes(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
+        """Whether a matrix allocated for one of the layouts of its model has this one."""
+        by_group, has_zeros = scales.dim() == 2, zeros is not None
+        return (weight.dtype, by_group, has_zeros) == (self.dtype, self.group is not None, self.zeros)
+
+
+INT8 = Narrow(torch.int8)
+"""The layout to which matrices are rounded: a scale for each output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a model's weights are allocated for."""
+
+    modules: Mapping[str, Narrow] = field(default_factory=dict)
+    """The layouts of modules, by their names in the checkpoint. A stacked matrix has one only if all its modules have
+    the same."""
+    experts: bool = True
+    """Whether experts' matrices have them, too."""
+    rounded: bool = False
+    """Whether all other matrices, except experts', have INT8."""
+
+    def layout(self, modules: list[str], *, of_expert: bool) -> Narrow | None:
+        """Return the layout of a matrix that is stacked from these modules; None: it has the type of activations."""
+        if of_expert and not self.experts:
+            return None
+        found = {self.modules.get(module) for module in modules}
+        layout = found.pop() if len(found) == 1 else None
+        return INT8 if layout is None and self.rounded and not of_expert else layout
+
+
+def layout_name(dtype: torch.dtype) -> str:
+    """Return what a reader of the log calls weights of this type."""
+    names = {torch.int8: "8 bits", torch.uint8: "4 bits", torch.float8_e4m3fn: "fp8"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def num_inputs(weight: Tensor) -> int:
+    """Return the inputs of a matrix [..., outputs, width]; uint8 holds two weights."""
+    width = weight.shape[-1]
+    return 2 * width if weight.dtype == torch.uint8 else width
+
+
+def round_by_output(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to INT8: the largest magnitude of each output becomes 127. weight: [outputs, inputs]. # int8, [outputs]"""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / 127
+    units = wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    return units.round_().to(torch.int8), scales
+
+
+def take_views(module: str, missing: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Remove a module's views from a checkpoint's table, and return them: weight, scales and zeros."""
+    weight, scales, zeros = (missing.pop(f"{module}.{part}", None) for part in ("weight", *NARROW_PARTS))
+    return weight, scales, zeros
+
+
+NARROW_PARTS = ("weight_scale", "weight_zeros")
+"""What the table of a checkpoint's names calls the scales and zeros of a module."""

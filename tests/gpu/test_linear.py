@@ -1,0 +1,89 @@
+"""Owns the comparison of Triton's products with narrow weights on a GPU with the reference: edges and real shapes.
+Never compares with stored numbers: inputs are random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.execution.device import Device
+from kernels import reference
+from kernels.choice import TRITON_TABLE
+from kernels.eager.ops import NarrowOps
+from kernels.forward import Linear
+from tests.kernels.narrow_case import narrow_case
+from tests.kernels.rows import seeded_generator
+from tests.support.distances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"8b": (4096, 4096), "0.6b": (1024, 3072), "odd": (72, 1200)}
+"""(outputs, inputs)"""
+KINDS: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "int8 groups": {"group": 32, "zeros": True},
+    "fp8": {},
+    "fp8 blocks": {"group": 128},
+    "int4": {"group": 128, "zeros": True},
+    "int4 small groups": {"group": 32},
+}
+ROWS = (1, 16, 17, 64, 65, 300)
+
+
+@pytest.fixture
+def narrow(device: Device) -> NarrowOps:
+    found: NarrowOps = import_module(TRITON_TABLE).TRITON.narrow
+    return found
+
+
+def case_of(kind: str, shape: str, device: Device, bias: torch.dtype | None = None) -> Linear:
+    outputs, inputs = SHAPES[shape]
+    linear = narrow_case(kind.split()[0], outputs, inputs, bias=bias, **KINDS[kind])
+    tensors = {name: getattr(linear, name) for name in ("weight", "bias", "scales", "zeros")}
+    return replace(linear, **{name: x.to(device.torch_device) for name, x in tensors.items() if x is not None})
+
+
+def rows_of(count: int, shape: str, device: Device, dtype: torch.dtype) -> Tensor:
+    inputs = SHAPES[shape][1]
+    return (torch.randn(count, inputs, generator=seeded_generator()) / inputs**0.5).to(device.torch_device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_reference(
+    device: Device, narrow: NarrowOps, kind: str, shape: str, dtype: torch.dtype
+) -> None:
+    linear = case_of(kind, shape, device, bias=dtype)
+    cases = [rows_of(rows, shape, device, dtype) for rows in ROWS]
+    wanted = [reference.narrow_linear(x, linear) for x in cases]
+    packed = narrow.pack(linear)
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+    for x, want in zip(cases, wanted, strict=True):
+        assert_close(narrow.linear(x, packed), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_gets_the_same_bits_beside_any_others_of_its_launch(device: Device, narrow: NarrowOps, kind: str) -> None:
+    packed = narrow.pack(case_of(kind, "8b", device))
+    for least, most in ((1, 16), (17, 64), (65, 300)):
+        x = rows_of(most, "8b", device, torch.bfloat16)
+        assert torch.equal(narrow.linear(x[:least], packed), narrow.linear(x, packed)[:least])
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8 blocks", "int4"])
+def test_a_replay_computes_with_what_is_there_then(device: Device, narrow: NarrowOps, kind: str) -> None:
+    packed, x = narrow.pack(case_of(kind, "8b", device)), rows_of(16, "8b", device, torch.bfloat16)
+    narrow.linear(x, packed)  # compiles, and chooses configurations
+    graph, place = torch.cuda.CUDAGraph(), x.clone()
+    with torch.cuda.graph(graph):
+        out = narrow.linear(place, packed)
+    for rows in (x.flip(0), -x, x):
+        place.copy_(rows)
+        graph.replay()
+        assert torch.equal(out, narrow.linear(rows, packed))
