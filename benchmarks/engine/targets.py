@@ -48,7 +48,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for streams in options.streams:
             for tokens in options.prompts:
                 traffic = Traffic(
-                    streams=streams, stream_prompt=48, stream_answer=4000, head_start=40, prompts=3,
+                    streams=streams, stream_prompt=48, stream_answer=4000, head_start=40, prompts=2,
                     prompt_tokens=tokens, every_s=options.every_s * tokens / 1500,
                 )  # fmt: skip
                 for name, config in compared.items():
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tpot-ms", type=float, default=75.0, help="the target between two tokens (%(default)s)")
     parser.add_argument(
-        "--budgets", type=int, nargs="+", default=[64, 128, 192, 256, 512], help="fixed tokens of a step (%(default)s)"
+        "--budgets", type=int, nargs="+", default=[32, 64, 128], help="fixed tokens of a step (%(default)s)"
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[4, 16], help="numbers of streams (%(default)s)")
     parser.add_argument(

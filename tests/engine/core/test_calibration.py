@@ -66,6 +66,16 @@ def test_no_shape_is_measured_before_it_has_run_once() -> None:
     assert set(times.values()) <= set(range(1, ROUNDS + 1))
 
 
+def test_on_a_cpu_only_the_shape_with_the_most_memory_runs_beforehand() -> None:
+    """Its blocks are those of all others, and nothing is compiled for a shape."""
+    config = resolved_config(**LARGE, **BUDGETS, device="cpu")
+    executor = ClockedExecutor(StepCosts((1, 512), (1.0, 1.0)))
+    calibrate(executor, config, clock=lambda: executor.now)
+    assert len(executor.plans) == 1 + len(list(shapes_for(config)))
+    blocks = {block for plan in executor.plans for row in plan.rows for block in row.block_ids}
+    assert blocks == {block for row in executor.plans[0].rows for block in row.block_ids}
+
+
 def test_a_calibration_measures_again_only_while_it_has_time() -> None:
     """Short steps vary most, and cost least."""
     config = resolved_config(**LARGE, **BUDGETS)
