@@ -358,7 +358,7 @@ class SchedulerConfig:
     chunk_align: int | None = setting(
         None,
         "A chunk that ends inside its prompt ends at a position that is a multiple of this many tokens. Unset: "
-        "block_size.",
+        "block_size, or 1 with `targets.tpot_ms`.",
         expert=True,
         ge=1,
     )
@@ -484,6 +484,11 @@ class Targets:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    @property
+    def ttft_s(self) -> float:
+        """The target for the first token in seconds; infinite if there is none."""
+        return math.inf if self.ttft_ms is None else self.ttft_ms / 1000
 
     @property
     def any(self) -> bool:

@@ -38,6 +38,9 @@ class ChunkRule:
         self._policy = config.scheduler
         self._limit = prefill_limit
         self._halving = self._policy.chunk_halving_context or 0
+        # Limited by time, a chunk takes what fits: a block may be a third of it.
+        by_time = config.targets.tpot_ms is not None
+        self._align = self._policy.chunk_align or (1 if by_time else config.block_size)
         self._extends = MAY_EXTEND[self._policy.atomic_policy]
         self._ends_by_request = ENDS_BY_REQUEST[self._policy.chunk_boundary]
         self.is_cut_by_engine = CUT_BY_ENGINE[self._policy.chunk_owner]
@@ -66,8 +69,7 @@ class ChunkRule:
         count = min(remaining, most, self._policy.long_prefill_token_threshold or remaining)
         count = min(count, self.to_snapshot(start, remaining))
         if count < remaining:
-            align = self._policy.chunk_align or self._config.block_size
-            aligned = (start + count) // align * align - start
+            aligned = (start + count) // self._align * self._align - start
             # A chunk below the alignment waits for a step with more room, unless this step would have no other prefill.
             count = aligned if aligned > 0 else (0 if room.has_prefill else count)
         return self.outside_spans(request, start, start + count, most=self._span_room(room)) - start

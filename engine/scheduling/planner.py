@@ -390,7 +390,19 @@ class _Planner:
         target_s = min(row.request.tpot_s for row in self._rows)
         if target_s == math.inf:
             return None
-        return TimeBudget(prediction, target_s, _decode_work(self._rows))
+        return TimeBudget(prediction, target_s, _decode_work(self._rows), lateness=self._lateness())
+
+    def _lateness(self) -> float:
+        """Return how long the prompt that has begun first has waited since it came, or else the one that waits for
+        longest, as a multiple of its target for the first token; without such a target, of the time after which it goes
+        before all others."""
+        begun = min(self._view.prefilling.values(), key=attrgetter("arrived"), default=None)
+        since = begun.arrived if begun else self._view.waiting.oldest_since()
+        patience_s = min(begun.ttft_s if begun else math.inf, self._config.targets.ttft_s)
+        if patience_s == math.inf:
+            patience_s = self._policy.priority_age_ms / 1000
+        waited_s = 0.0 if since is None else self._view.now - since
+        return waited_s / patience_s if patience_s else math.inf
 
     def _is_aged(self, request: Request) -> bool:
         return (self._view.now - request.waiting_since) * 1000 >= self._policy.priority_age_ms
@@ -451,7 +463,7 @@ class _Planner:
 
     def _chunk_size(self, request: Request, start: int, target: int, budget: int) -> int:
         if self._time is not None:
-            least = 0 if self._chunk_ends else self._block_size  # some prompt always advances
+            least = 0 if self._chunk_ends else 1  # some prompt always advances
             budget = min(budget, max(self._time.most(start, min(budget, target - start)), least))
         room = Room(budget, self._tokens_left, bool(self._chunk_ends), not self._rows)
         count = self._chunks.size(request, start, target, room)

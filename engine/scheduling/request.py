@@ -64,6 +64,8 @@ class Request:
     queue."""
     was_scheduled: bool = False
     """Whether the Scheduled event was sent. A preemption does not send it again."""
+    arrived: float = 0.0
+    """Monotonic seconds of the arrival."""
     waiting_since: float = 0.0
     """Monotonic seconds of the arrival or the last chunk, which tell how long this prompt has made no progress."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())

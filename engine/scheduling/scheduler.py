@@ -83,7 +83,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float, *, prepared: bool = True) -> None:
         """Queue a request. Its deadlines count from `now`."""
-        request.waiting_since = now
+        request.arrived = request.waiting_since = now
         self._place_by_time(request, now)
         self.waiting.enter(request)
         self.deadlines.add(request, now)

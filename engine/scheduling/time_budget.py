@@ -8,29 +8,33 @@ from engine.scheduling.step_time import StepWork, chunk_work
 
 MARGIN = 2.5
 """Deviations of the prediction that are kept free below the target."""
-LEAST_SHARE = 0.1
-"""Prefill may take this share of the target even if decode rows leave less, so that prompts always advance."""
+LEAST_SHARE, MOST_SHARE = 0.1, 0.5
+"""Prefill may take this share of the target even if decode rows leave less, so that prompts always advance: the least
+until the first prompt is late, and then more the later it is."""
 
 
-def step_limit(target_s: float, decode_s: float) -> float:
+def step_limit(target_s: float, decode_s: float, lateness: float = 0.0) -> float:
     """Return how long a step may take, if its decode rows alone take `decode_s`.
 
-    Where they alone exceed the target, it is lost in any case. Then prefill gets as much time as they are late, and at
-    most as much as they take: streams become slower, and prompts do not stand still.
+    lateness: how long the first prompt has waited, as a multiple of its own target. Where decode rows alone exceed
+    theirs, it is lost in any case. Then prefill gets as much time as they are late, and at most as much as they take:
+    streams become slower, and prompts do not stand still.
     """
     late = max(decode_s - target_s, 0.0)
-    return max(target_s, decode_s + min(LEAST_SHARE * target_s + late, decode_s))
+    share = min(LEAST_SHARE * max(lateness, 1.0), MOST_SHARE)
+    return max(target_s, decode_s + min(share * target_s + late, decode_s))
 
 
 class TimeBudget:
     """The time of one step that carries decode rows."""
 
-    def __init__(self, prediction: Prediction, target_s: float, decodes: StepWork) -> None:
-        """`target_s`: the longest that the decode rows may wait for their next tokens. `decodes`: their work."""
+    def __init__(self, prediction: Prediction, target_s: float, decodes: StepWork, *, lateness: float = 0.0) -> None:
+        """`target_s`: the longest that the decode rows may wait for their next tokens. `decodes`: their work.
+        `lateness`: see step_limit."""
         self._prediction = prediction
         self._work = decodes
         target_s /= 1 + MARGIN * prediction.deviation
-        self._limit_s = step_limit(target_s, prediction.seconds(decodes))
+        self._limit_s = step_limit(target_s, prediction.seconds(decodes), lateness)
 
     def most(self, start: int, tokens: int) -> int:
         """Return how many tokens of a prompt after `start` others the step can still take: 0 to `tokens`."""

@@ -189,10 +189,12 @@ class TimedCore(RecordingCore):
     ) -> None:
         self._costs, self._noise = costs, noise
         self.took: list[float] = []
+        self.began: list[float] = []
         model = StepTimeModel(believed or costs, deviation=0.0)
         super().__init__(tick_ms=0.0, step_times=model, **overrides)
 
     def _record(self, plan: StepPlan) -> None:
+        self.began.append(self.now)
         self.took.append(self._costs.seconds(work_of(plan)) * self._noise())
         self.now += self.took[-1]
         super()._record(plan)

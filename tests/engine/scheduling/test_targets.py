@@ -90,6 +90,15 @@ def test_several_prompts_share_the_time_of_a_step() -> None:
     assert max(took for _, took in mixed) <= 0.050 * (1 + 1e-9)
 
 
+def test_a_chunk_that_is_limited_by_time_ends_anywhere() -> None:
+    """Regression: chunks ended with a block, and on a slow machine that left a third of the time unused."""
+    core = core_with(tpot_ms=50, scheduler=SchedulerConfig(chunk_halving_context=0), block_size=64, num_kv_blocks=300)
+    streams(core, 4)
+    core.send("long", PROMPT[:3000], max_tokens=1)
+    core.keep(core.step())
+    assert 0.048 < core.took[-1] <= 0.050 * (1 + 1e-9)
+
+
 def test_without_streams_a_step_takes_all_tokens_that_it_may() -> None:
     core = core_with(tpot_ms=50)
     core.send("long", PROMPT[:1000], max_tokens=1)
@@ -152,6 +161,24 @@ def test_prompts_advance_even_if_streams_alone_take_longer_than_their_target() -
         core.keep(core.step())
     assert len(core.plans) - first < 400
     assert all(size for _, size in map(parts, core.plans[first:]))
+
+
+@pytest.mark.parametrize(("ttft_ms", "age_ms"), [(200.0, 60_000.0), (None, 200.0)])
+def test_beside_streams_that_leave_little_a_late_prompt_gets_more_than_one_in_time(
+    ttft_ms: float | None, age_ms: float
+) -> None:
+    """Otherwise a prompt of thousands of tokens would take minutes where streams just meet their target."""
+    core = core_with(tpot_ms=20, ttft_ms=ttft_ms, scheduler=policy(chunk_halving_context=0, priority_age_ms=age_ms))
+    streams(core, 16)
+    began, first = core.now, len(core.plans)
+    core.send("long", PROMPT[:1200], max_tokens=1)
+    while not core.tokens("long"):
+        core.keep(core.step())
+    early, late = (
+        max(took for took, at in zip(core.took[first:], core.began[first:], strict=True) if low <= at - began < high)
+        for low, high in ((0.0, 0.2), (1.0, 99.0))
+    )
+    assert early <= 1.1 * 0.020 < 1.3 * 0.020 < late <= 1.5 * 0.020
 
 
 @settings(max_examples=60, deadline=None)

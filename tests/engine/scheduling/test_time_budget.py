@@ -14,11 +14,11 @@ COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4
 SECONDS = st.floats(1e-4, 10.0)
 
 
-@given(SECONDS, SECONDS)
+@given(SECONDS, SECONDS, st.floats(0.0, 1e6))
 def test_prefill_always_gets_some_time_and_never_more_than_decodes_have_beyond_the_target(
-    target_s: float, decode_s: float
+    target_s: float, decode_s: float, lateness: float
 ) -> None:
-    limit = step_limit(target_s, decode_s)
+    limit = step_limit(target_s, decode_s, lateness)
     assert limit >= target_s
     assert limit > decode_s
     assert limit <= max(target_s, 2 * decode_s) + 1e-12
@@ -29,6 +29,12 @@ def test_while_decodes_alone_meet_the_target_a_step_exceeds_it_by_a_tenth_at_mos
     target_s: float, share: float
 ) -> None:
     assert step_limit(target_s, share * target_s) <= (1 + LEAST_SHARE) * target_s * (1 + 1e-12)
+
+
+def test_the_later_a_prompt_is_the_more_time_it_gets_up_to_half_of_the_target() -> None:
+    limits = [step_limit(0.1, 0.095, lateness) for lateness in (0.0, 1.0, 2.0, 4.0, 5.0, 50.0)]
+    assert limits == pytest.approx([0.105, 0.105, 0.115, 0.135, 0.145, 0.145])
+    assert step_limit(0.1, 0.04, 50.0) == 0.1, "where streams leave half of it, they lose nothing"
 
 
 def test_a_lost_target_costs_prompts_no_more_than_streams() -> None:
