@@ -32,13 +32,15 @@ TIMED = {
 }
 TIMED_RATES = {"azure_conv": 3.0, "azure_code": 1.0, "mooncake_conv": 0.3}
 """The rate at which one GPU_LIKE engine gets the requests of each trace, relative to the trace's own."""
+FIRST_STRETCH = 3
+"""The stretch of a trace with which seeds begin: Azure's code completions have minutes without any request."""
 
 
 def timed_jobs(name: str, seconds: float, size: float, seed: int) -> list[Job]:
     """Return the requests of a run: of one of TIMED, or of a trace. Of a trace, each seed takes another stretch."""
     random = Random(seed)
     if name in TIMED_RATES:
-        rate, begin = TIMED_RATES[name] * size, seed * seconds
+        rate, begin = TIMED_RATES[name] * size, (FIRST_STRETCH + seed) * seconds
         sooner = max(rate, 1.0)
         kept = thinned(whole_trace(name), min(rate, 1.0), seed)
         return window([replace(job, arrival_s=job.arrival_s / sooner) for job in kept], begin, begin + seconds)

@@ -64,7 +64,7 @@ SECONDS = {
     "reservation": 0.0,
     "scale": 0.0,
     "disruption": 0.0,
-    "targets": 120.0,
+    "targets": 60.0,
 }
 """Seconds of a trace that a run takes. For autoscaling this is twice Serve's delay before it removes a replica."""
 
