@@ -15,6 +15,13 @@ from engine.batch.grammar import read_grammars
 from engine.build.facts import facts_of
 from engine.build.model import ModelBuilder
 from engine.build.resolve import resolve, resolve_dtype
+from engine.build.trial_steps import (
+    decode_blocks,
+    largest_step,
+    longest_decode_step,
+    longest_rows_step,
+    short_decode_step,
+)
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device, StateLostError, device_faults
 from engine.execution.gpu.adapters import AdapterSlots, slots_bytes
@@ -51,15 +58,7 @@ from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block
 from engine.models.narrow import Keep
 from engine.models.recurrent_state import RecurrentState, state_bytes
-from engine.step import (
-    ExecutorOutOfMemoryError,
-    LogitControls,
-    RowKind,
-    RowSampling,
-    ScheduledRequest,
-    StateUse,
-    StepPlan,
-)
+from engine.step import ExecutorOutOfMemoryError, StepPlan
 from kernels.choice import Choice, choose_attention
 from kernels.eager.ops import Ops
 
@@ -67,21 +66,6 @@ logger = logging.getLogger(__name__)
 
 GPU_MEMORY_UTILIZATION = 0.9
 """The default share of the GPU's memory."""
-
-DECODE_CONTEXT = 4096
-"""Tokens of each row but the first in the trial decode step: enough that the step mostly reads K and V."""
-SHORT_CONTEXT = 256
-"""Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys, as a different kernel
-would."""
-SHORT_CHUNK = 16
-"""Tokens of each chunk in the trial step whose rows are all as long as a row may be: attention splits the keys of such
-chunks into the most parts, and keeps the most partial results."""
-
-# Controls need a copy of the logits in float32.
-_CONTROLS = LogitControls(
-    allowed_token_ids=(0, 1), logit_bias=((0, 1.0),), repetition_penalty=1.1, prompt_token_ids=(0,)
-)
-_DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1, controls=_CONTROLS)
 
 
 def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> GpuStart:
@@ -313,72 +297,6 @@ def _fits(why: str, use: MemoryUse, settings: str) -> Iterator[None]:
 def _run(executor: DeviceExecutor, plan: StepPlan, adapter: str) -> None:
     executor.launch(replace(plan, rows=tuple(row._replace(adapter=adapter) for row in plan.rows)))
     executor.collect()
-
-
-def largest_step(config: ResolvedConfig) -> StepPlan:
-    """Return a step with the most tokens, rows and samples, each sampled in the most expensive way except for
-    grammars."""
-    num_rows = config.max_num_seqs
-    longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
-    blocks = tuple(range(-(-longest // config.block_size)))
-    left, rows = config.max_num_batched_tokens, []
-    for number in range(num_rows):
-        count = max(1, min(longest, left - (num_rows - number - 1)))
-        left -= count
-        state = StateUse(number) if config.recurrent_state else None
-        rows.append(ScheduledRequest(f"row {number}", RowKind.LAST, 0, (0,) * count, blocks, _DEAREST, state=state))
-    return StepPlan(0, tuple(rows))
-
-
-def decode_blocks(config: ResolvedConfig, num_blocks: int | None) -> list[int]:
-    """Return how many of `num_blocks` KV blocks each row of the longest decode step has. None: blocks are unlimited.
-
-    The first row is as long as a row may be, the others have up to DECODE_CONTEXT tokens. With few blocks, the others
-    are shorter, so that no two rows read the same block: it would come from the chip's own cache, and kernels would be
-    timed on a step unlike any real one. They are never shorter than SHORT_CONTEXT.
-    """
-    longest, most, least = (
-        -(-min(config.max_model_len, length) // config.block_size)
-        for length in (config.max_model_len, DECODE_CONTEXT, SHORT_CONTEXT)
-    )
-    others = config.max_num_seqs - 1
-    own = most if num_blocks is None else max(0, num_blocks - longest) // max(1, others)
-    return [longest, *[max(least, min(most, own))] * others]
-
-
-def longest_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
-    """Return a decode row per seat, as long as `decode_blocks` says, with blocks of its own while there are any."""
-    rows, first = [], 0
-    for number, count in enumerate(decode_blocks(config, num_blocks)):
-        length = min(config.max_model_len, count * config.block_size)
-        blocks = tuple(block % num_blocks for block in range(first, first + count))
-        first += count
-        state = StateUse(number) if config.recurrent_state else None
-        rows.append(ScheduledRequest(f"row {number}", RowKind.DECODE, length - 1, (0,), blocks, _DEAREST, state=state))
-    return StepPlan(1, tuple(rows))
-
-
-def short_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
-    """Return a decode row of up to SHORT_CONTEXT tokens per seat, with blocks as in `longest_decode_step`."""
-    return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)), num_blocks)
-
-
-def longest_rows_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
-    """Return a row per seat, each as long as a row may be: as many short chunks as there are tokens for, and decodes.
-
-    No step has more partial results of attention. All rows read the same blocks.
-    """
-    length, seats = config.max_model_len, config.max_num_seqs
-    count = min(SHORT_CHUNK, length)
-    num_chunks = min(seats, (config.max_num_batched_tokens - seats) // max(1, count - 1))
-    blocks = tuple(block % num_blocks for block in range(-(-length // config.block_size)))
-    rows = []
-    for number in range(seats):
-        kind, tokens = (RowKind.DECODE, 1) if number < seats - num_chunks else (RowKind.LAST, count)
-        state = StateUse(number) if config.recurrent_state else None
-        name, start = f"row {number}", length - tokens
-        rows.append(ScheduledRequest(name, kind, start, (0,) * tokens, blocks, _DEAREST, state=state))
-    return StepPlan(2, tuple(rows))
 
 
 def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: torch.dtype) -> tuple[Choice, Ops]:

@@ -70,11 +70,14 @@ def test_a_cell_says_where_two_go_together(first: str, second: str, places: str)
 
 
 def test_features_that_need_different_places_do_not_go_together_and_both_reasons_are_told() -> None:
-    adapters, rounded = facts("LoRA"), facts("Weights rounded")
-    assert find_conflict(adapters | rounded) is None
-    places, conflicts = where(adapters, rounded)
+    cache, invariant = facts("KV cache in fp8"), facts("Batch invariance")
+    assert find_conflict(cache | invariant) is None
+    places, conflicts = where(cache, invariant)
     assert places == ""
-    assert {feature for conflict in conflicts for feature in conflict.terms} >= {features.LORA, features.QUANTIZE}
+    assert {feature for conflict in conflicts for feature in conflict.terms} >= {
+        features.FP8_KV,
+        features.BATCH_INVARIANT,
+    }
 
 
 def test_a_cell_has_the_reasons_of_two_and_not_those_of_one_alone() -> None:

@@ -5,26 +5,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
 
 from engine.config import Targets
 from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.errors.api_error import ApiError, clip
-
-if TYPE_CHECKING:
-    from serve_app.api.requests.embedding_schema import EmbeddingRequest
-    from serve_app.api.requests.schema import ChatRequest, CompletionRequest
 
 TPOT_HEADER, TTFT_HEADER = "X-SLO-TPOT-Ms", "X-SLO-TTFT-Ms"
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{0,20})?")
 MAX_TARGET_MS = 24 * 60 * 60 * 1000
 
 
-def targets_of(
-    headers: Mapping[str, str], request: ChatRequest | CompletionRequest | EmbeddingRequest, served: Targets
-) -> dict[str, float]:
+def targets_of(headers: Mapping[str, str], request: BaseModel, served: Targets) -> dict[str, float]:
     """Return the targets that a request has of its own, by the fields of Submission. Of a header and a field, the
-    shorter counts. `served`: the server's targets.
+    shorter counts. `request`: any form of request; not all have such fields. `served`: the server's targets.
 
     A target without effect is a hint: one that the server does not schedule by, or that is shorter than the server's,
     which then counts.

@@ -17,14 +17,14 @@ import torch
 from engine.batch.inputs import check_plan
 from engine.batch.logit_controls import apply_controls
 from engine.build.engine import build_engine
-from engine.build.gpu import (
+from engine.build.gpu import start_on_device
+from engine.build.trial_steps import (
     DECODE_CONTEXT,
     SHORT_CONTEXT,
     largest_step,
     longest_decode_step,
     longest_rows_step,
     short_decode_step,
-    start_on_device,
 )
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.execution.device import CudaDevice, HostDevice, choose_device, device_faults

@@ -15,7 +15,8 @@ import torch
 
 from engine.batch.inputs import check_plan
 from engine.build.executor import create_executor
-from engine.build.gpu import largest_step, start_on_device
+from engine.build.gpu import start_on_device
+from engine.build.trial_steps import largest_step
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core.core import EngineCore
 from engine.execution.device import StateLostError

@@ -1,0 +1,90 @@
+"""Owns the steps that a start on a GPU tries: the largest in each respect that memory or kernels depend on.
+Never runs one, and needs no torch: a step is integers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.config import ResolvedConfig
+from engine.step import LogitControls, RowKind, RowSampling, ScheduledRequest, StateUse, StepPlan
+
+DECODE_CONTEXT = 4096
+"""Tokens of each row but the first in the trial decode step: enough that the step mostly reads K and V."""
+SHORT_CONTEXT = 256
+"""Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys, as a different kernel
+would."""
+SHORT_CHUNK = 16
+"""Tokens of each chunk in the trial step whose rows are all as long as a row may be: attention splits the keys of such
+chunks into the most parts, and keeps the most partial results."""
+
+# Controls need a copy of the logits in float32.
+_CONTROLS = LogitControls(
+    allowed_token_ids=(0, 1), logit_bias=((0, 1.0),), repetition_penalty=1.1, prompt_token_ids=(0,)
+)
+_DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, num_logprobs=1, controls=_CONTROLS)
+
+
+def largest_step(config: ResolvedConfig) -> StepPlan:
+    """Return a step with the most tokens, rows and samples, each sampled in the most expensive way except for
+    grammars."""
+    num_rows = config.max_num_seqs
+    longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
+    blocks = tuple(range(-(-longest // config.block_size)))
+    left, rows = config.max_num_batched_tokens, []
+    for number in range(num_rows):
+        count = max(1, min(longest, left - (num_rows - number - 1)))
+        left -= count
+        state = StateUse(number) if config.recurrent_state else None
+        rows.append(ScheduledRequest(f"row {number}", RowKind.LAST, 0, (0,) * count, blocks, _DEAREST, state=state))
+    return StepPlan(0, tuple(rows))
+
+
+def decode_blocks(config: ResolvedConfig, num_blocks: int | None) -> list[int]:
+    """Return how many of `num_blocks` KV blocks each row of the longest decode step has. None: blocks are unlimited.
+
+    The first row is as long as a row may be, the others have up to DECODE_CONTEXT tokens. With few blocks, the others
+    are shorter, so that no two rows read the same block: it would come from the chip's own cache, and kernels would be
+    timed on a step unlike any real one. They are never shorter than SHORT_CONTEXT.
+    """
+    longest, most, least = (
+        -(-min(config.max_model_len, length) // config.block_size)
+        for length in (config.max_model_len, DECODE_CONTEXT, SHORT_CONTEXT)
+    )
+    others = config.max_num_seqs - 1
+    own = most if num_blocks is None else max(0, num_blocks - longest) // max(1, others)
+    return [longest, *[max(least, min(most, own))] * others]
+
+
+def longest_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+    """Return a decode row per seat, as long as `decode_blocks` says, with blocks of its own while there are any."""
+    rows, first = [], 0
+    for number, count in enumerate(decode_blocks(config, num_blocks)):
+        length = min(config.max_model_len, count * config.block_size)
+        blocks = tuple(block % num_blocks for block in range(first, first + count))
+        first += count
+        state = StateUse(number) if config.recurrent_state else None
+        rows.append(ScheduledRequest(f"row {number}", RowKind.DECODE, length - 1, (0,), blocks, _DEAREST, state=state))
+    return StepPlan(1, tuple(rows))
+
+
+def short_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+    """Return a decode row of up to SHORT_CONTEXT tokens per seat, with blocks as in `longest_decode_step`."""
+    return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)), num_blocks)
+
+
+def longest_rows_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+    """Return a row per seat, each as long as a row may be: as many short chunks as there are tokens for, and decodes.
+
+    No step has more partial results of attention. All rows read the same blocks.
+    """
+    length, seats = config.max_model_len, config.max_num_seqs
+    count = min(SHORT_CHUNK, length)
+    num_chunks = min(seats, (config.max_num_batched_tokens - seats) // max(1, count - 1))
+    blocks = tuple(block % num_blocks for block in range(-(-length // config.block_size)))
+    rows = []
+    for number in range(seats):
+        kind, tokens = (RowKind.DECODE, 1) if number < seats - num_chunks else (RowKind.LAST, count)
+        state = StateUse(number) if config.recurrent_state else None
+        name, start = f"row {number}", length - tokens
+        rows.append(ScheduledRequest(name, kind, start, (0,) * tokens, blocks, _DEAREST, state=state))
+    return StepPlan(2, tuple(rows))
