@@ -486,6 +486,11 @@ class Targets:
         check_bounds(self)
 
     @property
+    def tpot_s(self) -> float:
+        """The target between two tokens in seconds; infinite if there is none."""
+        return math.inf if self.tpot_ms is None else self.tpot_ms / 1000
+
+    @property
     def ttft_s(self) -> float:
         """The target for the first token in seconds; infinite if there is none."""
         return math.inf if self.ttft_ms is None else self.ttft_ms / 1000

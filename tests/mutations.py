@@ -1945,7 +1945,7 @@ MUTATIONS = (
         "time: own target",
         "A step's limit is the longest target among its streams.",
         "engine/scheduling/planner.py",
-        "target_s = min(row.request.tpot_s for row in self._rows)",
+        "target_s = least_s if usual else min(row.request.tpot_s for row in self._rows)",
         "target_s = max(row.request.tpot_s for row in self._rows)",
         (TARGETS,),
     ),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from engine.config import ResolvedConfig
@@ -119,6 +119,10 @@ class View:
     """Set with `reserve_mode: learned`, else None."""
     prediction: Prediction | None = None
     """What steps take; set if the engine has targets, else None."""
+
+
+# Looked up by C code, because a step may have hundreds of rows.
+_START, _NUM_TOKENS = itemgetter(2), itemgetter(3)
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
@@ -384,12 +388,11 @@ class _Planner:
 
     def _time_budget(self) -> TimeBudget | None:
         """Return the time that the decode rows' targets leave for prefill; None if there is no such limit."""
-        prediction = self._view.prediction
-        if prediction is None or not self._rows:
+        prediction, least_s = self._view.prediction, self._config.targets.tpot_s
+        if prediction is None or least_s == math.inf or not self._rows:
             return None
-        target_s = min(row.request.tpot_s for row in self._rows)
-        if target_s == math.inf:
-            return None
+        usual = any(row.request.tpot_s == least_s for row in self._rows)  # none is shorter
+        target_s = least_s if usual else min(row.request.tpot_s for row in self._rows)
         return TimeBudget(prediction, target_s, _decode_work(self._rows), lateness=self._lateness())
 
     def _lateness(self) -> float:
@@ -398,7 +401,7 @@ class _Planner:
         before all others."""
         begun = min(self._view.prefilling.values(), key=attrgetter("arrived"), default=None)
         since = begun.arrived if begun else self._view.waiting.oldest_since()
-        patience_s = min(begun.ttft_s if begun else math.inf, self._config.targets.ttft_s)
+        patience_s = begun.ttft_s if begun else self._config.targets.ttft_s
         if patience_s == math.inf:
             patience_s = self._policy.priority_age_ms / 1000
         waited_s = 0.0 if since is None else self._view.now - since
@@ -583,8 +586,8 @@ class _Planner:
 def _decode_work(rows: Sequence[PlannedRow]) -> StepWork:
     """Return the work of decode rows. Positions that drafts attend to are counted as those of their row's newest token:
     the difference is a few in thousands."""
-    tokens = sum(row.num_tokens for row in rows)
-    keys = sum(row.start for row in rows) + tokens
+    tokens = sum(map(_NUM_TOKENS, rows))
+    keys = sum(map(_START, rows)) + tokens
     return StepWork(tokens, tokens, keys, keys + (tokens - len(rows)) * keys // len(rows))
 
 

@@ -115,9 +115,8 @@ class Scheduler:
     def relegate(self, now: float) -> None:
         """Let waiting requests that can no longer be in time go after those that can."""
         for request in self._hopes.lost(now):
-            waits = not request.was_scheduled and self.waiting.remove(request)
-            if waits or request.request_id in self.preparing:
-                request.place = self._order.put_behind(request.place)
+            waits = self.waiting.remove(request)  # or else it is still being prepared
+            request.place = self._order.put_behind(request.place)
             if waits:
                 self.waiting.add(request)
 
@@ -180,6 +179,7 @@ class Scheduler:
 
     def _admit(self, request: Request, prefix: tuple[int, ...]) -> None:
         self.waiting.remove(request)
+        self._hopes.remove(request)
         self.prefilling[request.request_id] = request
         if self._forecast is not None:
             self._forecast.admit(request, sum(map(self._blocks.is_held, prefix)))
@@ -337,10 +337,10 @@ class Scheduler:
             self._leave(request)
         self.waiting.leave(request)
         self.deadlines.remove(request)
+        self._hopes.remove(request)
         if not (self.waiting or self.prefilling or self.decoding):
             self._ratio.reset()
             self._prefill_limit.rest()
-            self._hopes.clear()
             if self._forecast is not None:
                 self._forecast.reset()
 

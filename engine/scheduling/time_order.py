@@ -3,23 +3,14 @@ Never reads a clock or a queue: it is told when a request came, and says its pla
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.scheduling.request import Request
+from engine.scheduling.sorted_list import SortedList
 
 OVERTAKING = 8.0
 """A prompt whose prefill takes a second less than another's goes before it if it comes up to this many seconds
 later."""
-
-
-class Moment(NamedTuple):
-    """When a waiting request can no longer be in time."""
-
-    hopeless_at: float
-    arrival_index: int
-    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +36,31 @@ class Order:
 
 
 class Hopes:
-    """Waiting requests by the moment when they can no longer be in time. Each change costs O(log n)."""
+    """Waiting requests by the moment when they can no longer be in time. Each change costs O(log n), and an ended
+    request leaves nothing behind: its target may be a day."""
 
     def __init__(self) -> None:
-        self._moments: list[Moment] = []
+        self._by_time: SortedList[tuple[float, int, Request]] = SortedList()  # moment, arrival index: unique
+        self._moments: dict[int, float] = {}  # by arrival index
 
     def __len__(self) -> int:
-        return len(self._moments)
+        return len(self._by_time)
 
     def add(self, request: Request, now: float, prefill_s: float) -> None:
         """Note a request that came at `now`, and whose prompt takes `prefill_s`."""
-        moment = Moment(now + request.ttft_s - prefill_s, request.arrival_index, request)
-        heapq.heappush(self._moments, moment)
+        moment = now + request.ttft_s - prefill_s
+        self._moments[request.arrival_index] = moment
+        self._by_time.add((moment, request.arrival_index, request))
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has begun or ended. Does nothing if it is not here."""
+        if (moment := self._moments.pop(request.arrival_index, None)) is not None:
+            self._by_time.remove((moment, request.arrival_index, request))
 
     def lost(self, now: float) -> list[Request]:
-        """Remove and return the requests whose moment has passed, whether or not they still wait."""
+        """Remove and return the requests whose moment has passed."""
         found = []
-        while self._moments and self._moments[0].hopeless_at <= now:
-            found.append(heapq.heappop(self._moments).request)
+        while self._by_time and self._by_time.first[0] <= now:
+            found.append(self._by_time.first[2])
+            self.remove(found[-1])
         return found
-
-    def clear(self) -> None:
-        self._moments.clear()

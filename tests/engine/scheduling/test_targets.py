@@ -326,6 +326,21 @@ def test_a_request_that_is_still_prepared_loses_its_hope_like_others() -> None:
     assert core.waiting == ["fresh", "image"]
 
 
+@pytest.mark.parametrize("ends", ["aborted", "served"])
+def test_a_request_that_has_ended_is_not_remembered_until_its_target_has_passed(ends: str) -> None:
+    """Regression: a client could let the server remember prompts for a day, by a target as long as that."""
+    core = core_with(ttft_ms=100)
+    core.send("running", PROMPT[:20], max_tokens=50, ignore_eos=True)
+    for number in range(20):
+        core.send(f"r{number}", PROMPT[:40], max_tokens=1, ttft_ms=86_400_000.0)
+        if ends == "aborted":
+            core.keep(core.abort(f"r{number}"))
+    while len(core.tokens("running")) < 40:
+        core.keep(core.step())
+    assert core.has_work
+    assert len(core._scheduler._hopes) == 0
+
+
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 
