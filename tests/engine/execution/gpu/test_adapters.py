@@ -256,3 +256,19 @@ def test_more_adapters_than_slots_take_turns_through_the_engine_s_cache(gpu: Mad
     for digest in cache.loaded:
         cache.unload(digest)
     cache.shutdown()
+
+
+def test_adapters_add_to_weights_of_8_bits_what_they_add_to_others(directory: Path) -> None:
+    """A matrix that is packed is another object, and adapters find theirs by the object."""
+    added = {}
+    for quantize in ("none", "int8"):
+        executor, _ = on_device(directory, cuda_graphs="none", quantize=quantize)
+        digest, weights = host_of(executor).read(str(directory / "0"))
+        host_of(executor).keep(digest, weights)
+        row = chunk("0", TOKENS[0], 0, 20, TABLES[0])
+        plain, adapted = (logits(executor, row._replace(adapter=adapter)) for adapter in ("", digest))
+        added[quantize] = adapted - plain
+        executor.shutdown()
+    off = (added["int8"] - added["none"]).norm() / added["none"].norm()
+    assert added["none"].norm() > 1
+    assert off < 0.2
