@@ -243,6 +243,7 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
         "num_preemptions": 0,
         "reserve_ratio": 0.7,
         "reserve_margin": 0.5,
+        "step_times": None,
         "graph_hits": {},
         "graph_misses": {},
     }

@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "too much memory": (lambda c: engine(c).update(kv_cache_memory_gib=1e5), "kv_cache_memory_gib is 100000.0, which"),
     "no native kernels": (
         lambda c: engine(c).update(quantize="int8", kernels="torch_cpu"),
-        "quantize is int8, but kernels is torch_cpu: only the native kernels",
+        "quantize is int8, but kernels is torch_cpu: on a CPU, only the native kernels",
     ),
 }
 

@@ -76,7 +76,7 @@ def on_device(directory: Path, **options: Any) -> tuple[DeviceExecutor, Resolved
         return start_on_device(directory / "model", config, FakeDevice(), "a test").build()
 
 
-@pytest.fixture(scope="module", params=["captured", "plain"])
+@pytest.fixture(scope="module", params=["captured", pytest.param("plain", marks=pytest.mark.slow)])
 def gpu(request: pytest.FixtureRequest, directory: Path) -> Iterator[tuple[DeviceExecutor, ResolvedConfig]]:
     made = on_device(directory, **({} if request.param == "captured" else {"cuda_graphs": "none"}))
     yield made
@@ -258,6 +258,7 @@ def test_more_adapters_than_slots_take_turns_through_the_engine_s_cache(gpu: Mad
     cache.shutdown()
 
 
+@pytest.mark.slow
 def test_adapters_add_to_weights_of_8_bits_what_they_add_to_others(directory: Path) -> None:
     """A matrix that is packed is another object, and adapters find theirs by the object."""
     added = {}

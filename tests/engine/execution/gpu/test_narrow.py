@@ -122,6 +122,7 @@ def test_each_format_gives_the_text_of_the_same_weights_unpacked(name: str, tmp_
 
 
 @pytest.mark.usefixtures("_narrow_by_triton")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bits"), [("packed_4_zeros", 4), ("int_by_output", 8), ("fp8_blocks_16", 8)])
 def test_a_device_holds_as_many_bytes_as_the_numbers_have_bits(name: str, bits: int, tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", name)
@@ -137,6 +138,7 @@ def test_a_device_holds_as_many_bytes_as_the_numbers_have_bits(name: str, bits: 
 
 
 @pytest.mark.usefixtures("_narrow_by_triton")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -201,6 +203,7 @@ def test_a_tied_head_is_rounded_and_the_embedding_is_not(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("_narrow_by_triton")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [
