@@ -1969,8 +1969,8 @@ MUTATIONS = (
         "time: starvation",
         "A prompt's place moves with its length without a bound, and a long one starves behind short ones.",
         "engine/scheduling/time_order.py",
-        "behind = min(OVERTAKING * prefill_s, self.bound_s)",
-        "behind = 100 * OVERTAKING * prefill_s",
+        "behind = min(OVERTAKING * request.prefill_s, self.bound_s)",
+        "behind = 100 * OVERTAKING * request.prefill_s",
         (TARGETS,),
     ),
     Mutation(
@@ -1993,8 +1993,8 @@ MUTATIONS = (
         "time: cached",
         "A prompt in the prefix cache counts as long as one that is not.",
         "engine/scheduling/scheduler.py",
-        "prefill_seconds(cached * self._blocks.block_size, request.prompt_len, most)",
-        "prefill_seconds(0, request.prompt_len, most)",
+        "        begin = cached * self._blocks.block_size\n",
+        "        begin = 0\n",
         (TARGETS,),
     ),
 )

@@ -203,7 +203,7 @@ def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> d
             cells[budget].append(MixedLoad(executor, with_budget(resolved, budget), seed + number, traffic).run())
             print(budget if budget < WHOLE else "off", cells[budget][-1], flush=True)
     executor.shutdown()
-    summary = [{"budget": budget, **_summary(found)} for budget, found in cells.items()]
+    summary = [{"budget": budget, **medians(found)} for budget, found in cells.items()]
     config = dataclasses.asdict(resolved)
     return {"benchmark": "mixed_load", **machine(), "seed": seed, "rounds": rounds} | {
         "load": dataclasses.asdict(traffic),
@@ -212,7 +212,7 @@ def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> d
     }
 
 
-def _summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Median, least and most over the rounds of each figure; valid only if every round was."""
     names = [name for name in rounds[0] if name != "valid" and all(name in result for result in rounds)]
     figures = {name: [result[name] for result in rounds] for name in names}

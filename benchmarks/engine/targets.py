@@ -7,13 +7,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine.mixed import MixedLoad, Traffic, with_budget
+from benchmarks.engine.mixed import MixedLoad, Traffic, medians, with_budget
 from benchmarks.machine import machine
 from benchmarks.results import write_whole
 from engine.build.executor import create_executor
@@ -58,13 +57,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     print(streams, tokens, name, {figure: round(one[figure], 1) for figure in FIGURES}, flush=True)
     executor.shutdown()
     cells = [
-        {
-            "streams": streams,
-            "prompt_tokens": tokens,
-            "steps": name,
-            "valid": all(one["valid"] for one in rounds),
-            **{figure: _spread([one[figure] for one in rounds]) for figure in FIGURES},
-        }
+        {"streams": streams, "prompt_tokens": tokens, "steps": name, **medians(rounds)}
         for (streams, tokens, name), rounds in results.items()
     ]
     return {
@@ -78,11 +71,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "deviation": found.deviation,
         "cells": cells,
     }
-
-
-def _spread(values: Sequence[float]) -> list[float]:
-    """Return median, least and most."""
-    return [statistics.median(values), min(values), max(values)]
 
 
 def table(document: dict[str, Any]) -> str:

@@ -28,8 +28,6 @@ _SETTINGS = (
     *("max_num_batched_tokens", "max_prefill_tokens", "num_kv_blocks", "max_loras"),
 )
 """What a step's time depends on besides the machine and the model's shape, and what limits the measured steps."""
-
-
 MOST_DEVIATION = 0.25
 """Costs are not kept if measured steps deviate more from them: the machine was busy with something else."""
 

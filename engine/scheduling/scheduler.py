@@ -84,33 +84,30 @@ class Scheduler:
     def add(self, request: Request, now: float, *, prepared: bool = True) -> None:
         """Queue a request. Its deadlines count from `now`."""
         request.arrived = request.waiting_since = now
-        self._place_by_time(request, now)
+        self._predict(request)
         self.waiting.enter(request)
         self.deadlines.add(request, now)
         if not prepared:
             self.waiting.remove(request)
             self.preparing[request.request_id] = request
 
-    def prefill_seconds(self, request: Request) -> float:
-        """Return how long the prompt of a new request is predicted to take alone; 0 if nothing is predicted."""
-        if self._step_times is None:
-            return 0.0
-        cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
-        most = min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens)
-        return self._step_times.now.prefill_seconds(cached * self._blocks.block_size, request.prompt_len, most)
-
     def why_late(self, request: Request) -> str | None:
         """Return why the deadline of a new request cannot be met, as a clause; None if perhaps it can."""
-        if request.timeout_s is None or (seconds := self.prefill_seconds(request)) <= SURELY_LATE * request.timeout_s:
+        if request.timeout_s is None or request.prefill_s <= SURELY_LATE * request.timeout_s:
             return None
-        return f"its prompt takes about {seconds:.1f} s, and its deadline is {request.timeout_s:g} s"
+        return f"its prompt takes about {request.prefill_s:.1f} s, and its deadline is {request.timeout_s:g} s"
 
-    def _place_by_time(self, request: Request, now: float) -> None:
-        if request.ttft_s == math.inf:
+    def _predict(self, request: Request) -> None:
+        """Predict how long a new request's prompt takes, and place it by that if it has a target."""
+        if self._step_times is None or (request.ttft_s == math.inf and request.timeout_s is None):
             return
-        prefill_s = self.prefill_seconds(request)
-        request.place = self._order.place(request, now, prefill_s)
-        self._hopes.add(request, now, prefill_s)
+        cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
+        most = min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens)
+        begin = cached * self._blocks.block_size
+        request.prefill_s = self._step_times.now.prefill_seconds(begin, request.prompt_len, most)
+        if request.ttft_s != math.inf:
+            request.place = self._order.place(request)
+            self._hopes.add(request)
 
     def relegate(self, now: float) -> None:
         """Let waiting requests that can no longer be in time go after those that can."""

@@ -26,9 +26,9 @@ class Order:
 
     bound_s: float
 
-    def place(self, request: Request, now: float, prefill_s: float) -> tuple[int, int]:
-        behind = min(OVERTAKING * prefill_s, self.bound_s)
-        return round((now + request.ttft_s + behind) * 1e6), request.arrival_index
+    def place(self, request: Request) -> tuple[int, int]:
+        behind = min(OVERTAKING * request.prefill_s, self.bound_s)
+        return round((request.arrived + request.ttft_s + behind) * 1e6), request.arrival_index
 
     def put_behind(self, place: tuple[int, int]) -> tuple[int, int]:
         """Return the place of a request that can no longer be in time."""
@@ -40,22 +40,21 @@ class Hopes:
     request leaves nothing behind: its target may be a day."""
 
     def __init__(self) -> None:
-        self._by_time: SortedList[tuple[float, int, Request]] = SortedList()  # moment, arrival index: unique
-        self._moments: dict[int, float] = {}  # by arrival index
+        self._by_time: SortedList[tuple[float, int, Request]] = SortedList()  # as _hope
+        self._here: set[int] = set()  # arrival indices
 
     def __len__(self) -> int:
         return len(self._by_time)
 
-    def add(self, request: Request, now: float, prefill_s: float) -> None:
-        """Note a request that came at `now`, and whose prompt takes `prefill_s`."""
-        moment = now + request.ttft_s - prefill_s
-        self._moments[request.arrival_index] = moment
-        self._by_time.add((moment, request.arrival_index, request))
+    def add(self, request: Request) -> None:
+        self._here.add(request.arrival_index)
+        self._by_time.add(_hope(request))
 
     def remove(self, request: Request) -> None:
         """Forget a request that has begun or ended. Does nothing if it is not here."""
-        if (moment := self._moments.pop(request.arrival_index, None)) is not None:
-            self._by_time.remove((moment, request.arrival_index, request))
+        if request.arrival_index in self._here:
+            self._here.remove(request.arrival_index)
+            self._by_time.remove(_hope(request))
 
     def lost(self, now: float) -> list[Request]:
         """Remove and return the requests whose moment has passed."""
@@ -64,3 +63,8 @@ class Hopes:
             found.append(self._by_time.first[2])
             self.remove(found[-1])
         return found
+
+
+def _hope(request: Request) -> tuple[float, int, Request]:
+    """Return when the request can no longer be in time, with what tells it from others."""
+    return request.arrived + request.ttft_s - request.prefill_s, request.arrival_index, request
