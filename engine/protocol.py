@@ -329,7 +329,8 @@ Event = Scheduled | PromptLogprobs | Pooled | Token | Finished | Failed
 TERMINAL = (Finished, Failed)
 
 
-class StepCorrection(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StepCorrection:
     """How the step time model corrects what was measured at start; see engine.scheduling.step_prediction."""
 
     scale: float

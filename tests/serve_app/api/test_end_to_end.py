@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
-from engine.config import EngineConfig, FakeConfig
+from engine.config import EngineConfig, Targets, FakeConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
@@ -247,6 +247,15 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
         "graph_hits": {},
         "graph_misses": {},
     }
+
+
+async def test_load_names_how_predicted_step_times_are_corrected() -> None:
+    """Regression: it was a list of three numbers."""
+    engine = build_engine("", EngineConfig(executor="fake", targets=Targets(ttft_ms=1000)))
+    app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
+    (load,) = (await Exchange(app, "GET", "/load").finish()).json["engines"]
+    assert load["step_times"] == {"scale": 1.0, "extra_s": 0.0, "deviation": 0.0}
+    engine.shutdown()
 
 
 async def test_a_dead_engine_is_unhealthy_and_refuses(make_app: MakeApp) -> None:
