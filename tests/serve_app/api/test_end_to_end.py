@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
-from engine.config import EngineConfig, Targets, FakeConfig
+from engine.config import EngineConfig, FakeConfig, Targets
 from engine.protocol import EngineError, ErrorCode
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
