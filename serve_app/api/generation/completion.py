@@ -174,7 +174,8 @@ class Completion:
                     reason = self._finish(event)
                     return self._last(texts + self._end(event), reason, event)
                 case Failed():
-                    if event.code is ErrorCode.DEADLINE_EXCEEDED and (deadline := self._lifecycle.deadline) is not None:
+                    deadline = self._lifecycle.deadline if event.code is ErrorCode.DEADLINE_EXCEEDED else None
+                    if deadline is not None and deadline.has_passed:
                         raise deadline.exceeded()  # the engine only knows the time that was left at submission
                     if event.code is ErrorCode.GRAMMAR_LIMIT_EXCEEDED and self.constrained_by is not None:
                         raise too_much_work(self.constrained_by, event.message)

@@ -34,6 +34,10 @@ class Deadline:
             raise self.exceeded()
         return left
 
+    @property
+    def has_passed(self) -> bool:
+        return now() >= self.at
+
     def exceeded(self) -> EngineError:
         text = f"The request was ended after {self.timeout_ms / 1000:g} s, as its deadline says."
         return EngineError(ErrorCode.DEADLINE_EXCEEDED, text)

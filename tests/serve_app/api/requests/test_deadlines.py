@@ -95,6 +95,13 @@ async def test_a_deadline_that_passed_while_the_request_was_read_reaches_no_engi
     assert client.submissions == []
 
 
+async def test_a_deadline_that_the_engine_knows_it_cannot_keep_is_told_with_its_reason() -> None:
+    """Regression: a request that was refused at once was told that it had ended when its time was up."""
+    at_once = EngineError(ErrorCode.DEADLINE_EXCEEDED, "The request was ended at once: its prompt takes about 9.0 s.")
+    answer = await post(app_for(ScriptedClient([failed(at_once)])), "/v1/completions", PROMPT, "60000")
+    assert (answer.status, answer.error["code"], answer.error["message"]) == (504, "deadline_exceeded", at_once.message)
+
+
 LATE = EngineError(ErrorCode.DEADLINE_EXCEEDED, "The request was ended after 1.0 s, as its deadline says.")
 
 
@@ -113,9 +120,12 @@ async def test_a_stream_that_is_late_ends_with_an_error_frame() -> None:
     assert answer.frames[-1]["error"]["code"] == "deadline_exceeded"
 
 
-async def test_the_error_names_what_the_client_asked_for_and_not_what_the_engine_had_left() -> None:
+async def test_the_error_names_what_the_client_asked_for_and_not_what_the_engine_had_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     left = EngineError(ErrorCode.DEADLINE_EXCEEDED, "The request was ended after 0.69814 s, as its deadline says.")
-    answer = await post(app_for(ScriptedClient([failed(left)])), "/v1/completions", PROMPT, "700")
+    client = ScriptedClient(make_time_pass(0.7, monkeypatch), [failed(left)])
+    answer = await post(app_for(client), "/v1/completions", PROMPT, "700")
     assert answer.error["message"] == "The request was ended after 0.7 s, as its deadline says."
 
 
