@@ -11,9 +11,10 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from engine.adapter_cache import AdapterCache
@@ -33,6 +34,7 @@ from engine.protocol import (
     RequestRejected,
     SamplingParams,
     Submission,
+    TimeCause,
 )
 from engine.scheduling.request import create_request
 
@@ -146,11 +148,11 @@ class AsyncEngine:
         Raises:
             RequestRejected: before the first item; nothing was enqueued.
         """
-        await self.make_ready(submission)
+        spent = await self.make_ready(submission)
         preparation = None if prepared is None else asyncio.ensure_future(prepared)
         stream = _Stream(asyncio.get_running_loop())
         try:
-            self._open(submission, stream, prepared=preparation is None)
+            self._open(submission, stream, prepared=preparation is None, spent=spent)
         except EngineError:
             if preparation is not None:
                 preparation.cancel()
@@ -182,36 +184,48 @@ class AsyncEngine:
         else:
             self._commands.put(lambda: self._core.prepared(request_id))
 
-    async def make_ready(self, submission: Submission) -> None:
+    async def make_ready(self, submission: Submission) -> dict[TimeCause, float]:
         """Prepare the grammar and the adapter of a request, if it has them. Must be awaited before `submit`, so that no
         step waits for them.
+
+        Returns:
+            The seconds that it took, by cause, for `submit`.
 
         Raises:
             RequestRejected: one of them cannot be used, or the grammar is not compiled within `grammar_timeout_s`.
         """
+        spent: dict[TimeCause, float] = {}
         try:
             if submission.adapter is not None:
+                begun = time.monotonic()
                 await self.adapters.have(submission.adapter)
+                spent[TimeCause.ADAPTER] = time.monotonic() - begun
             if (grammar := submission.sampling.grammar) is not None:
+                begun = time.monotonic()
                 await self._compilation.compile(grammar)
+                spent[TimeCause.GRAMMAR] = time.monotonic() - begun
         except RequestRejected as error:
             self._tell_rejected(error)
             raise
+        return spent
 
     def _tell_rejected(self, error: RequestRejected) -> None:
         if self._observer is not None:
             self._observer.rejected(error.code)
 
-    def submit(self, submission: Submission, sink: EventSink) -> None:
+    def submit(self, submission: Submission, sink: EventSink, spent: Mapping[TimeCause, float] | None = None) -> None:
         """Enqueue a request and send its events to `sink`, up to the terminal one; `abort` ends it earlier. If it has a
-        grammar or an adapter, await `make_ready` first.
+        grammar or an adapter, await `make_ready` first; `spent` is what that returned.
 
         Raises:
             RequestRejected: nothing was enqueued.
         """
-        self._open(submission, sink, prepared=True)
+        self._open(submission, sink, prepared=True, spent=spent or {})
 
-    def _open(self, submission: Submission, sink: EventSink, *, prepared: bool) -> None:
+    def _open(
+        self, submission: Submission, sink: EventSink, *, prepared: bool, spent: Mapping[TimeCause, float]
+    ) -> None:
+        handed_over = time.monotonic()
         try:
             self._check_open(submission)
             request = create_request(submission, self.config, next(self._arrivals))
@@ -223,7 +237,8 @@ class AsyncEngine:
         if self._observer is not None:
             self._observer.submitted(submission)
         self._streams[submission.request_id] = sink
-        self._commands.put(lambda: self._core.submit(request, prepared=prepared))
+        submit = partial(self._core.submit, request, prepared=prepared, handed_over=handed_over, spent=spent)
+        self._commands.put(submit)
         self._check_alive()  # again: the thread may have died and failed its streams just before this one was added
 
     def _check_alive(self) -> None:

@@ -39,6 +39,15 @@ class ComputedStep:
         num_decodes, encoded = len(step.rows) - len(chunks), sum(prod(work.grid) for work in step.encodes)
         return cls(step.step_id, num_decodes, chunks, step.num_tokens, num_waiting, duration_s, encoded, predicted_s)
 
+    @property
+    def line(self) -> str:
+        """The step as one line of a log."""
+        return (
+            f"step={self.step_id} decode={self.num_decodes} prefill_requests={len(self.chunks)} "
+            f"prefill_tokens={sum(self.chunks)} encoded={self.num_encoded} waiting={self.num_waiting} "
+            f"us={round(self.duration_s * 1e6)}"
+        )
+
 
 class Verified(NamedTuple):
     """The result of a decode row with drafts."""
@@ -62,6 +71,8 @@ class StepFacts:
     """Requests that were preempted in the step."""
     verified: tuple[Verified, ...] = ()
     """Results of the drafts in the steps that were read back."""
+    grammar_s: float = 0.0
+    """How long the steps that were read back waited for grammars."""
 
     @property
     def num_encoded(self) -> int:

@@ -265,6 +265,49 @@ class TokenLogprobs:
     tokens."""
 
 
+class TimeCause(StrEnum):
+    """What a request's time in an engine was spent on, or lost to."""
+
+    ADAPTER = "adapter"
+    """Its adapter was loaded."""
+    GRAMMAR = "grammar"
+    """Its grammar was compiled, or a step waited for a grammar's mask."""
+    INPUTS = "inputs"
+    """Inputs such as images were fetched or encoded, its own or, in the same steps, others'."""
+    QUEUE = "queue"
+    """It waited for its turn: others were before it."""
+    MEMORY = "memory"
+    """It waited because the KV cache had no room."""
+    PREFILL = "prefill"
+    """Its own prompt was computed."""
+    PREFILL_BESIDE_PROMPTS = "prefill_beside_prompts"
+    """Meanwhile, chunks of other prompts."""
+    PREFILL_BESIDE_ANSWERS = "prefill_beside_answers"
+    """Meanwhile, tokens of answers."""
+    DECODE = "decode"
+    """Its own answer, as long as it would take alone."""
+    DECODE_BESIDE_PROMPTS = "decode_beside_prompts"
+    """What prompts in the same steps added."""
+    DECODE_BESIDE_ANSWERS = "decode_beside_answers"
+    """What other answers in the same steps added."""
+    PREEMPTION = "preemption"
+    """It lost its memory, and waited until as much was computed again."""
+    SLOW_STEPS = "slow_steps"
+    """Steps took longer than their work explains, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """Where a request's wall time in an engine went."""
+
+    seconds: Mapping[TimeCause, float]
+    """Their sum is the time from the submission to the terminal event. Causes without time are left out."""
+    requests_ahead: int = 0
+    """Requests that waited when it came."""
+    tokens_ahead: int = 0
+    """Their prompts' tokens, and those of prompts that were being computed."""
+
+
 # A request's sink receives, in this order: Scheduled, then PromptLogprobs and Pooled if they were requested and the
 # prompt was computed, Token*, then exactly one of Finished or Failed.
 
@@ -314,6 +357,8 @@ class Finished:
     stop_token_id: int | None = None
     stop_logprobs: TokenLogprobs | None = None
     """Log-probabilities of the stop token, if they were requested."""
+    times: EngineTimes | None = field(default=None, compare=False)
+    """None if the engine does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +368,8 @@ class Failed:
     request_id: str
     code: ErrorCode
     message: str
+    times: EngineTimes | None = field(default=None, compare=False)
+    """As in Finished."""
 
 
 Event = Scheduled | PromptLogprobs | Pooled | Token | Finished | Failed

@@ -225,6 +225,8 @@ class StepOutput:
     """Tokens that may follow the sampled ones, for the next step to verify."""
     graph: GraphUse | None = None
     """None: the executor has no graphs."""
+    grammar_s: float = 0.0
+    """How long the step waited for grammars, beyond its other work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -613,9 +613,9 @@ MUTATIONS = (
         "S1-R2, S4-R17",
         "An abort is ignored in the middle of a prompt.",
         "engine/core/core.py",
-        "        if request is None:\n            return []\n        return [self._applier.finish(",
+        "        if request is None:\n            return []\n        return self._end(self._applier.finish(",
         "        if request is None or request_id in self._scheduler.prefilling:\n            return []\n"
-        "        return [self._applier.finish(",
+        "        return self._end(self._applier.finish(",
         (CORE,),
     ),
     Mutation(
@@ -1814,9 +1814,9 @@ MUTATIONS = (
         "Grammar f",
         "A request whose grammar cannot be compiled is not counted as refused.",
         "engine/async_engine.py",
-        "            await self._compilation.compile(grammar)\n"
+        "                spent[TimeCause.GRAMMAR] = time.monotonic() - begun\n"
         "        except RequestRejected as error:\n            self._tell_rejected(error)\n",
-        "            await self._compilation.compile(grammar)\n        except RequestRejected:\n",
+        "                spent[TimeCause.GRAMMAR] = time.monotonic() - begun\n        except RequestRejected:\n",
         (GRAMMAR,),
     ),
     Mutation(

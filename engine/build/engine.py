@@ -11,7 +11,8 @@ from engine.batch.grammar import Grammars, MaskLimits
 from engine.build.step_times import fake_step_times, measured_step_times
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig, refuse_conflicts
-from engine.core.core import EngineCore, check_capabilities
+from engine.core.capabilities import check_capabilities
+from engine.core.core import EngineCore
 from engine.fake.adapters import FakeAdapters
 from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor

@@ -43,6 +43,7 @@ class Applier:
         self._scheduler = scheduler
         self._executor = executor
         self._verified: list[Verified] = []
+        self._has_ended = False
 
     def apply(self, row: PlannedRow, scheduled: ScheduledRequest, output: StepOutput, number: int) -> list[Event]:
         """Apply the results of row `number`, whose request is `row.request`, and return its events."""
@@ -81,6 +82,11 @@ class Applier:
         """Return the results of drafts since the last call."""
         taken, self._verified = tuple(self._verified), []
         return taken
+
+    def take_ended(self) -> bool:
+        """Return whether any request has ended since the last call."""
+        ended, self._has_ended = self._has_ended, False
+        return ended
 
     def _judge(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         assert request.drafts is not None
@@ -128,6 +134,7 @@ class Applier:
         return Failed(request.request_id, code, message)
 
     def _release(self, request: Request, *, by_itself: bool = False) -> None:
+        self._has_ended = True
         self._scheduler.release(request, by_itself=by_itself)
         self._executor.forget([request.request_id])
         if self._speculation is not None:

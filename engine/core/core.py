@@ -6,33 +6,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from engine.config import ResolvedConfig, refuse_conflicts
+from engine.config import ResolvedConfig
 from engine.core.applier import Applier
+from engine.core.capabilities import check_capabilities
 from engine.core.engine_chunking import collect_in_chunks
-from engine.features import (
-    DRAFT_MODEL,
-    DRAFTS,
-    ENGINE_CHUNKS,
-    IMAGES,
-    LOCAL_CHUNKS,
-    LORA,
-    MIXED_STEPS,
-    NO_ADAPTERS,
-    NO_OVERLAP,
-    NO_SECOND_MODEL,
-    NO_STATE,
-    NOTHING_MIXED,
-    NOTHING_VERIFIED,
-    OVERLAP,
-    RECURRENT_STATE,
-    SNAPSHOTS,
-    turned_on,
-)
+from engine.core.wall_times import Chunk, WallTimes, chunks_of, split
 from engine.observer import ComputedStep, StepFacts
-from engine.protocol import ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled
+from engine.protocol import TERMINAL, ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled, TimeCause
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.planner import DeferReason, Plan
 from engine.scheduling.request import Request
@@ -44,7 +27,6 @@ from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
 from engine.step import (
     AdapterHost,
-    Capabilities,
     Executor,
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
@@ -66,8 +48,7 @@ class _Launched:
     step: StepPlan
     epochs: tuple[int, ...]
     started: float
-    work: StepWork | None
-    """Set if the engine predicts step times."""
+    work: StepWork
     output: StepOutput | Exception | None
     """None: the output must still be collected. An exception: the launch failed."""
 
@@ -105,6 +86,8 @@ class EngineCore:
             self._scheduler, executor, most_forced=config.num_speculative_tokens, speculation=self._speculation
         )
         self._clock = clock
+        self._wall_times = WallTimes()
+        self._ended_at: float | None = None  # the last call, if there was work left
         self._timed: tuple[StepWork, float] | None = None  # of the last call: what it read back, and when it began
         self._in_flight: _Launched | None = None  # with overlap: launched, but not read back yet
         self._num_steps = 0
@@ -165,8 +148,18 @@ class EngineCore:
         """See BlockManager.reset_cache."""
         return self._blocks.reset_cache()
 
-    def submit(self, request: Request, *, prepared: bool = True) -> list[Event]:
+    def submit(
+        self,
+        request: Request,
+        *,
+        prepared: bool = True,
+        handed_over: float | None = None,
+        spent: Mapping[TimeCause, float] | None = None,
+    ) -> list[Event]:
         """Queue a request that `create_request` made. It has no events before its first step.
+
+        `handed_over`: when its caller submitted it, on this engine's clock; now if None. `spent`: what was spent on it
+        before.
 
         A request that is not `prepared` keeps its place in the queue, but is not planned before `prepared` is called:
         part of its prompt's content, such as an image, is still being made.
@@ -174,14 +167,21 @@ class EngineCore:
         If predictions say that a deadline will pass before the prompt is computed, even by half the predicted time, the
         request fails at once, before it costs anything.
         """
-        self._scheduler.add(request, self._clock(), prepared=prepared)
+        now = self._clock()
+        ahead = len(self._scheduler.waiting) + len(self._scheduler.preparing), self._scheduler.num_queued_tokens
+        since = now if handed_over is None else handed_over
+        self._wall_times.open(request.request_id, since, prepared=prepared, ahead=ahead, spent=spent or {})
+        self._scheduler.add(request, now, prepared=prepared)
         if (why := self._scheduler.why_late(request)) is None:
             return []
-        return [self._applier.fail(request, ErrorCode.DEADLINE_EXCEEDED, f"The request was ended at once: {why}.")]
+        return self._end(
+            self._applier.fail(request, ErrorCode.DEADLINE_EXCEEDED, f"The request was ended at once: {why}.")
+        )
 
     def prepared(self, request_id: str) -> list[Event]:
         """Let the request run from now on. Does nothing if it has ended."""
         self._scheduler.prepared(request_id)
+        self._wall_times.prepared(request_id, self._clock())
         return []
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
@@ -189,14 +189,19 @@ class EngineCore:
         request = self._scheduler.find(request_id)
         if request is None:
             return []
-        return [self._applier.finish(request, reason)]
+        return self._end(self._applier.finish(request, reason))
 
     def fail(self, request_id: str, message: str) -> list[Event]:
         """End a request whose preparation failed. Does nothing if it has ended."""
         request = self._scheduler.find(request_id)
         if request is None:
             return []
-        return [self._applier.fail(request, ErrorCode.PREPARATION_FAILED, message)]
+        return self._end(self._applier.fail(request, ErrorCode.PREPARATION_FAILED, message))
+
+    def _end(self, event: Event) -> list[Event]:
+        """Return a request's terminal event between two steps."""
+        self._applier.take_ended()
+        return self._close([event])
 
     # --- the step: one loop without and one with overlap, over the same parts -------------------------------------
 
@@ -219,10 +224,32 @@ class EngineCore:
             if launched is not None and launched.output is not None:  # it failed, so nothing may build on it
                 due, self._in_flight = [*due, launched], None
         read = [step for step in due if step is not None]
+        chunks = [chunk for step in read for chunk in chunks_of(step.plan.rows, step.epochs)]
         events = [*events, *scheduled, *(event for step in read for event in self._complete(step))]
-        if len(read) == 1 and self.has_work and self.last_step.computed and read[0].work is not None:
+        if len(read) == 1 and self.has_work and self.last_step.computed:
             self._timed = read[0].work, now
-        return events
+        self._account(now, read or ([launched] if launched else []), chunks)
+        return self._close(events) if self._applier.take_ended() else events
+
+    def _account(self, began: float, steps: Sequence[_Launched], chunks: Sequence[Chunk]) -> None:
+        """Say where the time since the last call ended has gone: to `steps`, whose prompts' part is `chunks`."""
+        now = self._clock()
+        seconds = now - (began if self._ended_at is None else self._ended_at)
+        prediction, grammar_s = self._step_times.now if self._step_times else None, self.last_step.grammar_s
+        took = split(seconds, [step.work for step in steps], chunks, prediction, grammar_s=grammar_s)
+        for_memory = self._deferred in (DeferReason.MEMORY, DeferReason.PREEMPTION)
+        self._wall_times.step(took.beside_waiting(for_memory=for_memory), chunks, prediction, now)
+        self._ended_at = now if self.has_work else None
+
+    def _close(self, events: Sequence[Event]) -> list[Event]:
+        """Add to terminal events where their requests' time went."""
+        now = self._clock() if self._ended_at is None else self._ended_at
+        return [
+            replace(event, times=self._wall_times.close(event.request_id, now))
+            if isinstance(event, TERMINAL)
+            else event
+            for event in events
+        ]
 
     def _learn(self, now: float) -> None:
         """Tell the model how long the last call took: the time between two tokens of its streams, which is what users
@@ -242,9 +269,14 @@ class EngineCore:
             assert self._in_flight or not self.has_work, "live requests, but nothing to run"
             return None, []
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
+        for request in plan.preempted:
+            self._wall_times.preempted(request.request_id, request.computed, now)
         step = self._scheduler.commit(plan, now)
         if self._draft_model_policy is not None:
             step = self._draft_model_policy.attach(plan, step)
+        for row in plan.rows:
+            if row.prefix_blocks is not None:
+                self._wall_times.admitted(row.request.request_id, now)
         self._num_preemptions += len(plan.preempted)
         self.last_step.preempted = tuple(request.request_id for request in plan.preempted)
         self._executor.forget(self.last_step.preempted)
@@ -272,8 +304,8 @@ class EngineCore:
         except Exception as error:
             logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
             output = error
-        work = work_of(step) if self._step_times else None
-        return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, work, output)
+        epochs = tuple(row.request.epoch for row in plan.rows)
+        return _Launched(plan, step, epochs, started, work_of(step), output)
 
     def _retry(self, plan: Plan, step: StepPlan) -> bool:
         """Roll back a step that ran out of memory, to plan it again. This happens once, and only if the step has
@@ -332,12 +364,13 @@ class EngineCore:
             self._num_steps += 1
             if output.graph is not None:
                 self._graph_uses[output.graph.hit, output.graph.name] += 1
+            self.last_step.grammar_s += output.grammar_s
             duration_s = time.perf_counter() - launched.started
-            predicted_s = self._step_times.now.seconds(launched.work) if self._step_times and launched.work else None
+            predicted_s = self._step_times.now.seconds(launched.work) if self._step_times else None
             computed = ComputedStep.of(launched.step, len(self._scheduler.waiting), duration_s, predicted_s)
             self.last_step.computed += (computed,)
             if self.config.step_trace:
-                _trace(computed)
+                logger.info("%s", computed.line)
         return output
 
     def _end_late(self, now: float) -> list[Event]:
@@ -351,46 +384,3 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self._executor.shutdown()
-
-
-def _trace(step: ComputedStep) -> None:
-    """Log one line for the step."""
-    logger.info(
-        "step=%d decode=%d prefill_requests=%d prefill_tokens=%d encoded=%d waiting=%d us=%d",
-        step.step_id,
-        step.num_decodes,
-        len(step.chunks),
-        sum(step.chunks),
-        step.num_encoded,
-        step.num_waiting,
-        step.duration_s * 1e6,
-    )
-
-
-_NEEDED_OF_EXECUTORS = (MIXED_STEPS, OVERLAP, DRAFTS, DRAFT_MODEL, LORA, SNAPSHOTS, ENGINE_CHUNKS, LOCAL_CHUNKS)
-
-
-def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
-    """Raise ConfigError if the config needs something that the executor cannot do."""
-    on = turned_on(config, _NEEDED_OF_EXECUTORS)
-    if not config.has_draft_model:
-        on.pop(DRAFT_MODEL, None)
-    able = {
-        NOTHING_MIXED: can.mixed_rows,
-        NO_OVERLAP: can.overlap,
-        NOTHING_VERIFIED: can.drafts,
-        NO_SECOND_MODEL: can.draft_model,
-        NO_ADAPTERS: can.adapters is not None,
-    }
-    on |= {feature: f"this model's executor has {feature.title}" for feature, has in able.items() if not has}
-    # What an executor can do, it can do for its own model, of whatever kind. A config with overlap drafts nothing.
-    for feature, lacks in ((DRAFTS, NOTHING_VERIFIED), (DRAFT_MODEL, NO_SECOND_MODEL), (LORA, NO_ADAPTERS)):
-        if lacks not in on:
-            on.pop(feature, None)
-    if config.inputs:
-        on[IMAGES] = "this model takes images"
-    if can.recurrent_state:
-        on[RECURRENT_STATE] = "this model has a recurrent state"
-    else:
-        on[NO_STATE] = "this model has no recurrent state"
-    refuse_conflicts(on)

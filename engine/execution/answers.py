@@ -3,6 +3,7 @@ Never runs a model, and never holds more than one token of an answer: plans brin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Answers:
         self.grammars = grammars
         self.newest: dict[str, int] = {}
         """Request id -> the token it sampled last. PENDING_TOKEN in the next step stands for it."""
+        self._waited_s = 0.0  # for masks, since the last step that was kept
         self._masker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-masks")
 
     # --- before a step's tokens are chosen ----------------------------------------------------------------------------
@@ -72,7 +74,9 @@ class Answers:
         try:
             yield found
         finally:
+            begun = time.perf_counter()
             wait([found])  # until then that thread has the matchers to itself
+            self._waited_s += time.perf_counter() - begun
 
     def sampled(self, plan: StepPlan, places: Sequence[SamplePosition]) -> Sampled:
         rows = [plan.rows[place.number] for place in places]
@@ -100,7 +104,10 @@ class Answers:
         For a failed row nothing is noted, so that the next step cannot continue from an older token.
         """
         if limited:
-            output = replace(output, drafts=self._forced(plan, output))
+            begun = time.perf_counter()
+            drafts = self._forced(plan, output)
+            waited_s, self._waited_s = self._waited_s + time.perf_counter() - begun, 0.0
+            output = replace(output, drafts=drafts, grammar_s=waited_s)
         for number, _ in output.failed:
             self.newest.pop(plan.rows[number].request_id, None)
         for row, tokens in zip(plan.rows, output.sampled, strict=True):

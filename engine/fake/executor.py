@@ -163,13 +163,15 @@ class FakeExecutor:
         self.encoder.prepare(plan)
         if self.draft_model is not None:
             plan = self.draft_model.fill(plan, self._propose)
+        begun = time.perf_counter()
         masks, unmatched = self._read_grammars(plan)
+        grammar_s = time.perf_counter() - begun if masks else 0.0
         results = [
             self._fails(row) or unmatched.get(row.request_id) or self._compute(row, masks.get(row.request_id, ()))
             for row in plan.rows
         ]
         self._save_states(plan)
-        self._outputs.append(self._output(plan, results))
+        self._outputs.append(replace(self._output(plan, results), grammar_s=grammar_s))
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()

@@ -62,6 +62,9 @@ from serve_app.api.requests.targets import targets_of
 from serve_app.api.text.content_stops import ContentStops
 from serve_app.api.text.stop_strings import StopStrings
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.api.timing.recent import RecentTimes
+from serve_app.api.timing.routes import PATH as TIMING_PATH
+from serve_app.api.timing.routes import TimingRoute
 from serve_app.auth.keys import Keys, NeedsKey, tenant_of
 from serve_app.engines.engine_client import EngineClient, ServedModel
 from serve_app.engines.engine_load import EngineLoad
@@ -127,6 +130,7 @@ class _Generate(Generic[RequestT]):
         arrived = now()
         gate = self._context.gate
         body = await read_json_body(scope, receive, self._context.max_body_bytes)
+        scope[TIMES].has_body()
         # A fresh id even if the client names its request: the engine needs unique ids of live requests.
         request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         try:
@@ -328,6 +332,7 @@ def create_app(
     gate: Gate | None = None,
     keys: Keys | None = None,
     live: LiveRequests | None = None,
+    recent_times: RecentTimes | None = None,
     recorder: IngressRecorder | None = None,
     trace: Trace | None = None,
     engine_load: Callable[[], EngineLoad | None] = lambda: None,
@@ -348,14 +353,14 @@ def create_app(
     may use the API."""
     keys, gate, adapters = keys or Keys(), gate or Gate(), adapters or AdapterNames(model)
     context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), adapters, engine_load)
-    recorder = recorder or IngressRecorder(gate)
+    recorder, recent_times = recorder or IngressRecorder(gate), recent_times or RecentTimes()
     guard = [Middleware(NeedsKey, keys=keys)]
     reading = [*guard, Middleware(TellsHints, strict=strict, count=recorder.ignored)]
     generating = [
         Middleware(TellsHints, strict=strict, count=recorder.ignored),
         Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s, report=context.load_report),
         *guard,
-        Middleware(MeasuresRequests, recorder=recorder, trace=trace),
+        Middleware(MeasuresRequests, recorder=recorder, recent=recent_times, trace=trace),
     ]
     read_message = partial(
         read_messages, tokenizer=tokenizer, model=model, seal=seal, drop_billing_header=drop_billing_header
@@ -375,6 +380,7 @@ def create_app(
             *_versioned("/messages", messages, generating, "POST"),
             *_versioned("/embeddings", embeddings, generating, "POST"),
             *_versioned("/messages/count_tokens", count, reading, "POST"),
+            *_versioned(TIMING_PATH, TimingRoute(client, recent_times).get_timing, guard),
             *_versioned("/models", context.list_models, guard),
             *_versioned("/models/{model_id:path}", context.get_model, guard),
             Route("/health", context.health),

@@ -1,5 +1,5 @@
-"""Measures a route: counts every request that reaches it once, however it ends.
-Never changes a request or an answer, and does nothing per token."""
+"""Measures a route: counts every request that reaches it once, however it ends, and keeps where its time went.
+Never changes a request or an answer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.http.asgi import ClientGone
 from serve_app.api.request_facts import EndedRequest, RequestFacts, Trace
+from serve_app.api.timing.recent import RecentTimes
+from serve_app.api.timing.split import EndedTimes
+from serve_app.auth.keys import tenant_of
+from serve_app.engines.engine_client import StreamRecord
+from serve_app.errors.refusal import REQUEST_ID
 from serve_app.metrics.ingress_recorder import IngressRecorder, Outcome
 from serve_app.metrics.request_times import RequestTimes
 
@@ -20,20 +25,30 @@ TIMES = "chunkserve.times"
 """Key of the request's RequestTimes in the scope."""
 FACTS = "chunkserve.facts"
 """Key of the request's RequestFacts in the scope."""
+PATIENCE_S = 0.2
+"""How long a trace waits for an engine to say where its time went, which takes a step if the reader ended the
+answer."""
 
 
 class MeasuresRequests:
     """Middleware of a route that runs the model, and that notes its progress in its RequestTimes and RequestFacts."""
 
-    def __init__(self, app: ASGIApp, recorder: IngressRecorder, trace: Trace | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, recorder: IngressRecorder, recent: RecentTimes, trace: Trace | None = None
+    ) -> None:
         self._app = app
         self._recorder = recorder
+        self._recent = recent
         self._trace = trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _Request(scope, RequestTimes(), RequestFacts())
+
+        async def timed_send(message: Message) -> None:
+            await request.times.send(send, message)
+
         try:
-            await self._app({**scope, TIMES: request.times, FACTS: request.facts}, receive, send)
+            await self._app({**scope, TIMES: request.times, FACTS: request.facts}, receive, timed_send)
         except (ClientGone, asyncio.CancelledError):  # servers report a closed connection in one of these two ways
             self._ended(request, "client_gone")
             raise
@@ -44,10 +59,25 @@ class MeasuresRequests:
 
     def _ended(self, request: _Request, outcome: Outcome, error: Exception | None = None) -> None:
         self._recorder.ended(request.times, outcome, error)
-        if self._trace is None:
-            return
+        facts, now = request.facts, request.times.now()
+        record = None if facts.choices is None else facts.choices.last_record
+        ended = EndedTimes(facts.answer_id, request.scope[REQUEST_ID], outcome, request.times, now, record)
+        self._recent.add(ended, tenant_of(request.scope).name)
+        if self._trace is not None:
+            told = EndedRequest(request.scope, request.times, facts, outcome, error, ended)
+            self._write_trace(told, record)
+
+    def _write_trace(self, ended: EndedRequest, record: StreamRecord | None) -> None:
+        """Write the trace now, or in a moment if the engine is about to say where its time went."""
+        if record is not None and record.is_complete and not record.is_over:
+            asyncio.get_running_loop().call_later(PATIENCE_S, self._write, ended)
+        else:
+            self._write(ended)
+
+    def _write(self, ended: EndedRequest) -> None:
+        assert self._trace is not None
         try:
-            self._trace(EndedRequest(request.scope, request.times, request.facts, outcome, error))
+            self._trace(ended)
         except Exception:  # a fault in tracing must not end the request
             logger.exception("a request could not be traced")
 

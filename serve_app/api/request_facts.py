@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from serve_app.api.timing.split import EndedTimes
 from serve_app.metrics.ingress_recorder import Outcome
 from serve_app.metrics.request_times import RequestTimes
 
@@ -39,6 +40,8 @@ class EndedRequest:
     facts: RequestFacts
     outcome: Outcome
     error: Exception | None
+    wall: EndedTimes
+    """Its times once more, as the answer to where they went needs them."""
 
 
 Trace = Callable[[EndedRequest], None]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.protocol import (
+    EngineTimes,
     ErrorCode,
     Event,
     Failed,
@@ -17,6 +18,7 @@ from engine.protocol import (
     Pooled,
     PromptLogprobs,
     Scheduled,
+    TimeCause,
     Token,
     TokenLogprobs,
     Usage,
@@ -26,6 +28,7 @@ from engine.protocol import (
 _SCHEDULED, _PROMPT_LOGPROBS, _SCORED_TOKEN, _FINISHED, _FAILED, _POOLED = range(6)
 
 RawEvent = int | list[Any]
+_CAUSES = {cause.value: cause for cause in TimeCause}
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -41,6 +44,9 @@ class Entry(msgspec.Struct, array_like=True, gc=False):  # never part of a cycle
     stream_id: int
     first: int
     events: list[RawEvent]
+    times: list[Any] | None = None
+    """With the terminal event: where the request's time went, as `pack_times` writes it. Readers of a version before
+    it ignore it."""
 
 
 class Beat(msgspec.Struct, array_like=True, gc=False):
@@ -120,6 +126,27 @@ def pack(event: Event) -> RawEvent:
             return [_FINISHED, event.reason, counts, event.stop_token_id, _pack_score(event.stop_logprobs)]
         case Failed():
             return [_FAILED, event.code, event.message]
+
+
+def pack_times(times: EngineTimes) -> list[Any]:
+    seconds = {cause.value: round(value, 6) for cause, value in times.seconds.items()}
+    return [seconds, times.requests_ahead, times.tokens_ahead]
+
+
+def unpack_times(raw: list[Any] | None) -> EngineTimes | None:
+    """Decode where a request's time went. Causes that this version does not know are left out.
+
+    Raises:
+        MalformedFrame: it is not what a sender writes.
+    """
+    if raw is None:
+        return None
+    try:
+        seconds, requests_ahead, tokens_ahead = raw[:3]
+        known = {_CAUSES[name]: float(value) for name, value in seconds.items() if name in _CAUSES}
+        return EngineTimes(known, int(requests_ahead), int(tokens_ahead))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise MalformedFrame(f"{type(error).__name__}: {error}") from error
 
 
 def unpack(request_id: str, raw: Sequence[RawEvent]) -> list[Event]:

@@ -23,7 +23,7 @@ from engine.protocol import (
     RequestRejected,
     Submission,
 )
-from serve_app.channel.frames import MalformedFrame, decode_frame
+from serve_app.channel.frames import MalformedFrame, decode_frame, unpack_times
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
 from serve_app.engines.engine_call import EngineCall
@@ -32,6 +32,7 @@ from serve_app.engines.engine_count import num_engines
 from serve_app.metrics.activity import EngineActivity, FleetActivity, IngressActivity
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.gather import gather
+from serve_app.metrics.timing import FoundTiming, Timing
 from serve_app.metrics.values import ReplicaSamples
 
 T = TypeVar("T")
@@ -90,11 +91,19 @@ class HandleClient:
         most = self._migration.max_migrations
 
         def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
-            return self._start(rest, session, avoid, may_move=len(record.moves) < most)
+            return self._start(rest, session, avoid, record, may_move=len(record.moves) < most)
 
         return self._migration.stream(submission, start, record)
 
-    def _start(self, submission: Submission, session: str | None, avoid: tuple[str, ...], *, may_move: bool) -> Attempt:
+    def _start(
+        self,
+        submission: Submission,
+        session: str | None,
+        avoid: tuple[str, ...],
+        record: StreamRecord,
+        *,
+        may_move: bool,
+    ) -> Attempt:
         if self._ended:
             raise _late()
         address, num_waiting = self._receiver.address, self._num_waiting()
@@ -102,7 +111,7 @@ class HandleClient:
         call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
         try:
             engine = self._engine if _input_bytes(submission) <= MOST_BY_VALUE else self._large
-            return _HandleAttempt(engine, call, self._receiver, stream, self._attempts)
+            return _HandleAttempt(engine, call, self._receiver, stream, self._attempts, record)
         except BaseException:
             self._receiver.close(stream)
             raise
@@ -127,6 +136,10 @@ class HandleClient:
 
     async def abort(self, name: str) -> bool:
         return any(await _broadcast(self._ingress, "abort", name))
+
+    async def timing(self, name: str, tenant: str) -> Timing | None:
+        answers, _ = await gather(self._ingress, "timing", FoundTiming, name, tenant)
+        return next((answer.timing for answer in answers if answer.timing is not None), None)
 
     async def drain_all(self, draining: bool) -> None:
         await _broadcast(self._ingress, "set_draining", draining)
@@ -206,13 +219,14 @@ class _HandleAttempt:
         receiver: TokenReceiver,
         stream: TokenStream,
         live: set[_HandleAttempt],
+        record: StreamRecord,
     ) -> None:
         self._receiver = receiver
         self._stream = stream
         self._live = live
         self._response: DeploymentResponse = engine.generate.remote(call)
         self._live.add(self)
-        self._waiter = asyncio.ensure_future(_wait_for_answer(self._response, self._stream))
+        self._waiter = asyncio.ensure_future(_wait_for_answer(self._response, self._stream, record))
         _answers.add(self._waiter)
         self._waiter.add_done_callback(_answers.discard)
 
@@ -247,7 +261,7 @@ class _HandleAttempt:
         self._response.cancel()
 
 
-async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) -> None:
+async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream, record: StreamRecord) -> None:
     """Wait for the call's end, and pass on what the channel has not brought, or why there is no answer."""
     try:
         answer: bytes | EngineError = await response
@@ -255,6 +269,8 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream) ->
             stream.fail(answer)
         elif not stream.ended:
             stream.complete(decode_frame(answer).entries[0])
+        elif record.is_complete and record.times is None:  # the reader left before the engine's last event
+            record.times = unpack_times(decode_frame(answer).entries[0].times)
     except BackPressureError:
         stream.fail(RequestRejected(ErrorCode.QUEUE_FULL, "Every engine replica is full."))
     except RequestCancelledError:

@@ -176,12 +176,18 @@ class Migration:
         clock = asyncio.get_running_loop().time
         progress = _Progress(_pinned(submission, self.max_model_len), clock())
         avoid: list[str] = []
+        heard = begun = clock()
         while True:
-            attempt = start(progress.rest(clock()), tuple(avoid))
+            if progress.num_attempts:
+                record.before_loss_s += heard - begun
+                record.lost_s += clock() - heard
+            heard = begun = clock()
+            attempt = start(progress.rest(begun), tuple(avoid))
             try:
                 events = await self._first(attempt, progress.deadline)
                 progress.deadline = None
                 while True:
+                    heard = clock()
                     if accepted := progress.accept(events):
                         yield accepted
                     match events[-1]:

@@ -9,12 +9,22 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq.asyncio
 
 from engine.protocol import TERMINAL, EngineError, ErrorCode, Event, FinishReason
-from serve_app.channel.frames import Beat, Entry, Frame, MalformedFrame, Reply, decode_frame, encode_reply, unpack
+from serve_app.channel.frames import (
+    Beat,
+    Entry,
+    Frame,
+    MalformedFrame,
+    Reply,
+    decode_frame,
+    encode_reply,
+    unpack,
+    unpack_times,
+)
 from serve_app.channel.silence import LOOK_S, Silence
 from serve_app.channel.sockets import listen, send_now
 from serve_app.engines import liveness
@@ -96,13 +106,19 @@ class TokenStream:
             self.counts.gaps += is_news
             return is_news
         self._has_gap = False
-        self._append(unpack(self.request_id, entry.events[self._num_received - entry.first :]))
+        self._append(self._unpacked(entry, self._num_received - entry.first))
         return False
 
     def complete(self, answer: Entry) -> None:
         """Take the whole answer, and append the events that the channel has not brought."""
         self.counts.completions += not self.ended
-        self._append(unpack(self.request_id, answer.events[self._num_received :]))
+        self._append(self._unpacked(answer, self._num_received))
+
+    def _unpacked(self, entry: Entry, first: int) -> list[Event]:
+        events = unpack(self.request_id, entry.events[first:])
+        if events and entry.times is not None and isinstance(last := events[-1], TERMINAL):
+            events[-1] = replace(last, times=unpack_times(entry.times))
+        return events
 
     def fail(self, error: Exception) -> None:
         """Note that nothing more will come. Only the first error counts."""

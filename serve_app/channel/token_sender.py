@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.async_engine import AsyncEngine
-from engine.protocol import TERMINAL, EngineError, ErrorCode, Event
+from engine.protocol import TERMINAL, EngineError, EngineTimes, ErrorCode, Event, TimeCause
 from serve_app.channel.frames import (
     Beat,
     Entry,
@@ -27,6 +27,7 @@ from serve_app.channel.frames import (
     decode_reply,
     encode_frame,
     pack,
+    pack_times,
 )
 from serve_app.channel.sockets import connect, send_now
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
@@ -48,6 +49,12 @@ class _Call:
     """Done when the terminal event has come."""
     events: list[RawEvent] = field(default_factory=list)
     num_sent: int = 0
+    times: EngineTimes | None = None
+    """Where its time went, once the terminal event has come."""
+
+    def entry(self, first: int) -> Entry:
+        """Make the entry of the events from `first` on."""
+        return Entry(self.stream_id, first, self.events[first:], None if self.times is None else pack_times(self.times))
 
 
 class TokenSender:
@@ -82,8 +89,8 @@ class TokenSender:
             EngineError: the engine is dead, or the ingress went away.
         """
         self.attach(call.channel)  # the ingress gets beats from now on, however long the rest takes
-        await self._engine.make_ready(call.submission)
-        return await self.attach(call.channel).run(call)
+        spent = await self._engine.make_ready(call.submission)
+        return await self.attach(call.channel).run(call, spent)
 
     def attach(self, address: ChannelAddress) -> _Peer:
         """Send beats to the ingress replica at an address until it is gone. Idempotent."""
@@ -146,9 +153,10 @@ class _Peer:
         self._monitor = self._socket.get_monitor_socket()
         self._tasks = (asyncio.ensure_future(self._read_replies()), asyncio.ensure_future(self._watch()))
 
-    async def run(self, call: EngineCall) -> bytes:
+    async def run(self, call: EngineCall, spent: Mapping[TimeCause, float]) -> bytes:
+        """`spent`: what making the engine ready for the call took."""
         request_id = call.submission.request_id
-        self._engine.submit(call.submission, self)
+        self._engine.submit(call.submission, self, spent)
         live = self._calls[request_id] = _Call(call.stream_id, self.loop.create_future())
         self._request_ids[call.stream_id] = request_id
         if not self.lost.done():
@@ -160,7 +168,7 @@ class _Peer:
             raise
         finally:
             del self._calls[request_id], self._request_ids[call.stream_id]
-        return encode_frame(Frame(self._replica_id, [Entry(live.stream_id, 0, live.events)]))
+        return encode_frame(Frame(self._replica_id, [live.entry(0)]))
 
     def receive(self, events: list[Event]) -> None:
         """Take the events of all requests of this ingress; called once per step."""
@@ -169,8 +177,10 @@ class _Peer:
             if call := self._calls.get(event.request_id):  # otherwise it was cancelled
                 call.events.append(pack(event))
                 changed[call.stream_id] = call
-                if isinstance(event, TERMINAL) and not call.ended.done():
-                    call.ended.set_result(None)
+                if isinstance(event, TERMINAL):
+                    call.times = event.times
+                    if not call.ended.done():
+                        call.ended.set_result(None)
         if changed and not self.lost.done():
             self._send(changed.values())
         self._observe(events)
@@ -178,7 +188,7 @@ class _Peer:
     def _send(self, calls: Iterable[_Call]) -> None:
         entries = []
         for call in calls:
-            entries.append(Entry(call.stream_id, call.num_sent, call.events[call.num_sent :]))
+            entries.append(call.entry(call.num_sent))
             call.num_sent = len(call.events)
         # If the frame is not taken, the ingress sees the gap later, and asks for the events.
         send_now(self._socket, [encode_frame(Frame(self._replica_id, entries))])

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from engine.config import Targets
-from engine.protocol import AdapterRef, ErrorCode, Event, LoadSnapshot, Submission
+from engine.protocol import AdapterRef, EngineTimes, ErrorCode, Event, LoadSnapshot, Submission
 from serve_app.images.intake import ImageIntake
 from serve_app.metrics.activity import FleetActivity
 from serve_app.metrics.exposition import Scrape
+from serve_app.metrics.timing import Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,21 @@ class StreamRecord:
     """Set by the reader when it has all that it wants, so that closing the stream is a stop and not an abort."""
     moves: list[Move] = field(default_factory=list)
     """Written by the client."""
+    is_over: bool = False
+    """Set by the reader when it has the engine's terminal event, which it does not wait for after a stop string."""
+    given: float | None = None
+    """When the reader began, on the event loop's clock."""
+    returned: float | None = None
+    """When the reader had the whole answer."""
+    unread_s: float = 0.0
+    """How much of the time between the two the reader spent on sending, while a client took nothing."""
+    times: EngineTimes | None = None
+    """Where the time of the last engine went. It may come some milliseconds after an answer that the reader ended, and
+    never comes from an engine that was lost."""
+    lost_s: float = 0.0
+    """Written by the client: seconds from the last news of engines that were lost until another was asked."""
+    before_loss_s: float = 0.0
+    """Written by the client: seconds that those engines worked until then."""
 
 
 class EngineClient(Protocol):
@@ -79,6 +95,11 @@ class EngineClient(Protocol):
         Raises:
             EngineError: a replica did not answer.
         """
+        ...
+
+    async def timing(self, name: str, tenant: str) -> Timing | None:
+        """Return where the time of a request went that ended in another ingress replica of the deployment; None if none
+        of them knows a request of that name and tenant. One that does not answer knows none."""
         ...
 
     async def drain_all(self, draining: bool) -> None:

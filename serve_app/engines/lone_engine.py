@@ -10,6 +10,7 @@ from engine.protocol import AdapterRef, Event, LoadSnapshot, Submission
 from serve_app.engines.engine_client import StreamRecord
 from serve_app.metrics.activity import FleetActivity
 from serve_app.metrics.exposition import Scrape
+from serve_app.metrics.timing import Timing
 
 
 class LoneEngine(ABC):
@@ -35,6 +36,9 @@ class LoneEngine(ABC):
 
     async def abort(self, name: str) -> bool:
         return False
+
+    async def timing(self, name: str, tenant: str) -> Timing | None:
+        return None
 
     async def drain_all(self, draining: bool) -> None:
         return

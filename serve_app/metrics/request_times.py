@@ -4,8 +4,11 @@ Never counts anything: the recorder does, at the request's end."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class RequestTimes:
@@ -23,6 +26,10 @@ class RequestTimes:
         self.returned_at: float | None = None
         """When an engine last completed an answer."""
         self.num_choices = 1
+        self.read_at: float | None = None
+        """When the body was read."""
+        self.unread_s = 0.0
+        """How long sending has waited for the client."""
         self._num_open = 0  # answers that are not complete
 
     @contextmanager
@@ -33,6 +40,17 @@ class RequestTimes:
             yield
         finally:
             self.gate_s += self.now() - begun
+
+    def has_body(self) -> None:
+        self.read_at = self.now()
+
+    async def send(self, send: Callable[[T], Awaitable[None]], message: T) -> None:
+        """Send a part of the answer, and note how long the client kept it waiting."""
+        begun = self.now()
+        try:
+            await send(message)
+        finally:
+            self.unread_s += self.now() - begun
 
     def expects(self) -> None:
         """Note that an answer is expected. A request may have several, which need not begin at the same time."""

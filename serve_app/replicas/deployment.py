@@ -25,6 +25,7 @@ from serve_app.adapters.names import AdapterNames
 from serve_app.admission.gate import Gate
 from serve_app.api.generation.live import LiveRequests
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.api.timing.recent import RecentTimes
 from serve_app.auth.keys import Keys
 from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
@@ -41,6 +42,7 @@ from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.store_counts import StoreCounts
+from serve_app.metrics.timing import FoundTiming
 from serve_app.metrics.values import ReplicaSamples, encode
 from serve_app.parsing.choice import chosen_parser
 from serve_app.parsing.reasoning_parsers import suggest_reasoning_parser
@@ -244,6 +246,7 @@ class IngressReplica:
         self._watchdog = Watchdog(settings.hang_timeout_s)
         on_change(self._use_new_engines)
         self._live = LiveRequests()
+        self._recent_times = RecentTimes()
         self._tracer = make_tracer(settings.tracing, settings.model_id, self._replica_id)
         self._keys = Keys.load(settings.auth)
         template = self._tokenizer.chat_template.source if self._tokenizer.chat_template else None
@@ -283,6 +286,7 @@ class IngressReplica:
             gate=self._gate,
             keys=self._keys,
             live=self._live,
+            recent_times=self._recent_times,
             recorder=self._recorder,
             trace=self._tracer,
             engine_load=engine_load,
@@ -306,6 +310,10 @@ class IngressReplica:
     async def activity(self) -> bytes:
         """See EngineClient.activity; broadcast to every ingress replica."""
         return encode(IngressActivity.of(self._replica_id, self._gate.snapshot()))
+
+    async def timing(self, name: str, tenant: str) -> bytes:
+        """See EngineClient.timing; broadcast to every ingress replica."""
+        return encode(FoundTiming(self._recent_times.find(name, tenant)))
 
     async def abort(self, name: str) -> bool:
         """See EngineClient.abort; broadcast to every ingress replica."""

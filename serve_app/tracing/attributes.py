@@ -3,7 +3,9 @@ Never records a prompt or an answer."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -41,7 +43,8 @@ def span_name(path: str, facts: RequestFacts) -> str:
 def attributes_of(ended: EndedRequest, path: str, model: str) -> Attributes:
     """Collect all attributes of a request. `model`: the name of the served model."""
     common: Attributes = {"gen_ai.operation.name": operation_of(path), "gen_ai.provider.name": PROVIDER}
-    return common | _of_http(ended, path) | _of_request(ended.facts) | _of_answer(ended, model) | _of_error(ended)
+    parts = (_of_http(ended, path), _of_request(ended.facts), _of_answer(ended, model), _of_error(ended))
+    return reduce(operator.or_, parts, common) | _of_wall_time(ended)
 
 
 def error_type(ended: EndedRequest) -> str | None:
@@ -140,6 +143,12 @@ def _of_usage(choices: Choices) -> Attributes:
 
 def _of_error(ended: EndedRequest) -> Attributes:
     return _given({"error.type": error_type(ended)})
+
+
+def _of_wall_time(ended: EndedRequest) -> Attributes:
+    """Collect where the wall time went, a number of milliseconds for each cause."""
+    timing = ended.wall.timing()
+    return {f"chunkserve.time.{part.cause}_ms": part.ms for part in (*timing.own, *timing.slowed_by)}
 
 
 def _given(attributes: Mapping[str, Value | None]) -> Attributes:

@@ -36,7 +36,7 @@ class RequestTracer:
 
     def __call__(self, ended: EndedRequest) -> None:
         path = ended.scope["path"].removeprefix(ended.scope.get("root_path", ""))
-        clock = _Clock(ended.times)
+        clock = _Clock(ended.times, ended.wall.ended)
         name, begun = span_name(path, ended.facts), clock.ns(ended.times.arrived)
         span = self._tracer.start_span(name, _parent(ended.scope), SpanKind.SERVER, start_time=begun)
         if not span.is_recording():
@@ -49,9 +49,9 @@ class RequestTracer:
             attributes = {"error.type": str(move.code), "chunkserve.engine.replica_id": move.replica_id or "unknown"}
             span.add_event("migration", attributes, clock.ns(move.at))
         within = set_span_in_context(span)
-        for part, start, end in _parts(ended.times):
+        for part, start, end in _parts(ended.times, ended.wall.ended):
             self._tracer.start_span(part, within, start_time=clock.ns(start)).end(clock.ns(end))
-        span.end(clock.ns(clock.now))
+        span.end(clock.ended_ns)
 
     @property
     def resource(self) -> Resource:
@@ -73,7 +73,7 @@ def _parent(scope: Scope) -> Context:
     return _propagator.extract(carrier, Context())
 
 
-def _parts(times: RequestTimes) -> Iterator[Interval]:
+def _parts(times: RequestTimes, ended: float) -> Iterator[Interval]:
     """Yield the parts of a request's time. With several answers, decoding begins with the first token of the first and
     ends with the last."""
     if times.gate_begun is not None:
@@ -82,7 +82,7 @@ def _parts(times: RequestTimes) -> Iterator[Interval]:
     reached = [(name, at) for name, at in marks if at is not None]
     if not reached:
         return
-    over = times.returned_at if times.is_answered and times.returned_at is not None else times.now()
+    over = times.returned_at if times.is_answered and times.returned_at is not None else ended
     for (name, begun), (_, done) in pairwise([*reached, ("", over)]):
         # An answer that is complete in its first piece was returned before its first token is sent.
         if begun < over:
@@ -92,9 +92,9 @@ def _parts(times: RequestTimes) -> Iterator[Interval]:
 class _Clock:
     """Converts times on the event loop's clock to nanoseconds since 1970."""
 
-    def __init__(self, times: RequestTimes) -> None:
-        self.now = times.now()
-        self._epoch_ns = time.time_ns() - round(self.now * 1e9)
+    def __init__(self, times: RequestTimes, ended: float) -> None:
+        self._epoch_ns = time.time_ns() - round(times.now() * 1e9)
+        self.ended_ns = self.ns(ended)
 
     def ns(self, at: float) -> int:
         return self._epoch_ns + round(at * 1e9)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError, EngineConfig, FakeConfig, SchedulerConfig
-from engine.core.core import EngineCore, check_capabilities
+from engine.core.capabilities import check_capabilities
+from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
 from engine.step import Capabilities, RowKind
 from tests.support.engines import RecordingCore, resolved_config

@@ -34,6 +34,7 @@ from serve_app.metrics.activity import FleetActivity, IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.timing import Timing
 from serve_app.metrics.values import ReplicaSamples
 
 MODEL = ServedModel(id="org/tiny", max_model_len=200, created=1_700_000_000)
@@ -90,6 +91,7 @@ class ScriptedClient:
         self.submissions: list[Submission] = []
         self.sessions: list[str | None] = []
         self.aborted_elsewhere: set[str] = set()
+        self.timings_elsewhere: dict[tuple[str, str], Timing] = {}
         self.drains: list[bool] = []
         self.scrape = Scrape()
         self.fleet = FleetActivity()
@@ -153,6 +155,9 @@ class ScriptedClient:
     async def abort(self, name: str) -> bool:
         return name in self.aborted_elsewhere
 
+    async def timing(self, name: str, tenant: str) -> Timing | None:
+        return self.timings_elsewhere.get((name, tenant))
+
     async def drain_all(self, draining: bool) -> None:
         self.drains.append(draining)
 
@@ -201,6 +206,9 @@ class LocalClient:
 
     async def abort(self, name: str) -> bool:
         return False
+
+    async def timing(self, name: str, tenant: str) -> Timing | None:
+        return None
 
     async def drain_all(self, draining: bool) -> None:
         return

@@ -124,6 +124,7 @@ class Completion:
         last: Piece | None = None
         self._lifecycle.given_to_engine()
         self._times.given_to_engine()
+        self.record.given, unread_s = self._times.now(), self._times.unread_s
         async with aclosing(self._stream()) as items:
             while (events := await self._next(items)) is not None:
                 self._ticket.started()
@@ -139,6 +140,7 @@ class Completion:
         if last is None:
             raise EngineError(ErrorCode.STEP_FAILED, "the engine's stream ended without a terminal event")
         self._times.returned()
+        self.record.returned, self.record.unread_s = self._times.now(), self._times.unread_s - unread_s
         yield last
         if self._generated:
             self._times.has_token()
@@ -171,9 +173,11 @@ class Completion:
                 case Pooled():
                     self.vector = event.values
                 case Finished():
+                    self.record.times, self.record.is_over = event.times, True
                     reason = self._finish(event)
                     return self._last(texts + self._end(event), reason, event)
                 case Failed():
+                    self.record.times, self.record.is_over = event.times, True
                     deadline = self._lifecycle.deadline if event.code is ErrorCode.DEADLINE_EXCEEDED else None
                     if deadline is not None and deadline.has_passed:
                         raise deadline.exceeded()  # the engine only knows the time that was left at submission

@@ -4,6 +4,7 @@ Never lets a choice go on when another has failed: a response is complete, or an
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from engine.protocol import Usage
 from serve_app.api.generation.completion import Completion, Piece
 from serve_app.api.openai.response import Prompt
-from serve_app.engines.engine_client import Move
+from serve_app.engines.engine_client import Move, StreamRecord
 from serve_app.errors.api_error import ApiError
 
 Indexed = tuple[int, Piece]
@@ -89,6 +90,14 @@ class Choices:
         """The moves of all choices between engines, in order of time."""
         moves = (move for completion in self._all for move in completion.record.moves)
         return sorted(moves, key=lambda move: move.at)
+
+    @property
+    def last_record(self) -> StreamRecord:
+        """That of the choice that was complete last; of one that is not, if there is one."""
+        records = [completion.record for completion in self._all if completion.record.given is not None]
+        if not records:
+            return self._all[0].record
+        return max(records, key=lambda record: math.inf if record.returned is None else record.returned)
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Yield the pieces of all choices as they come. Closing this generator aborts the choices that have not ended.

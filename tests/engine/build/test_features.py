@@ -20,7 +20,7 @@ from engine.build.engine import check_engine
 from engine.build.executor import create_executor
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig, Targets
-from engine.core.core import check_capabilities
+from engine.core.capabilities import check_capabilities
 from engine.execution.device import HostDevice
 from engine.features import RULES, Conflict, Feature, Group, find_conflict, shown, terms_of
 from engine.models.config import CheckpointError

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
-from engine.core.core import check_capabilities
+from engine.core.capabilities import check_capabilities
 from engine.protocol import Failed, PromptLogprobs
 from engine.step import Capabilities, ExecutorOutOfMemoryError, RowKind, StepPlan
 from tests.support.engines import RecordingCore, answer_alone, resolved_config

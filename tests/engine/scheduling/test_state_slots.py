@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
-from engine.core.core import check_capabilities
+from engine.core.capabilities import check_capabilities
 from engine.protocol import ErrorCode, Failed, Finished
 from engine.scheduling.state_slots import RecurrentStates, Snapshots, StateSlots
 from engine.step import Capabilities, ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan

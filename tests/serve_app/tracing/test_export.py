@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.api.request_facts import EndedRequest, RequestFacts
+from serve_app.api.timing.split import EndedTimes
 from serve_app.app import build
 from serve_app.settings.application import AppSettings
 from serve_app.settings.tracing import TracingSettings
@@ -78,7 +79,9 @@ async def test_the_console_gets_a_line_of_json_for_each_span(capsys: pytest.Capt
     tracer = make_tracer(TracingSettings(exporter="console"), "org/tiny", "replica-1")
     assert tracer is not None
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    tracer(EndedRequest(scope, Turned(), RequestFacts(), "client_gone", None))
+    times = Turned()
+    wall = EndedTimes(None, "r-1", "client_gone", times, times.now(), None)
+    tracer(EndedRequest(scope, times, RequestFacts(), "client_gone", None, wall))
     tracer.flush()
     tracer.shutdown()
     (line,) = capsys.readouterr().out.splitlines()

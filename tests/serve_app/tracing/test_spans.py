@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, server_attributes, url_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from engine.protocol import EngineError, ErrorCode, FinishReason
+from engine.protocol import EngineError, EngineTimes, ErrorCode, FinishReason, TimeCause
 from serve_app.api.ingress import create_app
 from serve_app.api.request_facts import EndedRequest
 from serve_app.api.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ from tests.serve_app.harness import (
     scheduled,
     tokens,
 )
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 
@@ -50,6 +52,7 @@ SECRET = "swordfish"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01")
 ANSWER: tuple[Step, ...] = ([scheduled(cached=3)], tokens("Bon"), tokens("jour"), [finished(cached=3)])
+TIME = "chunkserve.time."
 PARTS = ["gate", "engine.queue", "engine.prefill", "engine.decode"]
 
 
@@ -82,7 +85,15 @@ class Traced:
 
     @property
     def told(self) -> Mapping[str, Any]:
-        return self.server_span.attributes or {}
+        """The attributes, but for those of the wall time."""
+        told = self.server_span.attributes or {}
+        return {name: value for name, value in told.items() if not name.startswith(TIME)}
+
+    @property
+    def wall_time(self) -> Mapping[str, Any]:
+        """Milliseconds by cause."""
+        told = self.server_span.attributes or {}
+        return {name.removeprefix(TIME): value for name, value in told.items() if name.startswith(TIME)}
 
     @property
     def parts(self) -> list[ReadableSpan]:
@@ -128,6 +139,25 @@ async def test_a_chat_has_a_server_span_that_says_what_was_asked_and_what_came_o
         "server.address": "llm.example",
         "server.port": 8443,
     }
+
+
+async def test_a_span_says_where_the_wall_time_went_cause_by_cause() -> None:
+    times = EngineTimes({TimeCause.QUEUE: 1e-3, TimeCause.DECODE: 2e-3})
+    traced = Traced([scheduled()], tokens("Bonjour"), [replace(finished(), times=times)])
+    await traced.ask(URL, CHAT)
+    assert traced.wall_time.keys() >= {"queue_ms", "decode_ms", "server_ms"}
+    begun, ended = traced.server_span.start_time, traced.server_span.end_time
+    assert begun is not None
+    assert ended is not None
+    assert sum(traced.wall_time.values()) == pytest.approx((ended - begun) / 1e6, abs=0.05)
+
+
+async def test_the_span_of_an_answer_that_a_stop_string_ended_waits_for_what_the_engine_tells() -> None:
+    traced = Traced([scheduled()], tokens("Bonjour"), asyncio.Event())
+    await traced.ask(URL, CHAT | {"stop": "jour"})
+    assert not traced.spans
+    await until(lambda: bool(traced.spans))
+    assert "unrecorded_ms" in traced.wall_time
 
 
 async def test_every_attribute_of_a_convention_has_the_conventions_name() -> None:

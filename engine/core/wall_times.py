@@ -1,0 +1,279 @@
+"""Owns where each request's wall time in the engine goes, by cause: every step's time is split once, and a request's
+phase says what a share of that means for it.
+Never reads a clock, and costs nothing for a row that decodes: what many requests share is one sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from engine.protocol import EngineTimes, TimeCause
+from engine.scheduling.planner import PlannedRow
+from engine.scheduling.step_prediction import Prediction
+from engine.scheduling.step_time import StepWork, chunk_work
+from engine.step import RowKind
+
+ORDINARY, LEAST_DEVIATION = 2.5, 0.01
+"""Deviations of the prediction by which a step may be late before something else must have slowed it down."""
+LEAST_S = 1e-6
+"""A cause with less time is a rounding error."""
+
+
+class Shares(NamedTuple):
+    """Seconds by what they went to. A step's time is the sum of its shares; the last two are for requests that wait,
+    and count the same seconds once more."""
+
+    prompts: float = 0.0
+    """Chunks of prompts."""
+    answer: float = 0.0
+    """One decode row, as if it were the only row."""
+    answers: float = 0.0
+    """What the other decode rows add."""
+    inputs: float = 0.0
+    """Encoding inputs, such as images."""
+    grammar: float = 0.0
+    """Waiting for grammars to say which tokens are allowed."""
+    excess: float = 0.0
+    """What no row explains: the step took longer than predicted, or failed."""
+    for_turn: float = 0.0
+    """Time in which the first waiting request was not admitted because others were."""
+    for_memory: float = 0.0
+    """The same, for lack of memory."""
+
+    def beside_waiting(self, *, for_memory: bool) -> Shares:
+        """Return the shares of a step during which requests waited, if any did. `for_memory`: the first of them did."""
+        seconds = sum(self)
+        return self._replace(for_memory=seconds) if for_memory else self._replace(for_turn=seconds)
+
+    def plus(self, other: Shares) -> Shares:
+        return Shares(*map(sum, zip(self, other, strict=True)))
+
+    def since(self, before: Shares) -> Shares:
+        return Shares(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class Chunk(NamedTuple):
+    """A prompt's chunk in a step."""
+
+    request_id: str
+    work: StepWork
+    end: int
+    """Its end in the prompt."""
+    is_last: bool
+    """Whether it completes the prompt, after a preemption with the answer so far."""
+
+
+def chunks_of(rows: Sequence[PlannedRow], epochs: Sequence[int]) -> list[Chunk]:
+    """Return the chunks of a step whose requests still have what was computed. `epochs`: those of the rows' requests
+    when the step was launched."""
+    return [
+        Chunk(
+            row.request.request_id,
+            chunk_work(row.start, row.num_tokens, last=row.kind is RowKind.LAST),
+            row.start + row.num_tokens,
+            row.kind is RowKind.LAST,
+        )
+        for row, epoch in zip(rows, epochs, strict=True)
+        if row.kind is not RowKind.DECODE and row.request.epoch == epoch
+    ]
+
+
+class Phase(Enum):
+    PREPARING = "preparing"
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    """From a preemption until as much is computed again as there was."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """One live request. Times are seconds of one clock."""
+
+    phase: Phase
+    since: float
+    """When the phase began."""
+    before: Shares
+    """The sums at that time."""
+    seconds: dict[TimeCause, float]
+    """What the earlier phases went to."""
+    requests_ahead: int
+    tokens_ahead: int
+    own_s: float = 0.0
+    """Step time of the phase that its own chunks took."""
+    regained_at: int = 0
+    """The end of what a preemption lost, in tokens of the request."""
+
+
+@dataclass(slots=True)
+class WallTimes:
+    """The accounts of all live requests, and the shares of all steps so far.
+
+    A change of phase costs O(1), and a step O(its chunks). The time of a phase is exact; shares of it are those of the
+    steps in it, each of which may begin a step early or late.
+    """
+
+    _sum: Shares = field(default_factory=Shares)
+    _accounts: dict[str, _Account] = field(default_factory=dict)
+
+    def open(
+        self,
+        request_id: str,
+        since: float,
+        *,
+        prepared: bool,
+        ahead: tuple[int, int],
+        spent: Mapping[TimeCause, float],
+    ) -> None:
+        """Begin an account. `since`: when the request was handed over. `ahead`: requests and prompt tokens before it.
+        `spent`: what was spent on it before `since`."""
+        phase = Phase.WAITING if prepared else Phase.PREPARING
+        self._accounts[request_id] = _Account(phase, since, self._sum, dict(spent), *ahead)
+
+    def prepared(self, request_id: str, now: float) -> None:
+        """Note that the request waits for its turn from now on. Does nothing for unknown requests."""
+        if (account := self._accounts.get(request_id)) is not None and account.phase is Phase.PREPARING:
+            self._turn(account, Phase.WAITING, now)
+
+    def admitted(self, request_id: str, now: float) -> None:
+        """Note that the request's first chunk is about to run. After a preemption it only goes on regaining."""
+        account = self._accounts[request_id]
+        if account.phase is not Phase.PREEMPTED:
+            self._turn(account, Phase.PREFILL, now)
+
+    def preempted(self, request_id: str, num_computed: int, now: float) -> None:
+        """Note that the request lost what was computed of it, `num_computed` tokens."""
+        account = self._accounts[request_id]
+        account.regained_at = max(account.regained_at, num_computed)
+        self._turn(account, Phase.PREEMPTED, now)
+
+    def step(self, took: Shares, chunks: Sequence[Chunk], prediction: Prediction | None, now: float) -> None:
+        """Add a step that ended now, by its shares. Its prompts' time divides among `chunks` by what is predicted for
+        each, or else by their tokens."""
+        self._sum = self._sum.plus(took)
+        cost = _tokens if prediction is None else prediction.seconds
+        weights = [cost(chunk.work) for chunk in chunks]
+        total = sum(weights)
+        for chunk, weight in zip(chunks, weights, strict=True):
+            account = self._accounts.get(chunk.request_id)
+            if account is None:
+                continue
+            if account.phase is Phase.PREFILL:
+                account.own_s += took.prompts * weight / total
+            if chunk.is_last:
+                self._turn(account, Phase.DECODE, now)
+            elif account.phase is Phase.PREEMPTED and chunk.end >= account.regained_at:
+                self._turn(account, Phase.PREFILL, now)
+
+    def close(self, request_id: str, now: float) -> EngineTimes | None:
+        """End the account, and return where the time went; None if there is no such account."""
+        if (account := self._accounts.pop(request_id, None)) is None:
+            return None
+        self._settle(account, now)
+        return EngineTimes(account.seconds, account.requests_ahead, account.tokens_ahead)
+
+    def _turn(self, account: _Account, phase: Phase, now: float) -> None:
+        self._settle(account, now)
+        account.phase, account.since, account.before, account.own_s = phase, now, self._sum, 0.0
+
+    def _settle(self, account: _Account, now: float) -> None:
+        """Divide the time of the phase by what the steps in it went to."""
+        elapsed = max(now - account.since, 0.0)
+        found = _meaning(account.phase, self._sum.since(account.before), account.own_s)
+        total = sum(seconds for _, seconds in found)
+        if total <= 0:  # no step has ended in it: the first cause is the phase's own
+            found, total = [(found[0][0], 1.0)], 1.0
+        for cause, seconds in found:
+            if (lasted := elapsed * seconds / total) > LEAST_S:
+                account.seconds[cause] = account.seconds.get(cause, 0.0) + lasted
+
+
+def _meaning(phase: Phase, shares: Shares, own_s: float) -> list[tuple[TimeCause, float]]:
+    """Return what the shares of the steps in a phase mean to a request in it, the phase's own cause first."""
+    if phase is Phase.PREPARING:
+        return [(TimeCause.INPUTS, 1.0)]
+    if phase is Phase.PREEMPTED:
+        return [(TimeCause.PREEMPTION, 1.0)]
+    if phase is Phase.WAITING:
+        return [(TimeCause.QUEUE, shares.for_turn), (TimeCause.MEMORY, shares.for_memory)]
+    common = [
+        (TimeCause.INPUTS, shares.inputs),
+        (TimeCause.GRAMMAR, shares.grammar),
+        (TimeCause.SLOW_STEPS, shares.excess),
+    ]
+    if phase is Phase.PREFILL:
+        others = max(shares.prompts - own_s, 0.0)
+        return [
+            (TimeCause.PREFILL, own_s),
+            (TimeCause.PREFILL_BESIDE_PROMPTS, others),
+            (TimeCause.PREFILL_BESIDE_ANSWERS, shares.answer + shares.answers),
+            *common,
+        ]
+    return [
+        (TimeCause.DECODE, shares.answer),
+        (TimeCause.DECODE_BESIDE_PROMPTS, shares.prompts),
+        (TimeCause.DECODE_BESIDE_ANSWERS, shares.answers),
+        *common,
+    ]
+
+
+def split(
+    seconds: float,
+    works: Sequence[StepWork],
+    chunks: Iterable[Chunk],
+    prediction: Prediction | None,
+    *,
+    grammar_s: float = 0.0,
+) -> Shares:
+    """Divide a step's time among what it computed. `works`: that of the step, or of the steps that were read back
+    together; none if it ran out of memory. `chunks`: its prompts' part.
+
+    With a prediction, the parts are what it says they add, and what a step takes beyond the prediction's own
+    uncertainty is excess. Without one, the parts are as their tokens, and nothing is.
+    """
+    if not works:
+        return Shares(excess=seconds)
+    work = _sum(works)
+    grammar_s = min(grammar_s, seconds)
+    took = seconds - grammar_s
+    cost = _tokens if prediction is None else prediction.seconds
+    inputs = cost(work)
+    whole = cost(work._replace(encoded=0))
+    inputs -= whole
+    rows, answer = _decodes(work, _sum(chunk.work for chunk in chunks), cost, whole)
+    excess = 0.0
+    if prediction is not None and took > (whole + inputs) * (1 + ORDINARY * max(prediction.deviation, LEAST_DEVIATION)):
+        excess = took - whole - inputs
+        if work.encoded:  # encoding is not measured at start, so this is what it took
+            inputs, excess = inputs + excess, 0.0
+    scale = (took - excess) / (whole + inputs) if whole + inputs > 0 else 0.0
+    return Shares(
+        prompts=(whole - rows) * scale,
+        answer=answer * scale,
+        answers=(rows - answer) * scale,
+        inputs=inputs * scale,
+        grammar=grammar_s,
+        excess=excess,
+    )
+
+
+def _decodes(work: StepWork, prompts: StepWork, cost: Callable[[StepWork], float], whole: float) -> tuple[float, float]:
+    """Return (what the decode rows of a step cost, what one token of theirs would cost alone)."""
+    decodes = StepWork(*(one - other for one, other in zip(work, prompts, strict=True)))._replace(encoded=0)
+    if not decodes.tokens:
+        return 0.0, 0.0
+    rows = whole if decodes.tokens == work.tokens else min(cost(decodes), whole)
+    count = max(decodes.samples, 1)
+    return rows, min(cost(StepWork(1, 1, decodes.keys // count, decodes.attended // count)), rows)
+
+
+def _sum(works: Iterable[StepWork]) -> StepWork:
+    return StepWork(*map(sum, zip(StepWork(0), *works, strict=True)))
+
+
+def _tokens(work: StepWork) -> float:
+    """The cost of work where nothing was measured."""
+    return float(work.tokens + work.encoded)

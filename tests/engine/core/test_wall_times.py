@@ -1,0 +1,222 @@
+"""Contracts of where a request's wall time goes: it adds up, and what slowed a request down is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.config import Targets
+from engine.core.wall_times import Chunk, Shares, split
+from engine.protocol import EngineTimes, Failed, Finished, TimeCause
+from engine.scheduling.step_prediction import Prediction
+from engine.scheduling.step_time import StepCosts, StepWork, chunk_work, decode_work
+from tests.support.engines import TimedCore, policy, prompt_only
+from tests.support.seeds import seeded_random
+
+COSTS = StepCosts((1, 64), (0.010, 0.073))
+"""A step takes 10 ms, and 1 ms for each token after the first."""
+OWN = (TimeCause.PREFILL, TimeCause.DECODE)
+
+
+def prompt_of(length: int) -> list[int]:
+    return [1 + i % 31 for i in range(length)]
+
+
+def times_of(core: TimedCore, request_id: str) -> EngineTimes:
+    last = core.events[request_id][-1]
+    assert isinstance(last, Finished | Failed)
+    assert last.times is not None
+    return last.times
+
+
+def slowed_by(core: TimedCore, request_id: str) -> list[TimeCause]:
+    """The causes besides the request's own work, the largest first."""
+    seconds = times_of(core, request_id).seconds
+    return sorted((cause for cause in seconds if cause not in OWN), key=lambda cause: -seconds[cause])
+
+
+def run_until(core: TimedCore, is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        core.keep(core.step())
+
+
+# --- it adds up ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("targets", [Targets(), Targets(tpot_ms=40, ttft_ms=400)], ids=["no targets", "targets"])
+def test_the_causes_of_every_request_add_up_to_its_time(targets: Targets, overlap: bool) -> None:
+    random = seeded_random()
+    core = TimedCore(
+        COSTS,
+        noise=lambda: random.choice((1.0, 1.1, 0.9, 5.0)),
+        targets=targets,
+        overlap=overlap,
+        scheduler=prompt_only(),
+        num_kv_blocks=40,
+        max_num_seqs=6,
+    )
+    sent: dict[str, float] = {}
+    ended: dict[str, float] = {}
+    for number in range(60):
+        request_id = f"r{number}"
+        sent[request_id] = core.now
+        prepared = random.random() < 0.9
+        prompt = [random.randrange(1, 32) for _ in range(random.randint(1, 60))]
+        core.send(request_id, prompt, prepared=prepared, max_tokens=random.randint(1, 30), ignore_eos=True)
+        for _ in range(random.randrange(4)):
+            core.now += random.random() / 100  # commands, and what else happens between steps
+            events = core.keep(core.step())
+            ended |= {event.request_id: core.now for event in events if isinstance(event, Finished | Failed)}
+        if random.random() < 0.2:
+            name = random.choice(sorted(sent.keys() - ended.keys()))
+            core.keep(core.abort(name))
+            ended[name] = core.now
+        if not prepared:
+            core.keep(core.prepared(request_id))
+    while core.has_work:
+        events = core.keep(core.step())
+        ended |= {event.request_id: core.now for event in events if isinstance(event, Finished | Failed)}
+    assert ended.keys() == sent.keys()
+    assert any(TimeCause.PREEMPTION in times_of(core, name).seconds for name in sent), "the test should preempt"
+    for name, at in ended.items():
+        seconds = times_of(core, name).seconds
+        assert sum(seconds.values()) == pytest.approx(at - sent[name], abs=1e-4)
+        assert min(seconds.values(), default=0) >= 0
+    assert not core._wall_times._accounts
+
+
+def test_the_shares_of_a_step_add_up_whatever_it_was() -> None:
+    random = seeded_random()
+    for _ in range(500):
+        chunks = [
+            Chunk(str(i), chunk_work(random.randrange(99), random.randint(1, 40), last=random.random() < 0.5), 0, False)
+            for i in range(random.randrange(3))
+        ]
+        works = [decode_work(random.randrange(9), random.randint(1, 99)), *(chunk.work for chunk in chunks)]
+        whole = StepWork(*map(sum, zip(*works, strict=True)))._replace(encoded=random.choice((0, 0, 50)))
+        if not whole.tokens:
+            continue
+        costs = StepCosts((1, 64), (0.01, 0.073), 1e-4, 1e-5, 1e-6, random.choice((0.0, 1e-3)))
+        prediction = random.choice((None, Prediction(costs, 1.2, 0.001, random.choice((0.0, 0.1)))))
+        seconds = random.choice((1e-4, 0.02, 3.0))
+        took = split(seconds, [whole], chunks, prediction, grammar_s=random.choice((0.0, 1e-5, 1.0)))
+        assert sum(took) == pytest.approx(seconds)
+        assert min(took) >= 0
+
+
+def test_a_step_as_long_as_predicted_divides_as_predicted() -> None:
+    chunk = Chunk("a", chunk_work(0, 20, last=False), 20, False)
+    works = [decode_work(3, 7).plus(chunk.work)]
+    took = split(0.032, works, [chunk], Prediction(COSTS))
+    assert took == pytest.approx(Shares(prompts=0.020, answer=0.010, answers=0.002))
+    late = split(0.132, works, [chunk], Prediction(COSTS, deviation=0.1))
+    assert late == pytest.approx(Shares(prompts=0.020, answer=0.010, answers=0.002, excess=0.1))
+    noisy = split(0.036, works, [chunk], Prediction(COSTS, deviation=0.1))
+    assert noisy.excess == 0, "ordinary noise is nobody's fault"
+
+
+def test_without_predictions_a_step_divides_by_tokens() -> None:
+    chunk = Chunk("a", chunk_work(0, 6, last=False), 6, False)
+    took = split(1.0, [decode_work(4, 9).plus(chunk.work)], [chunk], None)
+    assert took == pytest.approx(Shares(prompts=0.6, answer=0.1, answers=0.3))
+
+
+# --- what slowed a request down is named -----------------------------------------------------------------------------
+
+
+def test_a_request_alone_has_only_its_own_work() -> None:
+    core = TimedCore(COSTS)
+    core.send("a", prompt_of(99), max_tokens=5, ignore_eos=True)
+    core.run()
+    assert slowed_by(core, "a") == []
+    seconds = times_of(core, "a").seconds
+    assert seconds[TimeCause.PREFILL] == pytest.approx(sum(core.took[:4]))
+    assert seconds[TimeCause.DECODE] == pytest.approx(sum(core.took[4:]))
+
+
+def test_a_request_behind_others_says_how_much_was_ahead_of_it() -> None:
+    core = TimedCore(COSTS, max_num_seqs=1)
+    core.send("running", prompt_of(39), max_tokens=20, ignore_eos=True)
+    core.keep(core.step())  # 32 of its 39 tokens
+    core.send("next", [1, 2, 3], max_tokens=1)
+    core.send("last", [4, 5, 6], max_tokens=1)
+    core.run()
+    assert slowed_by(core, "last") == [TimeCause.QUEUE]
+    times = times_of(core, "last")
+    assert (times.requests_ahead, times.tokens_ahead) == (1, 3 + 7)
+
+
+def test_a_full_cache_is_named() -> None:
+    core = TimedCore(COSTS, num_kv_blocks=16, scheduler=policy(reserve_mode="full", preempt_policy="none"))
+    core.send("large", prompt_of(29), max_tokens=20, ignore_eos=True)
+    core.keep(core.step())
+    core.send("small", prompt_of(19)[::-1], max_tokens=10, ignore_eos=True)
+    core.run()
+    assert slowed_by(core, "small")[0] is TimeCause.MEMORY
+
+
+def test_a_long_prompt_that_short_ones_overtake_says_so() -> None:
+    core = TimedCore(COSTS, max_num_seqs=64, num_kv_blocks=999, targets=Targets(ttft_ms=200))
+    core.send("long", prompt_of(199), max_tokens=1)
+    core.keep(core.step())
+    for number in range(30):
+        core.send(f"short {number}", [1 + number % 30] * 16, max_tokens=1)
+    core.run()
+    assert slowed_by(core, "long")[0] in (TimeCause.PREFILL_BESIDE_PROMPTS, TimeCause.QUEUE)
+
+
+def test_a_stream_beside_a_long_prompt_and_the_prompt_beside_streams_name_each_other() -> None:
+    core = TimedCore(COSTS, max_num_batched_tokens=64, num_kv_blocks=999, max_num_seqs=64)
+    for number in range(40):
+        core.send(f"stream {number}", [number % 31 + 1], max_tokens=12, ignore_eos=True)
+    run_until(core, lambda: core.load().num_queued_tokens == 0)
+    core.send("prompt", prompt_of(199), max_tokens=1)
+    core.run()
+    assert slowed_by(core, "prompt")[0] is TimeCause.PREFILL_BESIDE_ANSWERS
+    assert slowed_by(core, "stream 0")[:2] == [TimeCause.DECODE_BESIDE_ANSWERS, TimeCause.DECODE_BESIDE_PROMPTS]
+    few = TimedCore(COSTS, max_num_batched_tokens=64, max_prefill_tokens=60)
+    few.send("stream", [1], max_tokens=12, ignore_eos=True)
+    few.keep(few.step())
+    few.send("prompt", prompt_of(199), max_tokens=1)
+    few.run()
+    assert slowed_by(few, "stream") == [TimeCause.DECODE_BESIDE_PROMPTS]
+
+
+def test_a_preempted_request_counts_all_that_it_lost_until_it_has_it_again() -> None:
+    core = TimedCore(COSTS, num_kv_blocks=12, scheduler=prompt_only(), enable_prefix_caching=False)
+    for name in ("a", "b"):
+        core.send(name, prompt_of(19), max_tokens=20, ignore_eos=True)
+    core.run()
+    assert core.load().num_preemptions
+    assert slowed_by(core, "b")[0] is TimeCause.PREEMPTION
+    assert TimeCause.MEMORY not in times_of(core, "b").seconds, "it waits because it was preempted"
+
+
+def test_steps_that_stand_still_are_named() -> None:
+    factors = iter([1.0, 1.0, 40.0])
+    core = TimedCore(COSTS, noise=lambda: next(factors, 1.0))
+    core.send("a", [1, 2, 3], max_tokens=20, ignore_eos=True)
+    core.run()
+    assert slowed_by(core, "a") == [TimeCause.SLOW_STEPS]
+    assert times_of(core, "a").seconds[TimeCause.SLOW_STEPS] == pytest.approx(39 * 0.010, rel=0.1)
+
+
+def test_a_prompt_that_was_prepared_late_says_so() -> None:
+    core = TimedCore(COSTS)
+    core.send("a", [1, 2, 3], prepared=False, max_tokens=2, ignore_eos=True)
+    core.now += 3.0
+    core.prepared("a")
+    core.run()
+    assert times_of(core, "a").seconds[TimeCause.INPUTS] == pytest.approx(3.0)
+
+
+def test_a_request_that_fails_says_where_its_time_went_too() -> None:
+    core = TimedCore(COSTS, max_num_seqs=1)
+    core.send("running", [1], max_tokens=50, ignore_eos=True)
+    core.keep(core.step())
+    core.send("late", [1, 2, 3], timeout_s=0.1, max_tokens=1)
+    core.run()
+    assert isinstance(core.events["late"][-1], Failed)
+    assert slowed_by(core, "late") == [TimeCause.QUEUE]
