@@ -1,4 +1,4 @@
-"""Defines the HTTP routes of OpenAI's and Anthropic's APIs, as an ASGI app over an engine client.
+"""Defines the HTTP routes of OpenAI's and Anthropic's APIs, as an ASGI app. Long, because all routes are here.
 Never touches tokens or text itself, and knows neither Ray nor how the engine runs."""
 
 from __future__ import annotations

@@ -3,12 +3,12 @@ Never measures or divides anything: serve_app.api.timing does."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
 
-
-class Ahead(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Ahead:
     """What was before a request when it came to its engine. Only numbers: whose requests these were is not told."""
 
     requests: int
@@ -17,7 +17,8 @@ class Ahead(msgspec.Struct, frozen=True):
     """The tokens of their prompts, and those left of prompts that were being computed."""
 
 
-class TimePart(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TimePart:
     """One cause's part of a request's wall time."""
 
     cause: str
@@ -30,7 +31,8 @@ class TimePart(msgspec.Struct, frozen=True):
     """The cause in words."""
 
 
-class Timing(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Timing:
     """Where the wall time of one request went, which is the sum of all parts."""
 
     id: str | None
@@ -52,7 +54,8 @@ class Timing(msgspec.Struct, frozen=True):
     object: Literal["request.timing"] = "request.timing"
 
 
-class FoundTiming(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class FoundTiming:
     """One ingress replica's answer to a question about a request."""
 
     timing: Timing | None

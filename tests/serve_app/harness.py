@@ -247,6 +247,7 @@ class Exchange:
         self.may_send = asyncio.Event()
         self.may_send.set()
         self.broken = False
+        self.has_sent = False  # or waits to
         path, _, query = path.partition("?")
         scope = {
             "type": "http",
@@ -265,6 +266,7 @@ class Exchange:
         self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
 
     async def _send(self, message: Message) -> None:
+        self.has_sent = True
         await self.may_send.wait()
         if self.broken:
             raise BrokenPipeError

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from engine.protocol import LoadSnapshot
 from serve_app.admission.gate import GateSnapshot
 from serve_app.metrics.activity import EngineActivity, IngressActivity
+from serve_app.metrics.timing import Ahead, TimePart
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -286,6 +287,26 @@ class Version(Shape):
 class Load(Shape):
     engines: list[LoadSnapshot]
     ingress: GateSnapshot
+
+
+class RequestTiming(Shape):
+    object: Literal["request.timing"]
+    id: str | None
+    """That of the answer; null if the request was refused before it had one."""
+    request_id: str
+    """The X-Request-Id."""
+    status: Literal["complete", "error", "incomplete", "client_gone"]
+    wall_ms: float
+    """From the arrival of the headers until the server had sent the last byte: the sum of all parts."""
+    first_token_ms: float | None
+    own: list[TimePart]
+    """The request's own work, the largest part first."""
+    slowed_by: list[TimePart]
+    """Everything else, the largest part first."""
+    ahead: Ahead | None
+    """What was before the request when it came to its engine; null if no engine has told."""
+    migrations: int
+    """How often it went on at another engine."""
 
 
 class Activity(Shape):

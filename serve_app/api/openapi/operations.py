@@ -93,6 +93,13 @@ _RESPONSE_ID: Parameter = {
     "description": "Of a response that is kept.",
     "schema": {"type": "string"},
 }
+_REQUEST_ID: Parameter = {
+    "name": "request_id",
+    "in": "path",
+    "required": True,
+    "description": "The `id` of an answer, or the X-Request-Id of a request, that ended lately.",
+    "schema": {"type": "string"},
+}
 _INCLUDE: Parameter = {
     "name": "include",
     "in": "query",
@@ -212,6 +219,13 @@ _VERSIONED: tuple[Operation, ...] = (
         errors=(*_BODY, 404, 429, 503, 504),
         parameters=_HEADERS,
         tells_hints=True,
+    ),
+    Operation(
+        path="/v1/requests/{request_id}/timing",
+        summary="Say why a request was slow: its wall time, divided by cause.",
+        answer=answers.RequestTiming,
+        errors=(404,),
+        parameters=(_REQUEST_ID,),
     ),
     Operation(
         path="/v1/models",

@@ -3,9 +3,8 @@ Never knows a request that is still running, and never reveals one of another te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -28,4 +27,4 @@ class TimingRoute:
         if timing is None:
             text = "No request of that id and key has ended lately: it still runs, is forgotten, or was never here."
             raise ApiError(404, text, param="request_id", code="request_not_found")
-        return JSONResponse(msgspec.to_builtins(timing), headers={"Cache-Control": "no-store"})
+        return JSONResponse(asdict(timing), headers={"Cache-Control": "no-store"})
