@@ -13,7 +13,7 @@ from engine.config import ResolvedConfig
 from engine.core.applier import Applier
 from engine.core.capabilities import check_capabilities
 from engine.core.engine_chunking import collect_in_chunks
-from engine.core.wall_times import Chunk, WallTimes, chunks_of, split
+from engine.core.wall_times import Chunk, WallTimes, chunks_of, predict, split
 from engine.observer import ComputedStep, StepFacts
 from engine.protocol import TERMINAL, ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled, TimeCause
 from engine.scheduling.block_manager import BlockManager
@@ -235,10 +235,10 @@ class EngineCore:
         """Say where the time since the last call ended has gone: to `steps`, whose prompts' part is `chunks`."""
         now = self._clock()
         seconds = now - (began if self._ended_at is None else self._ended_at)
-        prediction, grammar_s = self._step_times.now if self._step_times else None, self.last_step.grammar_s
-        took = split(seconds, [step.work for step in steps], chunks, prediction, grammar_s=grammar_s)
+        costs = predict([step.work for step in steps], chunks, self._step_times.now if self._step_times else None)
+        took = split(seconds, costs, grammar_s=self.last_step.grammar_s)
         for_memory = self._deferred in (DeferReason.MEMORY, DeferReason.PREEMPTION)
-        self._wall_times.step(took.beside_waiting(for_memory=for_memory), chunks, prediction, now)
+        self._wall_times.step(took.beside_waiting(for_memory=for_memory), chunks, costs, now)
         self._ended_at = now if self.has_work else None
 
     def _close(self, events: Sequence[Event]) -> list[Event]:

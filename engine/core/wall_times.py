@@ -4,7 +4,8 @@ Never reads a clock, and costs nothing for a row that decodes: what many request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from engine.step import RowKind
 
 ORDINARY, LEAST_DEVIATION = 2.5, 0.01
 """Deviations of the prediction by which a step may be late before something else must have slowed it down."""
+ASSUMED_WEIGHTS = 32
+"""Where nothing was measured, a step is taken to read the weights in the time of so many tokens. A processor needs
+less, a GPU more."""
 LEAST_S = 1e-6
 """A cause with less time is a rounding error."""
 
@@ -90,6 +94,32 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
+class _Prefill:
+    """Seconds of the steps that had a chunk of a request's prompt."""
+
+    own: float = 0.0
+    """What its chunks would take alone."""
+    beside_prompts: float = 0.0
+    beside_answers: float = 0.0
+    prompts: float = 0.0
+    """`Shares.prompts` of those steps."""
+    answers: float = 0.0
+    """`Shares.answer` and `Shares.answers` of those steps."""
+
+    def add(self, took: Shares, costs: Costs, number: int) -> None:
+        """Add a step, in which chunk `number` is the request's."""
+        prompts, answers = took.prompts, took.answer + took.answers
+        own = min(costs.chunks[number], costs.whole) / costs.whole if costs.whole > 0 else 1.0
+        others = sum(costs.chunks) - costs.chunks[number]
+        share = others / (others + costs.rows) if others + costs.rows > 0 else 0.0
+        self.own += (prompts + answers) * own
+        self.beside_prompts += (prompts + answers) * (1 - own) * share
+        self.beside_answers += (prompts + answers) * (1 - own) * (1 - share)
+        self.prompts += prompts
+        self.answers += answers
+
+
+@dataclass(slots=True)
 class _Account:
     """One live request. Times are seconds of one clock."""
 
@@ -102,8 +132,7 @@ class _Account:
     """What the earlier phases went to."""
     requests_ahead: int
     tokens_ahead: int
-    own_s: float = 0.0
-    """Step time of the phase that its own chunks took."""
+    prefill: _Prefill = field(default_factory=_Prefill)
     regained_at: int = 0
     """The end of what a preemption lost, in tokens of the request."""
 
@@ -150,19 +179,15 @@ class WallTimes:
         account.regained_at = max(account.regained_at, num_computed)
         self._turn(account, Phase.PREEMPTED, now)
 
-    def step(self, took: Shares, chunks: Sequence[Chunk], prediction: Prediction | None, now: float) -> None:
-        """Add a step that ended now, by its shares. Its prompts' time divides among `chunks` by what is predicted for
-        each, or else by their tokens."""
+    def step(self, took: Shares, chunks: Sequence[Chunk], costs: Costs, now: float) -> None:
+        """Add a step that ended now, by its shares and by what its parts were predicted to cost."""
         self._sum = self._sum.plus(took)
-        cost = _tokens if prediction is None else prediction.seconds
-        weights = [cost(chunk.work) for chunk in chunks]
-        total = sum(weights)
-        for chunk, weight in zip(chunks, weights, strict=True):
+        for number, chunk in enumerate(chunks):
             account = self._accounts.get(chunk.request_id)
             if account is None:
                 continue
             if account.phase is Phase.PREFILL:
-                account.own_s += took.prompts * weight / total
+                account.prefill.add(took, costs, number)
             if chunk.is_last:
                 self._turn(account, Phase.DECODE, now)
             elif account.phase is Phase.PREEMPTED and chunk.end >= account.regained_at:
@@ -177,12 +202,12 @@ class WallTimes:
 
     def _turn(self, account: _Account, phase: Phase, now: float) -> None:
         self._settle(account, now)
-        account.phase, account.since, account.before, account.own_s = phase, now, self._sum, 0.0
+        account.phase, account.since, account.before, account.prefill = phase, now, self._sum, _Prefill()
 
     def _settle(self, account: _Account, now: float) -> None:
         """Divide the time of the phase by what the steps in it went to."""
         elapsed = max(now - account.since, 0.0)
-        found = _meaning(account.phase, self._sum.since(account.before), account.own_s)
+        found = _meaning(account.phase, self._sum.since(account.before), account.prefill)
         total = sum(seconds for _, seconds in found)
         if total <= 0:  # no step has ended in it: the first cause is the phase's own
             found, total = [(found[0][0], 1.0)], 1.0
@@ -191,7 +216,7 @@ class WallTimes:
                 account.seconds[cause] = account.seconds.get(cause, 0.0) + lasted
 
 
-def _meaning(phase: Phase, shares: Shares, own_s: float) -> list[tuple[TimeCause, float]]:
+def _meaning(phase: Phase, shares: Shares, prefill: _Prefill) -> list[tuple[TimeCause, float]]:
     """Return what the shares of the steps in a phase mean to a request in it, the phase's own cause first."""
     if phase is Phase.PREPARING:
         return [(TimeCause.INPUTS, 1.0)]
@@ -205,11 +230,12 @@ def _meaning(phase: Phase, shares: Shares, own_s: float) -> list[tuple[TimeCause
         (TimeCause.SLOW_STEPS, shares.excess),
     ]
     if phase is Phase.PREFILL:
-        others = max(shares.prompts - own_s, 0.0)
+        prompts = prefill.beside_prompts + max(shares.prompts - prefill.prompts, 0.0)
+        answers = prefill.beside_answers + max(shares.answer + shares.answers - prefill.answers, 0.0)
         return [
-            (TimeCause.PREFILL, own_s),
-            (TimeCause.PREFILL_BESIDE_PROMPTS, others),
-            (TimeCause.PREFILL_BESIDE_ANSWERS, shares.answer + shares.answers),
+            (TimeCause.PREFILL, prefill.own),
+            (TimeCause.PREFILL_BESIDE_PROMPTS, prompts),
+            (TimeCause.PREFILL_BESIDE_ANSWERS, answers),
             *common,
         ]
     return [
@@ -220,60 +246,73 @@ def _meaning(phase: Phase, shares: Shares, own_s: float) -> list[tuple[TimeCause
     ]
 
 
-def split(
-    seconds: float,
-    works: Sequence[StepWork],
-    chunks: Iterable[Chunk],
-    prediction: Prediction | None,
-    *,
-    grammar_s: float = 0.0,
-) -> Shares:
-    """Divide a step's time among what it computed. `works`: that of the step, or of the steps that were read back
-    together; none if it ran out of memory. `chunks`: its prompts' part.
+class Costs(NamedTuple):
+    """What a step and its parts were predicted to take: in seconds, or in any other unit where nothing was measured."""
 
-    With a prediction, the parts are what it says they add, and what a step takes beyond the prediction's own
-    uncertainty is excess. Without one, the parts are as their tokens, and nothing is.
-    """
+    whole: float
+    """All rows."""
+    inputs: float
+    """Encoding, besides the rows."""
+    rows: float
+    """The decode rows, if the step had no others; 0 if there are none."""
+    answer: float
+    """One of them alone, with one token."""
+    chunks: tuple[float, ...]
+    """Each chunk alone."""
+    most: float = math.inf
+    """As long as that, in seconds, is within the prediction's own uncertainty."""
+    encodes: bool = False
+    """Whether it encodes inputs, which is not measured at start: what is not explained went to that."""
+
+
+def predict(works: Sequence[StepWork], chunks: Sequence[Chunk], prediction: Prediction | None) -> Costs:
+    """Predict the parts of a step. `works`: of the step, or of the steps that were read back together; none if it ran
+    out of memory. `chunks`: the prompts' part."""
     if not works:
-        return Shares(excess=seconds)
+        return Costs(0.0, 0.0, 0.0, 0.0, (), 0.0)
+    cost = _assumed if prediction is None else prediction.seconds
     work = _sum(works)
-    grammar_s = min(grammar_s, seconds)
-    took = seconds - grammar_s
-    cost = _tokens if prediction is None else prediction.seconds
-    inputs = cost(work)
+    decodes = _less(work, _sum(chunk.work for chunk in chunks))._replace(encoded=0)
     whole = cost(work._replace(encoded=0))
-    inputs -= whole
-    rows, answer = _decodes(work, _sum(chunk.work for chunk in chunks), cost, whole)
-    excess = 0.0
-    if prediction is not None and took > (whole + inputs) * (1 + ORDINARY * max(prediction.deviation, LEAST_DEVIATION)):
-        excess = took - whole - inputs
-        if work.encoded:  # encoding is not measured at start, so this is what it took
-            inputs, excess = inputs + excess, 0.0
-    scale = (took - excess) / (whole + inputs) if whole + inputs > 0 else 0.0
+    inputs = cost(work) - whole
+    rows = answer = 0.0
+    if decodes.tokens:
+        count = max(decodes.samples, 1)
+        rows = min(cost(decodes), whole) if chunks else whole
+        answer = min(cost(StepWork(1, 1, decodes.keys // count, decodes.attended // count)), rows)
+    parts = tuple(cost(chunk.work) for chunk in chunks)
+    most = math.inf
+    if prediction is not None:
+        most = (whole + inputs) * (1 + ORDINARY * max(prediction.deviation, LEAST_DEVIATION))
+    return Costs(whole, inputs, rows, answer, parts, most, work.encoded > 0)
+
+
+def split(seconds: float, costs: Costs, *, grammar_s: float = 0.0) -> Shares:
+    """Divide a step's time as its parts were predicted. What it takes beyond `costs.most` is excess."""
+    grammar_s = min(grammar_s, seconds)
+    took, told = seconds - grammar_s, costs.whole + costs.inputs
+    excess = took - told if took > costs.most else 0.0
+    if told <= 0:
+        return Shares(grammar=grammar_s, excess=took)
+    scale = (took - excess) / told
     return Shares(
-        prompts=(whole - rows) * scale,
-        answer=answer * scale,
-        answers=(rows - answer) * scale,
-        inputs=inputs * scale,
+        prompts=(costs.whole - costs.rows) * scale,
+        answer=costs.answer * scale,
+        answers=(costs.rows - costs.answer) * scale,
+        inputs=costs.inputs * scale + (excess if costs.encodes else 0.0),
         grammar=grammar_s,
-        excess=excess,
+        excess=0.0 if costs.encodes else excess,
     )
-
-
-def _decodes(work: StepWork, prompts: StepWork, cost: Callable[[StepWork], float], whole: float) -> tuple[float, float]:
-    """Return (what the decode rows of a step cost, what one token of theirs would cost alone)."""
-    decodes = StepWork(*(one - other for one, other in zip(work, prompts, strict=True)))._replace(encoded=0)
-    if not decodes.tokens:
-        return 0.0, 0.0
-    rows = whole if decodes.tokens == work.tokens else min(cost(decodes), whole)
-    count = max(decodes.samples, 1)
-    return rows, min(cost(StepWork(1, 1, decodes.keys // count, decodes.attended // count)), rows)
 
 
 def _sum(works: Iterable[StepWork]) -> StepWork:
     return StepWork(*map(sum, zip(StepWork(0), *works, strict=True)))
 
 
-def _tokens(work: StepWork) -> float:
-    """The cost of work where nothing was measured."""
-    return float(work.tokens + work.encoded)
+def _less(work: StepWork, other: StepWork) -> StepWork:
+    return StepWork(*(one - two for one, two in zip(work, other, strict=True)))
+
+
+def _assumed(work: StepWork) -> float:
+    """The cost of work where nothing was measured, in tokens."""
+    return float(ASSUMED_WEIGHTS + work.tokens + work.encoded)

@@ -55,8 +55,9 @@ function requestBody() {
 }
 
 class Pace {
-  constructor() { this.began = performance.now(); this.first = this.last = this.usage = null; }
+  constructor() { this.began = performance.now(); this.first = this.last = this.usage = this.id = null; }
   take(chunk) {
+    this.id = chunk.id;
     this.usage = chunk.usage ?? this.usage;
     if (!chunk.choices.length) return;
     this.last = performance.now();
@@ -97,6 +98,7 @@ async function answer({ signal }) {
   } finally {
     message.busy(false);
     $("stats").textContent = String(pace);
+    if (pace.id) explain(pace.id, { again: true });
   }
 }
 

@@ -11,6 +11,10 @@ $("composer").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running?.abort());
 $("new-chat").addEventListener("click", newChat);
 $("load").addEventListener("click", toggleLoad);
+$("timing").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if ($("timing-id").value.trim()) explain($("timing-id").value.trim());
+});
 document.addEventListener("visibilitychange", follow);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const card of cards.values()) card.chart.draw(card.steps);

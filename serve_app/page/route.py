@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-SCRIPTS = ("stream.js", "chat.js", "chart.js", "live.js", "load.js", "main.js")
+SCRIPTS = ("stream.js", "chat.js", "chart.js", "live.js", "load.js", "timing.js", "main.js")
 """The scripts in the order in which they are joined to one module."""
 
 _STYLE, _SCRIPT = "<!-- style -->", "<!-- script -->"

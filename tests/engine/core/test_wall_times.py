@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.config import Targets
-from engine.core.wall_times import Chunk, Shares, split
+from engine.core.wall_times import Chunk, Shares, predict, split
 from engine.protocol import EngineTimes, Failed, Finished, TimeCause
 from engine.scheduling.step_prediction import Prediction
 from engine.scheduling.step_time import StepCosts, StepWork, chunk_work, decode_work
@@ -101,7 +101,7 @@ def test_the_shares_of_a_step_add_up_whatever_it_was() -> None:
         costs = StepCosts((1, 64), (0.01, 0.073), 1e-4, 1e-5, 1e-6, random.choice((0.0, 1e-3)))
         prediction = random.choice((None, Prediction(costs, 1.2, 0.001, random.choice((0.0, 0.1)))))
         seconds = random.choice((1e-4, 0.02, 3.0))
-        took = split(seconds, [whole], chunks, prediction, grammar_s=random.choice((0.0, 1e-5, 1.0)))
+        took = split(seconds, predict([whole], chunks, prediction), grammar_s=random.choice((0.0, 1e-5, 1.0)))
         assert sum(took) == pytest.approx(seconds)
         assert min(took) >= 0
 
@@ -109,18 +109,24 @@ def test_the_shares_of_a_step_add_up_whatever_it_was() -> None:
 def test_a_step_as_long_as_predicted_divides_as_predicted() -> None:
     chunk = Chunk("a", chunk_work(0, 20, last=False), 20, False)
     works = [decode_work(3, 7).plus(chunk.work)]
-    took = split(0.032, works, [chunk], Prediction(COSTS))
+    took = split(0.032, predict(works, [chunk], Prediction(COSTS)))
     assert took == pytest.approx(Shares(prompts=0.020, answer=0.010, answers=0.002))
-    late = split(0.132, works, [chunk], Prediction(COSTS, deviation=0.1))
+    late = split(0.132, predict(works, [chunk], Prediction(COSTS, deviation=0.1)))
     assert late == pytest.approx(Shares(prompts=0.020, answer=0.010, answers=0.002, excess=0.1))
-    noisy = split(0.036, works, [chunk], Prediction(COSTS, deviation=0.1))
+    noisy = split(0.036, predict(works, [chunk], Prediction(COSTS, deviation=0.1)))
     assert noisy.excess == 0, "ordinary noise is nobody's fault"
 
 
-def test_without_predictions_a_step_divides_by_tokens() -> None:
-    chunk = Chunk("a", chunk_work(0, 6, last=False), 6, False)
-    took = split(1.0, [decode_work(4, 9).plus(chunk.work)], [chunk], None)
-    assert took == pytest.approx(Shares(prompts=0.6, answer=0.1, answers=0.3))
+def test_what_is_not_explained_in_a_step_that_encodes_went_to_that() -> None:
+    works = [decode_work(1, 7)._replace(encoded=400)]
+    took = split(0.5, predict(works, [], Prediction(COSTS)))
+    assert took == pytest.approx(Shares(answer=0.010, inputs=0.490))
+
+
+def test_without_predictions_a_step_divides_by_tokens_and_the_reading_of_weights_is_each_answers_own() -> None:
+    chunk = Chunk("a", chunk_work(0, 64, last=False), 64, False)
+    took = split(1.0, predict([decode_work(4, 9).plus(chunk.work)], [chunk], None))
+    assert took == pytest.approx(Shares(prompts=0.64, answer=0.33, answers=0.03))
 
 
 # --- what slowed a request down is named -----------------------------------------------------------------------------

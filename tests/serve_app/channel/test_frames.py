@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import (
     MAX_LOGPROBS,
+    EngineTimes,
     ErrorCode,
     Event,
     Failed,
@@ -23,6 +24,7 @@ from engine.protocol import (
     Pooled,
     PromptLogprobs,
     Scheduled,
+    TimeCause,
     Token,
     TokenLogprobs,
     Usage,
@@ -38,7 +40,9 @@ from serve_app.channel.frames import (
     encode_frame,
     encode_reply,
     pack,
+    pack_times,
     unpack,
+    unpack_times,
 )
 
 TOKEN_IDS = st.integers(0, 2**31 - 1)
@@ -151,6 +155,36 @@ def test_frames_and_replies_of_a_version_without_beats_are_read() -> None:
     """In a rolling update, engines and ingress replicas of two versions meet."""
     assert decode_frame(msgspec.msgpack.encode(["replica", []])) == Frame("replica", [])
     assert decode_reply(msgspec.msgpack.encode([[1, 2], "stop"])) == Reply([1, 2], FinishReason.STOP)
+
+
+class EntryBeforeTimes(msgspec.Struct, array_like=True):
+    """What a version without times reads."""
+
+    stream_id: int
+    first: int
+    events: list[object]
+
+
+def test_where_the_time_went_comes_out_as_it_went_in_and_another_version_reads_the_rest() -> None:
+    times = EngineTimes({TimeCause.QUEUE: 0.25, TimeCause.DECODE: 1.5}, 3, 700)
+    entry = Entry(7, 0, [pack(finished := Finished("r", FinishReason.STOP, Usage(1, 2, 0), 9))], pack_times(times))
+    data = encode_frame(Frame("e", [entry]))
+    (read,) = decode_frame(data).entries
+    assert unpack_times(read.times) == times
+    older = msgspec.msgpack.decode(data, type=tuple[str, list[EntryBeforeTimes], None])
+    assert older[1] == [EntryBeforeTimes(7, 0, [pack(finished)])]
+    (without,) = decode_frame(msgspec.msgpack.encode(["e", [[7, 0, [5]]]])).entries
+    assert unpack_times(without.times) is None
+
+
+def test_causes_of_a_later_version_are_left_out() -> None:
+    assert unpack_times([{"queue": 1, "tides": 2}, 0, 0, "more"]) == EngineTimes({TimeCause.QUEUE: 1.0})
+
+
+@pytest.mark.parametrize("raw", [[], [1, 2, 3], [{"queue": "long"}, 0, 0], [{"queue": 1}, None, 0], [{}, 0]])
+def test_times_that_no_sender_writes_are_malformed(raw: list[object]) -> None:
+    with pytest.raises(MalformedFrame):
+        unpack_times(raw)
 
 
 # --- what no sender of ours has written ------------------------------------------------------------------------------

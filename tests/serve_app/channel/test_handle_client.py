@@ -23,6 +23,7 @@ from engine.protocol import (
     RequestRejected,
     SamplingParams,
     Submission,
+    TimeCause,
     Token,
     Usage,
 )
@@ -335,7 +336,7 @@ async def test_the_channel_also_tells_the_engine_that_a_reader_has_left(monkeypa
         assert at.handle.num_cancelled == [1]
 
 
-async def has_all_it_wants(at: Ingress) -> None:
+async def has_all_it_wants(at: Ingress) -> StreamRecord:
     """Read one item, and stop the stream as complete."""
     record = StreamRecord()
     stream = at.client.stream(Submission("r", PROMPT, LONG), record=record)
@@ -345,6 +346,7 @@ async def has_all_it_wants(at: Ingress) -> None:
     await first
     record.is_complete = True
     await stream.aclose()
+    return record
 
 
 async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_returns_by_itself(
@@ -354,7 +356,7 @@ async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_ret
     async with ingress(gated=True) as at:
         abort, stopped = at.engine.engine.abort, asyncio.Event()
         monkeypatch.setattr(at.engine.engine, "abort", lambda *word: (abort(*word), stopped.set()))
-        await has_all_it_wants(at)
+        record = await has_all_it_wants(at)
         await stopped.wait()  # this engine makes a hundred steps before the message arrives
         at.engine.gate.open()
         answer = await at.handle.responses[0].task
@@ -366,6 +368,8 @@ async def test_a_reader_that_has_all_it_wants_stops_its_request_and_the_call_ret
         await at.nothing_left()
         assert at.handle.num_cancelled == [0]
         assert at.receiver._counts.completions == 0, "nobody waited for what it returned"
+        assert record.times is not None, "but where its time went is still of use"
+        assert record.times.seconds.keys() >= {TimeCause.PREFILL, TimeCause.DECODE}
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

@@ -1,0 +1,89 @@
+"""Owns the proof that a real server says of every request where its time went, whichever replica is asked.
+Never looks inside the server, except to kill a process of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtest.server import Server
+from tests.serve_app.metrics.test_serve_run import processes_of, replicas, total, until
+from tests.support.serve_process import serve_run
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+MODEL = "smollm2-135m-instruct"
+WAIT_S = 60  # only ever reached by a failure
+ANN, BOB = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    engine = {"executor": "fake", "fake": {"step_delay_ms": 10}, "targets": {"tpot_ms": 50}}
+    keys = [{"tenant": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} for name in ("ann", "bob")]
+    settings = {"engine": engine, "engine_replicas": 2, "ingress_replicas": 2, "auth": {"keys": keys}}
+    with serve_run(settings) as running:
+        until(running, lambda series: len(replicas(series, "engine")) == len(replicas(series, "ingress")) == 2)
+        yield running
+
+
+def timing(server: Server, name: str) -> dict[str, Any]:
+    """Return a request's timing. A client has the last byte a moment before the server has added up."""
+    deadline = time.monotonic() + WAIT_S
+    while (answer := httpx.get(f"{server.url}/v1/requests/{name}/timing", headers=ANN, timeout=30)).status_code == 404:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.05)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def ask(server: Server, name: str, **fields: Any) -> tuple[float, str]:
+    """Send a request and read it to its end; return the seconds that it took, and its last line."""
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 20, "ignore_eos": True, "temperature": 0} | fields
+    begun, headers = time.monotonic(), ANN | {"x-request-id": name}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=120) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line]
+    return time.monotonic() - begun, lines[-1]
+
+
+def test_every_request_is_explained_by_any_replica_to_its_own_tenant_alone(server: Server) -> None:
+    text = json.loads(ask(server, "first")[1])["choices"][0]["text"]
+    kinds: list[dict[str, Any]] = [{}, {"stream": True}, {"stop": text[2:4], "stream": True}, {"n": 3, "seed": 1}]
+    names = [f"request-{number}" for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, server, name, **kinds[i % len(kinds)]) for i, name in enumerate(names)]
+        seen = {name: one.result()[0] for name, one in zip(names, asked, strict=True)}
+    for name in names:
+        for _ in range(3):  # connections of their own, so that both ingress replicas are asked
+            told = timing(server, name)
+            parts = [*told["own"], *told["slowed_by"]]
+            assert sum(part["ms"] for part in parts) == pytest.approx(told["wall_ms"], rel=0.02)
+            assert told["wall_ms"] <= seen[name] * 1000
+            assert {part["cause"] for part in told["own"]} == {"prefill", "decode"}, "nothing is unrecorded"
+            stranger = httpx.get(f"{server.url}/v1/requests/{name}/timing", headers=BOB, timeout=30)
+            assert (stranger.status_code, stranger.json()["error"]["code"]) == (404, "request_not_found")
+
+
+def test_streams_whose_engine_is_killed_name_their_migration_first(server: Server) -> None:
+    names = [f"moved-{number}" for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, server, name, max_tokens=200, stream=True) for name in names]
+        until(server, lambda series: total(series, "vllm:generation_tokens_total") > 500)
+        os.kill(processes_of(server, "Engine")[0], signal.SIGKILL)
+        assert [one.result()[1] for one in asked] == ["data: [DONE]"] * len(names)
+    told = [timing(server, name) for name in names]
+    moved = [one for one in told if one["migrations"]]
+    assert moved, "one of the two engines had none of eight streams"
+    for one in moved:
+        assert one["slowed_by"][0]["cause"] == "migration"
+    assert all(one["slowed_by"][0]["cause"] != "migration" for one in told if not one["migrations"])
