@@ -63,6 +63,8 @@ SKIPPED = "tests/engine/scheduling/test_skipped_prompts.py"
 SPANS = "tests/engine/scheduling/test_atomic_spans.py"
 INPUTS = "tests/engine/test_multimodal_inputs.py"
 STATES = "tests/engine/scheduling/test_state_slots.py"
+WALL_TIMES = "tests/engine/core/test_wall_times.py"
+TIMING = "tests/serve_app/api/timing/test_split.py"
 TARGETS = "tests/engine/scheduling/test_targets.py"
 STEP_PREDICTION = "tests/engine/scheduling/test_step_prediction.py"
 TIME_BUDGET = "tests/engine/scheduling/test_time_budget.py"
@@ -1915,6 +1917,71 @@ MUTATIONS = (
         "    assert named == needed,",
         "    assert named <= needed,",
         ("tests/engine/models/test_toy_family.py",),
+    ),
+    # --- why a request was slow ------------------------------------------------------------------------------------
+    Mutation(
+        "why: own chunks",
+        "The time of a prompt's own chunks is counted as that of others.",
+        "engine/core/wall_times.py",
+        "        self.own += (prompts + answers) * own\n",
+        "        self.beside_prompts += (prompts + answers) * own\n",
+        (WALL_TIMES,),
+    ),
+    Mutation(
+        "why: preemption",
+        "What a preempted request computes again counts as its prompt.",
+        "engine/core/wall_times.py",
+        "        if account.phase is not Phase.PREEMPTED:\n            self._turn(account, Phase.PREFILL, now)\n",
+        "        self._turn(account, Phase.PREFILL, now)\n",
+        (WALL_TIMES,),
+    ),
+    Mutation(
+        "why: noise",
+        "Every step that is longer than predicted counts as slow, by ordinary noise too.",
+        "engine/core/wall_times.py",
+        "excess = took - told if took > costs.most else 0.0",
+        "excess = max(took - told, 0.0) if costs.most < math.inf else 0.0",
+        (WALL_TIMES,),
+    ),
+    Mutation(
+        "why: memory",
+        "A request that waits for memory is told that it waited for its turn.",
+        "engine/core/core.py",
+        "for_memory = self._deferred in (DeferReason.MEMORY, DeferReason.PREEMPTION)",
+        "for_memory = self._deferred is DeferReason.PREEMPTION",
+        (WALL_TIMES,),
+    ),
+    Mutation(
+        "why: idle",
+        "The time in which an engine had nothing to do is part of its next step.",
+        "engine/core/core.py",
+        "        self._ended_at = now if self.has_work else None\n",
+        "        self._ended_at = now\n",
+        (WALL_TIMES,),
+    ),
+    Mutation(
+        "why: the client",
+        "What a client did not take while its engine worked counts as its fault.",
+        "serve_app/api/timing/split.py",
+        "    seconds[CLIENT] = min(unread_s, left_s)",
+        "    seconds[CLIENT] = unread_s",
+        (TIMING,),
+    ),
+    Mutation(
+        "why: another tenant",
+        "Any tenant may ask for any request's timing.",
+        "serve_app/api/timing/recent.py",
+        "ended = self._by_name.get((tenant, name))",
+        "ended = next((one for (_, known), one in self._by_name.items() if known == name), None)",
+        (TIMING,),
+    ),
+    Mutation(
+        "why: migration",
+        "Where another engine's queue and prefill come from is not told.",
+        "serve_app/api/timing/split.py",
+        "        again = record.moves and cause not in _OF_ANSWERS\n",
+        "        again = False\n",
+        (TIMING,),
     ),
     # --- by time -------------------------------------------------------------------------------------------------
     Mutation(

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from starlette.types import ASGIApp
 
 from engine.protocol import EngineError, EngineTimes, ErrorCode, Event, Submission, TimeCause
 from serve_app.admission.gate import Gate
 from serve_app.api import ingress
 from serve_app.api.generation.submission import prepare_chat
+from serve_app.api.openai.answer_schema import RequestTiming
 from serve_app.api.timing.recent import RecentTimes
 from serve_app.api.timing.split import ABOUT, CLIENT, MIGRATION, NETWORK, OWN, UNRECORDED, EndedTimes, wall_seconds
 from serve_app.auth.keys import Keys, digest
@@ -229,8 +233,14 @@ def test_whatever_was_noted_the_causes_add_up_and_none_is_negative() -> None:
         assert min(found.values(), default=0.0) >= 0
 
 
-def test_every_cause_has_words() -> None:
+def test_every_cause_has_words_and_a_line_in_the_documentation() -> None:
     assert ABOUT.keys() >= {*TimeCause, MIGRATION, NETWORK, CLIENT, UNRECORDED}
+    page = (Path(__file__).parents[4] / "docs/how-to/why-slow.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == {str(cause) for cause in ABOUT}
+    shown = "".join(line + "\n" for line in page.splitlines() if line.startswith("    "))
+    told = RequestTiming.model_validate(yaml.safe_load(shown))
+    assert sum(part.ms for part in (*told.own, *told.slowed_by)) == pytest.approx(told.wall_ms)
+    assert all(part.about == ABOUT[part.cause] for part in (*told.own, *told.slowed_by))
 
 
 # --- who may know ----------------------------------------------------------------------------------------------------
