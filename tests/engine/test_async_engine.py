@@ -9,12 +9,14 @@ from contextlib import aclosing
 
 import pytest
 
+from engine import async_engine
 from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.core.step_clock import StepClock
 from engine.fake.executor import FakeExecutor
 from engine.prefix import extend_chain
 from engine.protocol import (
+    AdapterRef,
     EngineError,
     ErrorCode,
     Event,
@@ -25,6 +27,7 @@ from engine.protocol import (
     SamplingParams,
     Scheduled,
     Submission,
+    TimeCause,
     Token,
 )
 from engine.step import ExecutorFatalError, StepPlan
@@ -64,6 +67,36 @@ async def submitted() -> None:
 
 async def until_idle(engine: AsyncEngine) -> None:
     await until(lambda: not (load := engine.load()).num_running + load.num_waiting + load.num_held_blocks)
+
+
+def test_what_a_grammar_and_an_adapter_cost_before_the_request_came_is_told_with_its_end(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: object) -> None:
+        return
+
+    async def main() -> Event:
+        engine = make_engine()
+        monkeypatch.setattr(engine._compilation, "compile", nothing)
+        monkeypatch.setattr(engine.adapters, "have", nothing)
+        monkeypatch.setattr(engine.adapters, "hold", lambda *_: None)
+        now = iter(range(1000, 10**6))  # a second whenever the clock is read
+        monkeypatch.setattr(async_engine.time, "monotonic", lambda: float(next(now)))
+        spent = await engine.make_ready(
+            Submission("r", PROMPT, SamplingParams(grammar="start: /a/"), adapter=AdapterRef("a", "/a", "0f"))
+        )
+        assert spent == {TimeCause.ADAPTER: 1.0, TimeCause.GRAMMAR: 1.0}
+        monkeypatch.undo()
+        sink = Sink()
+        engine.submit(Submission("r", PROMPT, SamplingParams(max_tokens=1)), sink, spent)
+        await until(lambda: sink.ended("r"))
+        return sink.of("r")[-1]
+
+    last = asyncio.run(main())
+    assert isinstance(last, Finished)
+    assert last.times is not None
+    assert last.times.seconds[TimeCause.ADAPTER] == last.times.seconds[TimeCause.GRAMMAR] == 1.0
+    assert TimeCause.PREFILL in last.times.seconds
 
 
 def test_generate_yields_scheduled_tokens_and_one_terminal(make_engine: MakeEngine) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from engine.config import Targets
 from engine.core.wall_times import Chunk, Shares, predict, split
-from engine.protocol import EngineTimes, Failed, Finished, TimeCause
+from engine.protocol import EngineTimes, Failed, Finished, SamplingParams, Submission, TimeCause
+from engine.scheduling.request import create_request
 from engine.scheduling.step_prediction import Prediction
 from engine.scheduling.step_time import StepCosts, StepWork, chunk_work, decode_work
 from tests.support.engines import TimedCore, policy, prompt_only
@@ -142,6 +143,15 @@ def test_a_request_alone_has_only_its_own_work() -> None:
     assert seconds[TimeCause.DECODE] == pytest.approx(sum(core.took[4:]))
 
 
+def test_the_time_in_which_an_engine_had_nothing_to_do_is_nobodys() -> None:
+    core = TimedCore(COSTS)
+    for name in ("a", "b"):
+        core.send(name, prompt_of(30)[:: -1 if name == "a" else 1], max_tokens=5, ignore_eos=True)
+        core.run()
+        core.now += 100
+    assert slowed_by(core, "b") == []
+
+
 def test_a_request_behind_others_says_how_much_was_ahead_of_it() -> None:
     core = TimedCore(COSTS, max_num_seqs=1)
     core.send("running", prompt_of(39), max_tokens=20, ignore_eos=True)
@@ -197,7 +207,9 @@ def test_a_preempted_request_counts_all_that_it_lost_until_it_has_it_again() -> 
     core.run()
     assert core.load().num_preemptions
     assert slowed_by(core, "b")[0] is TimeCause.PREEMPTION
-    assert TimeCause.MEMORY not in times_of(core, "b").seconds, "it waits because it was preempted"
+    seconds = times_of(core, "b").seconds
+    assert TimeCause.MEMORY not in seconds, "it waits because it was preempted"
+    assert seconds[TimeCause.PREFILL] < 0.040, "its prompt once: a chunk of 13 tokens and one of 6"
 
 
 def test_steps_that_stand_still_are_named() -> None:
@@ -226,3 +238,20 @@ def test_a_request_that_fails_says_where_its_time_went_too() -> None:
     core.run()
     assert isinstance(core.events["late"][-1], Failed)
     assert slowed_by(core, "late") == [TimeCause.QUEUE]
+
+
+def test_what_was_spent_before_a_request_came_is_part_of_its_time() -> None:
+    core = TimedCore(COSTS)
+    core.now = 10.0
+    request = create_request(Submission("a", (1, 2, 3), SamplingParams(max_tokens=1)), core.config, 0)
+    spent = {TimeCause.ADAPTER: 2.0, TimeCause.GRAMMAR: 0.5}
+    core.keep(core.submit(request, handed_over=9.25, spent=spent))
+    core.run()
+    seconds = times_of(core, "a").seconds
+    assert seconds == pytest.approx(spent | {TimeCause.QUEUE: 0.75, TimeCause.PREFILL: 0.012})
+
+
+def test_a_step_that_waits_for_grammars_says_so() -> None:
+    costs = predict([decode_work(2, 9)], [], Prediction(COSTS))
+    took = split(0.311, costs, grammar_s=0.3)
+    assert took == pytest.approx(Shares(answer=0.010, answers=0.001, grammar=0.3))
