@@ -22,10 +22,10 @@ from engine.step import Executor
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _SETTINGS = (
     *("dtype", "kernels", "num_threads", "device", "kv_cache_dtype", "block_size", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "max_prefill_tokens", "num_kv_blocks", "max_loras"),
+    *("max_num_batched_tokens", "max_prefill_tokens", "num_kv_blocks", "max_loras", "encoder_cache_tokens"),
 )
 """What a step's time depends on besides the machine and the model's shape, and what limits the measured steps."""
 MOST_DEVIATION = 0.25

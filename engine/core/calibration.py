@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from engine.config import ResolvedConfig
+from engine.multimodal_inputs import EncodeJob, digest_of
 from engine.scheduling.step_time import (
     Measured,
     StepCosts,
@@ -32,6 +33,8 @@ MOST_S = 6.0
 """No round of measurements begins after so many seconds, but the first."""
 LARGEST_TILE = 128
 """Number of tokens. Of more, a part of a tile is a small share."""
+LARGEST_INPUT = 256
+"""Tokens of the largest input that is measured."""
 CHECKED = 6
 """Shapes that show whether costs from an earlier start still hold."""
 MOST_CHANGE, MOST_SLOWER = 1.4, 2.0
@@ -42,19 +45,22 @@ ENOUGH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step of decode rows and at most one chunk, all after `context` tokens."""
+    """A step of decode rows and at most one chunk, all after `context` tokens, and of one input that is encoded."""
 
     num_decodes: int
     chunk: int
     context: int
+    input_side: int = 0
+    """Tokens of each side of the input, a square; 0 for none."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows, with those before them."""
         return self.num_decodes * (self.context + 1) + bool(self.chunk) * (self.context + self.chunk)
 
-    def plan(self, block_size: int, *, has_state: bool) -> StepPlan:
-        """Return a step of this shape. Its rows share no block."""
+    def plan(self, config: ResolvedConfig, *, has_state: bool) -> StepPlan:
+        """Return a step of this shape. Its rows share no block, and it may run any number of times."""
+        block_size = config.block_size
         rows = []
         kinds = [(RowKind.DECODE, 1)] * self.num_decodes + [(RowKind.LAST, self.chunk)] * bool(self.chunk)
         blocks = 0
@@ -66,7 +72,12 @@ class Shape:
             state = StateUse(number) if has_state else None
             name = f"calibration {number}"
             rows.append(ScheduledRequest(name, kind, self.context, ids, table, GREEDY, state=state))
-        return StepPlan(0, tuple(rows))
+        if not self.input_side:
+            return StepPlan(0, tuple(rows))
+        grid = (1, self.input_side, self.input_side)
+        data = bytes(config.inputs[0].num_bytes(grid))
+        job = EncodeJob(digest_of("calibration", grid, data), grid, data)
+        return StepPlan(0, tuple(rows), dropped=(job.digest,), encodes=(job,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,7 @@ def calibrate(
     """
     has_state = executor.capabilities.recurrent_state
     shapes = list(shapes_for(config))
-    plans = {shape: shape.plan(config.block_size, has_state=has_state) for shape in shapes}
+    plans = {shape: shape.plan(config, has_state=has_state) for shape in shapes}
     times: dict[Shape, list[float]] = defaultdict(list)
     order = random.Random(0)
     for shape in _unready(shapes, config):
@@ -104,7 +115,7 @@ def calibrate(
             if sum(times[shape]) >= ENOUGH_S:
                 continue
             times[shape].append(run_timed(executor, plans[shape], clock))
-    executor.forget(sorted({row.request_id for plan in plans.values() for row in plan.rows}))
+    _forget(executor, list(plans.values()), clock)
     works = {shape: work_of(plan) for shape, plan in plans.items()}
     medians = tuple(Measured(works[shape], statistics.median(found)) for shape, found in times.items())
     costs = fit_costs(medians, knots_up_to(max(work.tokens for work in works.values())))
@@ -126,21 +137,29 @@ def check_costs(
     so that they must be measured again. Takes a fraction of the time of `calibrate`."""
     has_state = executor.capabilities.recurrent_state
     shapes = list(shapes_for(config))
-    plans = [shape.plan(config.block_size, has_state=has_state) for shape in _spread(shapes, CHECKED)]
+    plans = [shape.plan(config, has_state=has_state) for shape in _spread(shapes, CHECKED)]
     ratios = []
     for plan in plans:
         predicted = costs.seconds(work_of(plan))
         times = [run_timed(executor, plan, clock) for _ in range(1 + ROUNDS)][1:]  # the first touches memory
         ratios.append(statistics.median(times) / predicted if predicted else math.inf)
-    executor.forget(sorted({row.request_id for plan in plans for row in plan.rows}))
+    _forget(executor, plans, clock)
     scale = statistics.median(ratios)
     same = all(scale / MOST_CHANGE <= ratio <= scale * MOST_CHANGE for ratio in ratios)
     return scale if same and 1 / MOST_SLOWER <= scale <= MOST_SLOWER else None
 
 
+def _forget(executor: Executor, plans: Sequence[StepPlan], clock: Callable[[], float]) -> None:
+    """Let the executor forget the rows of these steps, and the inputs that they encoded."""
+    if dropped := tuple(digest for plan in plans for digest in plan.dropped):
+        run_timed(executor, replace(plans[0], dropped=dropped, encodes=()), clock)
+    executor.forget(sorted({row.request_id for plan in plans for row in plan.rows}))
+
+
 def _spread(shapes: Sequence[Shape], count: int) -> list[Shape]:
     """Return `count` of the shapes, evenly from the smallest to half of the largest steps: those take longest."""
-    by_size = sorted(shapes, key=lambda shape: (shape.num_decodes + shape.chunk, shape.context))
+    plain = [shape for shape in shapes if not shape.input_side]
+    by_size = sorted(plain, key=lambda shape: (shape.num_decodes + shape.chunk, shape.context))
     return [by_size[number * (len(by_size) - 1) // (2 * count)] for number in range(count)]
 
 
@@ -152,8 +171,16 @@ def shapes_for(config: ResolvedConfig) -> Iterator[Shape]:
     asked = [Shape(count, 0, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for count in decodes]
     asked += [Shape(0, count, context) for context in (SHORT_CONTEXT, LONG_CONTEXT) for count in chunks]
     asked += [Shape(few, count, SHORT_CONTEXT) for few in (4, 16) for count in (32, 128, most_chunk // 2) if count > 0]
+    asked += [Shape(1, 0, SHORT_CONTEXT, side) for side in _input_sides(config)]
     found = (_fitting(shape, config) for shape in asked)
     yield from dict.fromkeys(shape for shape in found if shape is not None)
+
+
+def _input_sides(config: ResolvedConfig) -> Iterator[int]:
+    """Yield sides of inputs to encode, in tokens, as large as the model takes and this engine keeps."""
+    if config.inputs:
+        most = min(config.inputs[0].max_tokens, config.encoder_cache_tokens, LARGEST_INPUT)
+        yield from dict.fromkeys(side for side in (math.isqrt(most) // 2, math.isqrt(most)) if side)
 
 
 def _sizes(most: int) -> Iterator[int]:

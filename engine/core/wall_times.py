@@ -262,7 +262,7 @@ class Costs(NamedTuple):
     most: float = math.inf
     """As long as that, in seconds, is within the prediction's own uncertainty."""
     encodes: bool = False
-    """Whether it encodes inputs, which is not measured at start: what is not explained went to that."""
+    """Whether it encodes inputs at a cost that nobody has measured: what is not explained went to that."""
 
 
 def predict(works: Sequence[StepWork], chunks: Sequence[Chunk], prediction: Prediction | None) -> Costs:
@@ -284,7 +284,7 @@ def predict(works: Sequence[StepWork], chunks: Sequence[Chunk], prediction: Pred
     most = math.inf
     if prediction is not None:
         most = (whole + inputs) * (1 + ORDINARY * max(prediction.deviation, LEAST_DEVIATION))
-    return Costs(whole, inputs, rows, answer, parts, most, work.encoded > 0)
+    return Costs(whole, inputs, rows, answer, parts, most, work.encoded > 0 and inputs <= 0)
 
 
 def split(seconds: float, costs: Costs, *, grammar_s: float = 0.0) -> Shares:

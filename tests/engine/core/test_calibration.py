@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 
 import pytest
 
+from engine.build.engine import FAKE_IMAGES
 from engine.core.calibration import ROUNDS, calibrate, check_costs, shapes_for
+from engine.fake.encoder import FakeEncoder
 from engine.scheduling.step_time import StepCosts, work_of
 from engine.step import Capabilities, StepOutput, StepPlan
 from tests.support.engines import resolved_config
@@ -131,7 +135,7 @@ def test_no_step_is_larger_than_the_engines_limits(seed: int) -> None:
     shapes = list(shapes_for(config))
     assert len(shapes) == len(set(shapes))
     for shape in shapes:
-        plan = shape.plan(config.block_size, has_state=True)
+        plan = shape.plan(config, has_state=True)
         blocks = [block for row in plan.rows for block in row.block_ids]
         assert len(blocks) == len(set(blocks))
         assert set(blocks) <= set(range(config.num_kv_blocks))
@@ -142,6 +146,26 @@ def test_no_step_is_larger_than_the_engines_limits(seed: int) -> None:
             assert len(row.block_ids) * config.block_size >= row.end
             assert row.state is not None
         assert len({row.state.slot for row in plan.rows if row.state}) == len(plan.rows)
+
+
+def test_encoding_is_measured_where_the_model_takes_inputs_and_leaves_nothing_behind() -> None:
+    config = resolved_config(**LARGE, **BUDGETS, inputs=(FAKE_IMAGES,), encoder_cache_tokens=100)
+    costs = replace(COSTS, encoded_s=0.0005)
+    executor = ClockedExecutor(costs)
+    found = calibrate(executor, config, clock=lambda: executor.now)
+    assert found.costs.encoded_s == pytest.approx(0.0005, rel=0.05)
+    encoded = {job.digest for plan in executor.plans for job in plan.encodes}
+    assert len(encoded) == 2, "of two sizes"
+    assert max(prod(job.grid) for plan in executor.plans for job in plan.encodes) <= 100
+    assert encoded <= set(executor.plans[-1].dropped)
+    assert not executor.plans[-1].encodes
+    with_fake_encoder = FakeEncoder()
+    for plan in executor.plans:
+        with_fake_encoder.prepare(plan)
+    assert not with_fake_encoder.encoded
+    text_only = ClockedExecutor(costs)
+    calibrate(text_only, resolved_config(**LARGE, **BUDGETS), clock=lambda: text_only.now)
+    assert not any(plan.encodes or plan.dropped for plan in text_only.plans)
 
 
 def test_an_engine_with_one_size_of_step_cannot_be_calibrated() -> None:
