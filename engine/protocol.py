@@ -342,6 +342,25 @@ class StepCorrection:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillCosts:
+    """What prefill takes at present, in wall time: a step also computes the rows that decode, which have a target."""
+
+    token_s: float
+    """Seconds for each token."""
+    pair_s: float
+    """Seconds for each pair of a token and a position that it attends to."""
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return how long the positions [start, end) of a prompt take."""
+        return self.token_s * (end - start) + self.pair_s * num_pairs(start, end)
+
+
+def num_pairs(start: int, end: int) -> int:
+    """Return the sum, over the positions [start, end), of the positions that each attends to."""
+    return (end - start) * (start + end + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSnapshot:
     """One engine's load between two steps. Requests and blocks are current; steps and preemptions are totals so far."""
 
@@ -367,7 +386,12 @@ class LoadSnapshot:
     reserve_margin: float
     """Standard deviations of expected memory that admission keeps free (`reserve_mode: learned`); 0 in other modes."""
     step_times: StepCorrection | None = None
-    """Set if the engine predicts step times, which it does where it has targets."""
+    """Set if the engine predicts step times, which it does where it has targets. So are the next two."""
+    queued_prefill_s: float | None = None
+    """Predicted seconds until the prompts that wait or are partly computed are prefilled. Memory or seats that they
+    have to wait for are not part of it."""
+    prefill_costs: PrefillCosts | None = None
+    """By these, others predict how long a new prompt takes here."""
     graph_hits: Mapping[str, int] = field(default_factory=dict)
     """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
     graph_misses: Mapping[str, int] = field(default_factory=dict)

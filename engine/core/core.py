@@ -38,7 +38,7 @@ from engine.scheduling.planner import DeferReason, Plan
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_prediction import StepTimeModel
-from engine.scheduling.step_time import StepWork, work_of
+from engine.scheduling.step_time import StepWork
 from engine.speculation.draft_budget import MeasuredCosts
 from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
@@ -127,6 +127,7 @@ class EngineCore:
 
     def load(self) -> LoadSnapshot:
         scheduler = self._scheduler
+        costs = scheduler.prefill_costs()
         return LoadSnapshot(
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting) + len(scheduler.preparing),
@@ -143,6 +144,8 @@ class EngineCore:
             reserve_ratio=scheduler.reserve_ratio,
             reserve_margin=scheduler.reserve_margin,
             step_times=None if self._step_times is None else self._step_times.correction,
+            queued_prefill_s=None if costs is None else scheduler.queued_prefill_s(costs),
+            prefill_costs=costs,
             graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )
@@ -272,7 +275,7 @@ class EngineCore:
         except Exception as error:
             logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
             output = error
-        work = work_of(step) if self._step_times else None
+        work = self._scheduler.work_of(step)
         return _Launched(plan, step, tuple(row.request.epoch for row in plan.rows), started, work, output)
 
     def _retry(self, plan: Plan, step: StepPlan) -> bool:

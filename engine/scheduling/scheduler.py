@@ -7,20 +7,22 @@ import math
 from operator import attrgetter
 
 from engine.config import ResolvedConfig
-from engine.protocol import DraftMethod
+from engine.protocol import DraftMethod, PrefillCosts, num_pairs
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.encoder_cache import EncodedInputs
 from engine.scheduling.forecast import Forecast
-from engine.scheduling.planner import Plan, PlannedRow, View, make_plan
+from engine.scheduling.planner import PREFILL_ALONE, Plan, PlannedRow, View, make_plan
 from engine.scheduling.prefill_limit import PrefillLimit
+from engine.scheduling.prefill_rate import PrefillRate
 from engine.scheduling.request import Request
 from engine.scheduling.request_parts import Drafts
 from engine.scheduling.reservation import ReserveRatio
 from engine.scheduling.resources import Resource, RowParts, StepParts
 from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.step_time import StepWork, work_of
 from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
@@ -45,6 +47,8 @@ class Scheduler:
         self._step_times = step_times
         self._order = Order(config.scheduler.priority_age_ms / 1000)
         self._hopes = Hopes()
+        alone = PREFILL_ALONE[config.scheduler.batch_mode]
+        self._prefill_rate = None if step_times is None else PrefillRate(step_times, config, alone=alone)
         self._config = config
         self._blocks = blocks
         self._ratio = ReserveRatio(config.scheduler)
@@ -73,6 +77,25 @@ class Scheduler:
         work."""
         return self.waiting.num_tokens + sum(r.target - r.scheduled for r in self.prefilling.values())
 
+    def prefill_costs(self) -> PrefillCosts | None:
+        """Predict what prefill takes beside the requests that decode now; None without predictions."""
+        return None if self._prefill_rate is None else self._prefill_rate.costs(len(self.decoding))
+
+    def queued_prefill_s(self, costs: PrefillCosts) -> float:
+        """Predict when the prompts that wait or are partly computed are prefilled. Takes O(partly computed)."""
+        partial = [(request.scheduled, request.target) for request in self.prefilling.values()]
+        tokens = self.waiting.num_new_tokens + sum(end - start for start, end in partial)
+        pairs = self.waiting.num_new_pairs + sum(num_pairs(start, end) for start, end in partial)
+        return costs.token_s * tokens + costs.pair_s * pairs
+
+    def work_of(self, step: StepPlan) -> StepWork | None:
+        """Return the work of a step that has begun; None without predictions."""
+        if self._prefill_rate is None:
+            return None
+        work = work_of(step)
+        self._prefill_rate.note(step, work)
+        return work
+
     @property
     def reserve_ratio(self) -> float:
         return self._ratio.value
@@ -98,13 +121,16 @@ class Scheduler:
         return f"its prompt takes about {request.prefill_s:.1f} s, and its deadline is {request.timeout_s:g} s"
 
     def _predict(self, request: Request) -> None:
-        """Predict how long a new request's prompt takes, and place it by that if it has a target."""
-        if self._step_times is None or (request.ttft_s == math.inf and request.timeout_s is None):
+        """Look up how much of a new request's prompt is cached. If it has a target or a deadline, predict how long the
+        rest takes, and place it by that if it has a target."""
+        if self._step_times is None:
             return
         cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
+        request.expected_cached = cached * self._blocks.block_size
+        if request.ttft_s == math.inf and request.timeout_s is None:
+            return
         most = min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens)
-        begin = cached * self._blocks.block_size
-        request.prefill_s = self._step_times.now.prefill_seconds(begin, request.prompt_len, most)
+        request.prefill_s = self._step_times.now.prefill_seconds(request.expected_cached, request.prompt_len, most)
         if request.ttft_s != math.inf:
             request.place = self._order.place(request)
             self._hopes.add(request)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, assert_never
 
 from engine.config import SchedulerConfig
+from engine.protocol import num_pairs
 from engine.scheduling.request import Request
 from engine.scheduling.sorted_list import SortedList
 from engine.scheduling.tenant_shares import LaneKey, Shares
@@ -60,6 +61,8 @@ class WaitingQueue:
         """Number of waiting requests that ran before."""
         self.num_tokens = 0
         """Tokens of all waiting requests, including those that the prefix cache may have."""
+        self.num_new_tokens = self.num_new_pairs = 0
+        """Tokens that the prefix cache did not have when their requests came, and the positions they attend to."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -101,8 +104,7 @@ class WaitingQueue:
         lane.requests.add((request.place, request))
         self._changed[key] = lane
         self._requests[request.request_id] = request
-        self.num_preempted += request.was_scheduled
-        self.num_tokens += len(request.token_ids)
+        self._count(request, 1)
 
     def put_back(self, request: Request, where: Literal["arrival", "front", "back"]) -> None:
         """Let a preempted request wait again: by its arrival, before all others, or behind all that have arrived."""
@@ -130,9 +132,15 @@ class WaitingQueue:
             self._unrank(lane)
             del self._lanes[key], self._changed[key]
         del self._requests[request.request_id]
-        self.num_preempted -= request.was_scheduled
-        self.num_tokens -= len(request.token_ids)
+        self._count(request, -1)
         return True
+
+    def _count(self, request: Request, sign: int) -> None:
+        start, end = request.expected_cached, len(request.token_ids)
+        self.num_preempted += sign * request.was_scheduled
+        self.num_tokens += sign * end
+        self.num_new_tokens += sign * (end - start)
+        self.num_new_pairs += sign * num_pairs(start, end)
 
     def serve(self, request: Request, prompt_tokens: int = 0, answer_tokens: int = 0) -> None:
         """Count what was computed for a request against its tenant."""

@@ -100,7 +100,8 @@ class Replica:
             raise RequestRejected(ErrorCode.QUEUE_FULL, f"{self.name} holds {limit} requests.", limit=limit)
         request = create_request(submission, self.config, next(self._arrivals))
         num_tokens = len(submission.prompt_token_ids)
-        self._signals.submitted(submission.request_id, num_tokens, "ingress", num_waiting_outside)
+        costs = self._core.load().prefill_costs
+        self._signals.submitted(submission.request_id, num_tokens, "ingress", num_waiting_outside, costs)
         self._sinks[submission.request_id] = sink
         self._core.submit(request)
         if self._step is None:  # requests that arrive at the same moment are in the same step

@@ -131,7 +131,8 @@ class EngineReplica:
         """Run one request; see TokenSender.generate. A refusal is returned and not raised, because Serve would log a
         traceback for each."""
         request_id, num_tokens = call.submission.request_id, len(call.submission.prompt_token_ids)
-        self._signals.submitted(request_id, num_tokens, call.channel.endpoint, call.num_waiting)
+        costs = self._engine.load().prefill_costs
+        self._signals.submitted(request_id, num_tokens, call.channel.endpoint, call.num_waiting, costs)
         try:
             return await self._sender.generate(call)
         except EngineError as error:
