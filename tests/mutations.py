@@ -1993,8 +1993,8 @@ MUTATIONS = (
         "time: cached",
         "A prompt in the prefix cache counts as long as one that is not.",
         "engine/scheduling/scheduler.py",
-        "        begin = cached * self._blocks.block_size\n",
-        "        begin = 0\n",
+        "        request.expected_cached = cached * self._blocks.block_size\n",
+        "        request.expected_cached = 0\n",
         (TARGETS,),
     ),
 )
