@@ -68,6 +68,21 @@ class RequestRejected(EngineError):
         self.value = value
 
 
+SURELY_LATE = 2.0
+"""A deadline that the predicted time exceeds by this factor cannot be met: predictions are not that wrong."""
+
+
+def why_late(subject: str, takes_s: float, left_s: float, deadline_s: float | None = None) -> str | None:
+    """Return why a deadline in `left_s` cannot be met, as a clause; None if perhaps it can.
+
+    `subject`: what is predicted to take `takes_s`. `deadline_s`: what was asked for, if time has passed since.
+    """
+    if takes_s <= SURELY_LATE * left_s:
+        return None
+    asked_s = left_s if deadline_s is None else deadline_s
+    return f"{subject} takes about {takes_s:.1f} s, and its deadline is {asked_s:g} s"
+
+
 DraftMethod = Literal["grammar", "ngram", "suffix", "draft_model"]
 """The source of drafted tokens: a grammar forces them, they were looked up in the request's own text, or a smaller
 model proposes them."""

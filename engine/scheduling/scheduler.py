@@ -7,7 +7,7 @@ import math
 from operator import attrgetter
 
 from engine.config import ResolvedConfig
-from engine.protocol import DraftMethod, PrefillCosts, num_pairs
+from engine.protocol import DraftMethod, PrefillCosts, num_pairs, why_late
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule
 from engine.scheduling.deadlines import Deadlines
@@ -27,8 +27,6 @@ from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
 
-SURELY_LATE = 2.0
-"""A deadline that the predicted time exceeds by this factor cannot be met."""
 NO_PARTS = RowParts()
 """For all rows of a model whose requests hold only blocks; never changed."""
 
@@ -116,9 +114,9 @@ class Scheduler:
 
     def why_late(self, request: Request) -> str | None:
         """Return why the deadline of a new request cannot be met, as a clause; None if perhaps it can."""
-        if request.timeout_s is None or request.prefill_s <= SURELY_LATE * request.timeout_s:
+        if request.timeout_s is None:
             return None
-        return f"its prompt takes about {request.prefill_s:.1f} s, and its deadline is {request.timeout_s:g} s"
+        return why_late("its prompt", request.prefill_s, request.timeout_s)
 
     def _predict(self, request: Request) -> None:
         """Look up how much of a new request's prompt is cached. If it has a target or a deadline, predict how long the

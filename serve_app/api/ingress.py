@@ -187,7 +187,11 @@ class _Generate(Generic[RequestT]):
         patiently = partial(context.turns.run, ticket.tenant.name)
         with lifecycle.bound():
             groups = await self._prepare(request, admitted.request_id, context.tokenizer, model, patiently)
-        num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
+        prompts = [group[0].submission for group in groups]
+        if (deadline := lifecycle.deadline) is not None:
+            for prompt in prompts:
+                context.gate.check_deadline(prompt, deadline.left_s(), deadline.timeout_ms / 1000)
+        num_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
         with lifecycle.bound(), admitted.times.at_gate():
             await ticket.dispatched(num_tokens, sum(map(len, groups)))
         if session is None and request.num_choices > 1:

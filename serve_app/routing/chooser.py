@@ -56,12 +56,10 @@ class Chooser:
         fleet.
         """
         prompt = submission.prompt_token_ids
-        adapter = "" if submission.adapter is None else submission.adapter.digest
-        salt, inputs = submission.cache_salt, submission.inputs
-        keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks, salt, inputs, adapter)
+        keys = self._keys(submission)
         cached = self.fleet.holders(keys)
         ask = Ask(len(prompt), session, frozenset(avoid))
-        needs = adapter_key(adapter)
+        needs = b"" if submission.adapter is None else adapter_key(submission.adapter.digest)
         lack = {name for name in names if not self.fleet.holds_adapter(name, needs)} if needs else _NOBODY
         candidates = self._candidates(names, now, cached, lack, full)
         ranks = rank(ask, candidates, self._bound, self._random)
@@ -71,6 +69,26 @@ class Chooser:
             num_cached_tokens = len(prompt) - num_new_tokens
             self.fleet.place(attempt, first, num_new_tokens, keys, now, needs, num_cached_tokens=num_cached_tokens)
         return Choice(ranks, cached)
+
+    def most_cached(self, submission: Submission) -> dict[str, int]:
+        """Return how many leading tokens of a prompt each replica may have in its cache; those with none are left out.
+        Only the first blocks are looked up, so a replica with all of these may have the whole prompt. Callable on any
+        thread."""
+        keys = self._keys(submission)
+        whole = self._block_size * len(keys) if len(keys) == self._routing.prefix_blocks else None
+        num_tokens = len(submission.prompt_token_ids)
+        return {name: num_tokens if count == whole else count for name, count in self.fleet.holders(keys).items()}
+
+    def _keys(self, submission: Submission) -> tuple[bytes, ...]:
+        adapter = "" if submission.adapter is None else submission.adapter.digest
+        return prefix_keys(
+            submission.prompt_token_ids,
+            self._block_size,
+            self._routing.prefix_blocks,
+            submission.cache_salt,
+            submission.inputs,
+            adapter,
+        )
 
     def _candidates(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.protocol import PrefillCosts
+from serve_app.admission.fleet_forecast import EngineForecast
 from serve_app.engines.engine_load import EngineLoad
 from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.stats import RoutingReport, decode, taken_at_s
@@ -184,6 +185,16 @@ class Fleet:
             return None
         held = sum(report.num_held_blocks for report in reports)
         return EngineLoad(held / num_blocks, sum(report.num_waiting for report in reports))
+
+    def forecasts(self) -> tuple[EngineForecast, ...]:
+        """Return what the replicas predicted in their last reports; nothing if one of them did not predict."""
+        found = []
+        for name, replica in self._replicas.items():
+            report = replica.report
+            if report is None or report.prefill_costs is None:
+                return ()
+            found.append(EngineForecast(name, report.taken_at_s, report.queued_prefill_s or 0.0, report.prefill_costs))
+        return tuple(found)
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica that is gone, with its cache and what was sent there."""
