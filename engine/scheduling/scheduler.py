@@ -20,6 +20,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.request_parts import Drafts
 from engine.scheduling.reservation import ReserveRatio
 from engine.scheduling.resources import Resource, RowParts, StepParts
+from engine.scheduling.service import CountedTokens, PredictedSeconds, Service
 from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepWork, work_of
@@ -56,7 +57,11 @@ class Scheduler:
         self._next_step_id = 0
         self._last_decode = 0.0
         self._prefill_limit = PrefillLimit(config.max_prefill_tokens, config.block_size)
-        self.waiting = WaitingQueue(config.scheduler)
+        most = min(config.max_prefill_tokens, config.max_num_batched_tokens)
+        self._service: Service = CountedTokens(config.scheduler.answer_token_weight)
+        if step_times is not None:
+            self._service = PredictedSeconds(step_times, most)
+        self.waiting = WaitingQueue(config.scheduler, self._service)
         self.deadlines = Deadlines()
         self.preparing: dict[str, Request] = {}
         """Requests whose prompts are still being prepared. They keep their place in the queue, but are not planned."""
@@ -87,11 +92,12 @@ class Scheduler:
         return costs.token_s * tokens + costs.pair_s * pairs
 
     def work_of(self, step: StepPlan) -> StepWork | None:
-        """Return the work of a step that has begun; None without predictions."""
+        """Note that a step begins, and return its work; None without predictions."""
         if self._prefill_rate is None:
             return None
         work = work_of(step)
         self._prefill_rate.note(step, work)
+        self._service.begin(work.tokens)
         return work
 
     @property
@@ -211,7 +217,7 @@ class Scheduler:
         if not request.was_scheduled:
             request.cached = request.computed
             if self.waiting.shares:
-                self.waiting.serve(request, prompt_tokens=request.prompt_len - request.cached)
+                self.waiting.serve(request, self._service.prompt(request.cached, request.prompt_len))
         request.target = len(request.token_ids)
         self._promised += self._still_promised(request)
         for resource in self.resources:
@@ -322,7 +328,7 @@ class Scheduler:
         request.computed = end
         if self.waiting.shares and scheduled.sampling is not None:
             decoded = scheduled.kind is RowKind.DECODE  # with drafts, several in one row
-            self.waiting.serve(request, answer_tokens=end - scheduled.start if decoded else 1)
+            self.waiting.serve(request, self._service.answer(scheduled.start, end, decoded=decoded))
         num_full = end // self._blocks.block_size
         if num_full > request.num_published:
             request.extend_hashes(end, self._blocks.block_size)

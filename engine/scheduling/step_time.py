@@ -113,6 +113,11 @@ class StepCosts:
                 most = middle
         return least
 
+    def token_s(self, tokens: int) -> float:
+        """Return what one token more takes in a step of so many: the slope of the curve there."""
+        right = min(max(bisect_left(self.knots, tokens), 1), len(self.knots) - 1)
+        return (self.curve_s[right] - self.curve_s[right - 1]) / (self.knots[right] - self.knots[right - 1])
+
     def _curve(self, tokens: int) -> float:
         tokens = _rounded(tokens, self.tile)
         right = min(max(bisect_left(self.knots, tokens), 1), len(self.knots) - 1)
