@@ -1,4 +1,4 @@
-"""Owns the types that cross the engine's boundary: sampling parameters in, events out, typed errors.
+"""Owns the types that cross the engine's boundary: sampling parameters in, events out, typed errors. Long: all of them.
 Never holds state, and imports only the standard library, so that any process can use it."""
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 
 from engine.config import ResolvedConfig
 from engine.protocol import PrefillCosts
+from engine.scheduling.planner import PREFILL_ALONE
 from engine.scheduling.step_prediction import Prediction, StepTimeModel
 from engine.scheduling.step_time import StepWork, chunk_work, decode_work
 from engine.scheduling.time_budget import TimeBudget
@@ -22,11 +23,10 @@ microseconds, and what else they depend on changes slowly."""
 class PrefillRate:
     """Follows the steps of one engine."""
 
-    def __init__(self, model: StepTimeModel, config: ResolvedConfig, *, alone: bool) -> None:
-        """`alone`: steps with prefill carry no decode rows."""
+    def __init__(self, model: StepTimeModel, config: ResolvedConfig) -> None:
         self._model = model
         self._config = config
-        self._alone = alone
+        self._alone = PREFILL_ALONE[config.scheduler.batch_mode]
         self._decodes = DecodeRows()
         self._num_steps = 0
         self._costs: tuple[tuple[int, int], PrefillCosts] | None = None  # with what they were predicted for

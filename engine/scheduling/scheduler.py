@@ -13,14 +13,14 @@ from engine.scheduling.chunk_policy import ChunkRule
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.encoder_cache import EncodedInputs
 from engine.scheduling.forecast import Forecast
-from engine.scheduling.planner import PREFILL_ALONE, Plan, PlannedRow, View, make_plan
+from engine.scheduling.planner import Plan, PlannedRow, View, make_plan
 from engine.scheduling.prefill_limit import PrefillLimit
 from engine.scheduling.prefill_rate import PrefillRate
 from engine.scheduling.request import Request
 from engine.scheduling.request_parts import Drafts
 from engine.scheduling.reservation import ReserveRatio
 from engine.scheduling.resources import Resource, RowParts, StepParts
-from engine.scheduling.service import CountedTokens, PredictedSeconds, Service
+from engine.scheduling.service import service_of
 from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepWork, work_of
@@ -46,8 +46,7 @@ class Scheduler:
         self._step_times = step_times
         self._order = Order(config.scheduler.priority_age_ms / 1000)
         self._hopes = Hopes()
-        alone = PREFILL_ALONE[config.scheduler.batch_mode]
-        self._prefill_rate = None if step_times is None else PrefillRate(step_times, config, alone=alone)
+        self._prefill_rate = None if step_times is None else PrefillRate(step_times, config)
         self._config = config
         self._blocks = blocks
         self._ratio = ReserveRatio(config.scheduler)
@@ -57,10 +56,7 @@ class Scheduler:
         self._next_step_id = 0
         self._last_decode = 0.0
         self._prefill_limit = PrefillLimit(config.max_prefill_tokens, config.block_size)
-        most = min(config.max_prefill_tokens, config.max_num_batched_tokens)
-        self._service: Service = CountedTokens(config.scheduler.answer_token_weight)
-        if step_times is not None:
-            self._service = PredictedSeconds(step_times, most)
+        self._service = service_of(config, step_times)
         self.waiting = WaitingQueue(config.scheduler, self._service)
         self.deadlines = Deadlines()
         self.preparing: dict[str, Request] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from engine.config import ResolvedConfig
 from engine.protocol import num_pairs
 from engine.scheduling.step_prediction import RowCosts, StepTimeModel
 
@@ -73,3 +74,10 @@ class PredictedSeconds:
         if count == 1:  # the usual case, for each row of each step
             return self._fixed_s + self._position_s * end
         return self._fixed_s * count + self._costs.key_s * end + self._costs.attended_s * num_pairs(start, end)
+
+
+def service_of(config: ResolvedConfig, model: StepTimeModel | None) -> Service:
+    """Return the unit of an engine: time if a model predicts its steps."""
+    if model is None:
+        return CountedTokens(config.scheduler.answer_token_weight)
+    return PredictedSeconds(model, min(config.max_prefill_tokens, config.max_num_batched_tokens))

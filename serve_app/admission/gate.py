@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,15 +114,16 @@ class Gate:
         """Estimate the seconds until there is room for a request, for refusals by others than the gate."""
         return self._wait_s(self._all.requests.wait_s(1))
 
-    def check_deadline(self, submission: Submission, left_s: float, deadline_s: float) -> None:
-        """Check a request that must have ended in `left_s`, as `deadline_s` after its arrival says.
+    def check_deadline(self, prompts: Sequence[Submission], left_s: float, deadline_s: float) -> None:
+        """Check the prompts of a request that must have ended in `left_s`, which asked for `deadline_s` when it came.
 
         Raises:
             EngineError: no engine can meet the deadline, even if predictions are wrong by half.
         """
         if (forecast := self._forecast()) is None:
             return
-        takes_s = forecast.first_token_s(submission, self._wall_clock(), SURELY_LATE * left_s)
+        now_s, enough_s = self._wall_clock(), SURELY_LATE * left_s
+        takes_s = max(forecast.first_token_s(prompt, now_s, enough_s) for prompt in prompts)
         if why := why_late("its first token", takes_s, left_s, deadline_s):
             raise EngineError(ErrorCode.DEADLINE_EXCEEDED, f"The request was ended at once: {why}.")
 

@@ -117,20 +117,20 @@ def test_without_predictions_or_a_queue_the_drain_rate_says_when(known: FleetFor
 
 def test_a_deadline_is_refused_only_if_predictions_exceed_it_twice_over() -> None:
     gate = gate_of(forecast(5.0, 3.0))
-    gate.check_deadline(prompt(1000), 4.0 / SURELY_LATE + 0.01, 9.0)
+    gate.check_deadline([prompt(5), prompt(1000)], 4.0 / SURELY_LATE + 0.01, 9.0)
     with pytest.raises(
         EngineError, match=r"at once: its first token takes about 4\.0 s, and its deadline is 2 s"
     ) as no:
-        gate.check_deadline(prompt(1000), 4.0 / SURELY_LATE - 0.01, 2.0)
+        gate.check_deadline([prompt(5), prompt(1000)], 4.0 / SURELY_LATE - 0.01, 2.0)
     assert no.value.code is ErrorCode.DEADLINE_EXCEEDED
 
 
 def test_a_cached_prompt_is_not_refused() -> None:
-    gate_of(forecast(0.0, 9.0, cached={"e0": 9_999})).check_deadline(prompt(10_000), 0.1, 0.1)
+    gate_of(forecast(0.0, 9.0, cached={"e0": 9_999})).check_deadline([prompt(10_000)], 0.1, 0.1)
 
 
 def test_without_reports_no_deadline_is_refused() -> None:
-    gate_of(None).check_deadline(prompt(10_000), 0.001, 0.001)
+    gate_of(None).check_deadline([prompt(10_000)], 0.001, 0.001)
 
 
 async def post(known: FleetForecast | None, client: ScriptedClient, **options: object) -> Answer:
