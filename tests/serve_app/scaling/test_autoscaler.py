@@ -501,8 +501,9 @@ def served_all_but_the_last(fleet: Fleet) -> bool:
     return fleet.num_queued <= len(fleet.engines) * 3
 
 
-def test_a_step_is_served_by_as_many_as_it_needs_and_the_rest_goes() -> None:
-    fleet = Fleet(SIMULATED).run(200, lambda _: 1.0).run(600, lambda _: 8.0)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_a_step_is_served_by_as_many_as_it_needs_and_the_rest_goes(predicts: bool) -> None:
+    fleet = Fleet(SIMULATED, shape=Shape(predicts=predicts)).run(200, lambda _: 1.0).run(600, lambda _: 8.0)
     assert fleet.worst_ttft_s() < 120, "what came before the new replicas did waits, for a bounded time"
     assert fleet.worst_ttft_s(since_s=500) <= 2, "a replica computes two prompts a second"
     assert served_all_but_the_last(fleet)
@@ -511,8 +512,9 @@ def test_a_step_is_served_by_as_many_as_it_needs_and_the_rest_goes() -> None:
     assert direction_changes(fleet.targets) <= 1
 
 
-def test_a_step_of_long_answers_is_served_too() -> None:
-    shape = Shape(answer_s=30, prompt_tokens=200)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_a_step_of_long_answers_is_served_too(predicts: bool) -> None:
+    shape = Shape(answer_s=30, prompt_tokens=200, predicts=predicts)
     fleet = Fleet(SIMULATED, shape=shape).run(100, lambda _: 0.5).run(700, lambda _: 4.0)
     assert fleet.worst_ttft_s(since_s=500) <= 2
     assert 6 <= fleet.target <= 9, "120 requests in 22.4 seats each"
