@@ -10,7 +10,7 @@ import time
 from random import Random
 from typing import Any
 
-from engine.protocol import LoadSnapshot, SamplingParams, Submission
+from engine.protocol import LoadSnapshot, PrefillCosts, SamplingParams, Submission
 from serve_app.routing.chooser import Chooser
 from serve_app.routing.stats import encode
 from serve_app.settings.routing import RoutingSettings
@@ -23,8 +23,8 @@ NUM_LIVE = 2
 """Live requests for each replica."""
 
 
-def report(number: int) -> dict[str, Any]:
-    """Make a busy replica's routing stats, as an engine gives them to Serve."""
+def report(number: int, *, by_time: bool) -> dict[str, Any]:
+    """Make a busy replica's routing stats, as an engine gives them to Serve; with predictions, `by_time`."""
     load = LoadSnapshot(
         num_running=4,
         num_waiting=0,
@@ -40,17 +40,19 @@ def report(number: int) -> dict[str, Any]:
         num_preemptions=0,
         reserve_ratio=0.5,
         reserve_margin=0.5,
+        queued_prefill_s=0.2 + number % 7 * 0.03 if by_time else None,
+        prefill_costs=PrefillCosts(0.001 + number % 5 * 1e-4, 1e-7) if by_time else None,
     )
     digests = [f"{number} {block}".encode().ljust(32) for block in range(64)]
     return encode(load, digests, limit=1024, prefill_tokens_per_s=1000.0, taken_at_s=0.0)
 
 
-def measure(num_replicas: int, num_requests: int) -> dict[str, float]:
+def measure(num_replicas: int, num_requests: int, *, by_time: bool = False) -> dict[str, float]:
     """Measure the CPU milliseconds of a choice."""
     random = Random(0)
     chooser = Chooser(RoutingSettings(), BLOCK_SIZE, random)
     names = [f"replica-{number}" for number in range(num_replicas)]
-    chooser.fleet.update({name: report(number) for number, name in enumerate(names)})
+    chooser.fleet.update({name: report(number, by_time=by_time) for number, name in enumerate(names)})
     took_ms = []
     for number in range(num_requests):
         prompt = (random.randrange(NUM_HEADS), *(1,) * (PROMPT_TOKENS - 1))
@@ -60,7 +62,12 @@ def measure(num_replicas: int, num_requests: int) -> dict[str, float]:
         chooser.place(submission.request_id, submission, names, number / num_replicas)
         chooser.fleet.close(f"r{number - NUM_LIVE * num_replicas}")
         took_ms.append(1000 * (time.process_time() - begun))
-    return {"replicas": num_replicas, "ms_p50": statistics.median(took_ms), "ms_mean": statistics.fmean(took_ms)}
+    return {
+        "replicas": num_replicas,
+        "by_time": by_time,
+        "ms_p50": statistics.median(took_ms),
+        "ms_mean": statistics.fmean(took_ms),
+    }
 
 
 if __name__ == "__main__":
@@ -72,7 +79,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--replicas", type=int, nargs="+", default=[4, 100, 1000], help="numbers of engine replicas to measure"
     )
+    parser.add_argument("--by-time", action="store_true", help="let engines predict times, as with targets")
     parser.add_argument("--requests", type=int, default=500, help="requests that are routed (%(default)s)")
     options = parser.parse_args()
     for count in options.replicas:
-        print(json.dumps(measure(count, options.requests)))
+        print(json.dumps(measure(count, options.requests, by_time=options.by_time)))

@@ -411,7 +411,8 @@ class SchedulerConfig:
     )
     answer_token_weight: float = setting(
         2.0,
-        "How much an answer token counts against its tenant's share; a prompt token counts 1.",
+        "How much an answer token counts against its tenant's share; a prompt token counts 1. With targets, predicted "
+        "time counts instead.",
         expert=True,
         ge=0,
     )

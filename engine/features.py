@@ -128,6 +128,7 @@ NUM_BLOCKS = _setting("a number of KV blocks", "num_kv_blocks", _NOT_NONE)
 KV_MEMORY = _setting("memory for the KV cache", "kv_cache_memory_gib", _NOT_NONE)
 
 FREE_TOKENS = _setting("tokens that cost little", "speculative.free_tokens", _NOT_NONE)
+ANSWER_WEIGHT = _setting("a weight of answer tokens", "scheduler.answer_token_weight", partial(ne, 2.0))
 TTFT_TARGET = _setting("a target for first tokens", "targets.ttft_ms", _NOT_NONE)
 TPOT_TARGET = _setting("a target between tokens", "targets.tpot_ms", _NOT_NONE)
 
@@ -310,7 +311,7 @@ RULES = (
         (TPOT_TARGET,),
         "the predicted time of a chunk already counts the context that it attends to",
     ),
-    Rule((FREE_TOKENS,), (TPOT_TARGET, TTFT_TARGET), "with targets, what a token costs is measured"),
+    Rule((FREE_TOKENS, ANSWER_WEIGHT), (TPOT_TARGET, TTFT_TARGET), "with targets, what a token costs is measured"),
     # by which executor
     Rule((MIXED_STEPS,), (NOTHING_MIXED,), "this executor does not support mixed steps"),
     Rule((OVERLAP,), (NO_OVERLAP,), "this executor does not support overlapped steps"),

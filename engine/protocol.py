@@ -1,4 +1,4 @@
-"""Owns the types that cross the engine's boundary: parameters in, events out, typed errors. Long, as they are many.
+"""Owns the types that cross the engine's boundary: sampling parameters in, events out, typed errors. Long: all of them.
 Never holds state, and imports only the standard library, so that any process can use it."""
 
 from __future__ import annotations
@@ -66,6 +66,21 @@ class RequestRejected(EngineError):
         self.param = param
         self.limit = limit
         self.value = value
+
+
+SURELY_LATE = 2.0
+"""A deadline that the predicted time exceeds by this factor cannot be met: predictions are not that wrong."""
+
+
+def why_late(subject: str, takes_s: float, left_s: float, deadline_s: float | None = None) -> str | None:
+    """Return why a deadline in `left_s` cannot be met, as a clause; None if perhaps it can.
+
+    `subject`: what is predicted to take `takes_s`. `deadline_s`: what was asked for, if time has passed since.
+    """
+    if takes_s <= SURELY_LATE * left_s:
+        return None
+    asked_s = left_s if deadline_s is None else deadline_s
+    return f"{subject} takes about {takes_s:.1f} s, and its deadline is {asked_s:g} s"
 
 
 DraftMethod = Literal["grammar", "ngram", "suffix", "draft_model"]
@@ -389,6 +404,25 @@ class StepCorrection:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillCosts:
+    """What prefill takes at present, in wall time: a step also computes the rows that decode, which have a target."""
+
+    token_s: float
+    """Seconds for each token."""
+    pair_s: float
+    """Seconds for each pair of a token and a position that it attends to."""
+
+    def seconds(self, start: int, end: int) -> float:
+        """Return how long the positions [start, end) of a prompt take."""
+        return self.token_s * (end - start) + self.pair_s * num_pairs(start, end)
+
+
+def num_pairs(start: int, end: int) -> int:
+    """Return the sum, over the positions [start, end), of the positions that each attends to."""
+    return (end - start) * (start + end + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSnapshot:
     """One engine's load between two steps. Requests and blocks are current; steps and preemptions are totals so far."""
 
@@ -414,7 +448,12 @@ class LoadSnapshot:
     reserve_margin: float
     """Standard deviations of expected memory that admission keeps free (`reserve_mode: learned`); 0 in other modes."""
     step_times: StepCorrection | None = None
-    """Set if the engine predicts step times, which it does where it has targets."""
+    """Set if the engine predicts step times, which it does where it has targets. So are the next two."""
+    queued_prefill_s: float | None = None
+    """Predicted seconds until the prompts that wait or are partly computed are prefilled. Memory or seats that they
+    have to wait for are not part of it."""
+    prefill_costs: PrefillCosts | None = None
+    """By these, others predict how long a new prompt takes here."""
     graph_hits: Mapping[str, int] = field(default_factory=dict)
     """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
     graph_misses: Mapping[str, int] = field(default_factory=dict)

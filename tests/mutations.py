@@ -55,6 +55,7 @@ PLANNER = "tests/engine/scheduling/test_planner.py"
 PREEMPTION = "tests/engine/scheduling/test_preemption.py"
 PREPARING = "tests/engine/scheduling/test_preparing.py"
 RESERVATION = "tests/engine/scheduling/test_reservation.py"
+PREFILL_RATE = "tests/engine/scheduling/test_prefill_rate.py"
 RECURRENT = "tests/engine/models/test_recurrent_state.py"
 PREFILL_LIMIT = "tests/engine/scheduling/test_prefill_limit.py"
 SPECULATION = "tests/engine/speculation/test_speculation.py"
@@ -66,6 +67,7 @@ STATES = "tests/engine/scheduling/test_state_slots.py"
 WALL_TIMES = "tests/engine/core/test_wall_times.py"
 TIMING = "tests/serve_app/api/timing/test_split.py"
 TARGETS = "tests/engine/scheduling/test_targets.py"
+SERVICE = "tests/engine/scheduling/test_service.py"
 STEP_PREDICTION = "tests/engine/scheduling/test_step_prediction.py"
 TIME_BUDGET = "tests/engine/scheduling/test_time_budget.py"
 WAITING = "tests/engine/scheduling/test_waiting.py"
@@ -1475,16 +1477,16 @@ MUTATIONS = (
         "fair turn",
         "All waiting requests of one tenant are admitted before the next tenant's turn.",
         "engine/scheduling/waiting.py",
-        "        self.served += len(taken.token_ids)\n",
+        "        self.served += self._service.prompt(taken.expected_cached, len(taken.token_ids))\n",
         "",
         (WAITING,),
     ),
     Mutation(
         "fair drafts",
         "Accepted drafts are not counted against a tenant's share.",
-        "engine/scheduling/scheduler.py",
-        "answer_tokens=end - scheduled.start if decoded else 1",
-        "answer_tokens=1",
+        "engine/scheduling/service.py",
+        "self._answer_weight * (end - start if decoded else 1)",
+        "self._answer_weight",
         (WAITING,),
     ),
     Mutation(
@@ -2060,9 +2062,49 @@ MUTATIONS = (
         "time: cached",
         "A prompt in the prefix cache counts as long as one that is not.",
         "engine/scheduling/scheduler.py",
-        "        begin = cached * self._blocks.block_size\n",
-        "        begin = 0\n",
+        "        request.expected_cached = cached * self._blocks.block_size\n",
+        "        request.expected_cached = 0\n",
         (TARGETS,),
+    ),
+    Mutation(
+        "time: rate",
+        "Queued prompts are predicted to take whole steps, whatever target the streams beside them have.",
+        "engine/scheduling/prefill_rate.py",
+        "budget = TimeBudget(prediction, target_s, decodes) if limited else None",
+        "budget = None",
+        (PREFILL_RATE,),
+    ),
+    Mutation(
+        "time: share",
+        "A token after a long context counts against its tenant as one after a short context.",
+        "engine/scheduling/service.py",
+        "self._position_s = self._costs.key_s + self._costs.attended_s",
+        "self._position_s = 0.0",
+        (SERVICE,),
+    ),
+    Mutation(
+        "time: placed",
+        "What a router has sent since the last report takes no time, so that all goes to one engine until the next.",
+        "serve_app/routing/fleet.py",
+        "self.left_s = self.queued_s(sent.at) + self.costs.seconds(start, start + sent.num_tokens)",
+        "self.left_s = self.queued_s(sent.at)",
+        ("tests/serve_app/routing/test_fleet.py",),
+    ),
+    Mutation(
+        "time: lenient",
+        "A deadline is refused on a prediction that exceeds it a little.",
+        "engine/protocol.py",
+        "if takes_s <= SURELY_LATE * left_s:",
+        "if takes_s <= left_s:",
+        ("tests/serve_app/admission/test_fleet_forecast.py",),
+    ),
+    Mutation(
+        "time: offered",
+        "Replicas are counted by the tokens of prompts where engines say how long these take.",
+        "serve_app/scaling/signals.py",
+        "if self.offered_prefill_s_per_s is not None:",
+        "if self.offered_prefill_s_per_s is False:",
+        ("tests/serve_app/scaling/test_autoscaler.py",),
     ),
 )
 

@@ -110,6 +110,7 @@ class EngineCore:
 
     def load(self) -> LoadSnapshot:
         scheduler = self._scheduler
+        costs = scheduler.prefill_costs()
         return LoadSnapshot(
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting) + len(scheduler.preparing),
@@ -126,6 +127,8 @@ class EngineCore:
             reserve_ratio=scheduler.reserve_ratio,
             reserve_margin=scheduler.reserve_margin,
             step_times=None if self._step_times is None else self._step_times.correction,
+            queued_prefill_s=None if costs is None else scheduler.queued_prefill_s(costs),
+            prefill_costs=costs,
             graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )
@@ -305,7 +308,9 @@ class EngineCore:
             logger.exception("step %d failed, %d rows", step.step_id, len(step.rows))
             output = error
         epochs = tuple(row.request.epoch for row in plan.rows)
-        return _Launched(plan, step, epochs, started, work_of(step), output)
+        work = work_of(step)
+        self._scheduler.begin(step, work)
+        return _Launched(plan, step, epochs, started, work, output)
 
     def _retry(self, plan: Plan, step: StepPlan) -> bool:
         """Roll back a step that ran out of memory, to plan it again. This happens once, and only if the step has

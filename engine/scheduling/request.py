@@ -66,8 +66,10 @@ class Request:
     """Whether the Scheduled event was sent. A preemption does not send it again."""
     arrived: float = 0.0
     """Monotonic seconds of the arrival."""
+    expected_cached: int = 0
+    """Prompt tokens that the prefix cache had when the request came; 0 if steps are not predicted."""
     prefill_s: float = 0.0
-    """How long the prompt was predicted to take alone when the request came; 0 if nobody needs to know."""
+    """How long the rest was predicted to take alone; 0 if nobody needs to know."""
     waiting_since: float = 0.0
     """Monotonic seconds of the arrival or the last chunk, which tell how long this prompt has made no progress."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())

@@ -7,7 +7,7 @@ import math
 from operator import attrgetter
 
 from engine.config import ResolvedConfig
-from engine.protocol import DraftMethod
+from engine.protocol import DraftMethod, PrefillCosts, num_pairs, why_late
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule
 from engine.scheduling.deadlines import Deadlines
@@ -15,18 +15,19 @@ from engine.scheduling.encoder_cache import EncodedInputs
 from engine.scheduling.forecast import Forecast
 from engine.scheduling.planner import Plan, PlannedRow, View, make_plan
 from engine.scheduling.prefill_limit import PrefillLimit
+from engine.scheduling.prefill_rate import PrefillRate
 from engine.scheduling.request import Request
 from engine.scheduling.request_parts import Drafts
 from engine.scheduling.reservation import ReserveRatio
 from engine.scheduling.resources import Resource, RowParts, StepParts
+from engine.scheduling.service import service_of
 from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.step_time import StepWork
 from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
 
-SURELY_LATE = 2.0
-"""A deadline that the predicted time exceeds by this factor cannot be met."""
 NO_PARTS = RowParts()
 """For all rows of a model whose requests hold only blocks; never changed."""
 
@@ -45,6 +46,7 @@ class Scheduler:
         self._step_times = step_times
         self._order = Order(config.scheduler.priority_age_ms / 1000)
         self._hopes = Hopes()
+        self._prefill_rate = None if step_times is None else PrefillRate(step_times, config)
         self._config = config
         self._blocks = blocks
         self._ratio = ReserveRatio(config.scheduler)
@@ -54,7 +56,8 @@ class Scheduler:
         self._next_step_id = 0
         self._last_decode = 0.0
         self._prefill_limit = PrefillLimit(config.max_prefill_tokens, config.block_size)
-        self.waiting = WaitingQueue(config.scheduler)
+        self._service = service_of(config, step_times)
+        self.waiting = WaitingQueue(config.scheduler, self._service)
         self.deadlines = Deadlines()
         self.preparing: dict[str, Request] = {}
         """Requests whose prompts are still being prepared. They keep their place in the queue, but are not planned."""
@@ -72,6 +75,23 @@ class Scheduler:
         """Prompt tokens that are in no step yet. Prefix hits of waiting requests are not known yet and count as
         work."""
         return self.waiting.num_tokens + sum(r.target - r.scheduled for r in self.prefilling.values())
+
+    def prefill_costs(self) -> PrefillCosts | None:
+        """Predict what prefill takes beside the requests that decode now; None without predictions."""
+        return None if self._prefill_rate is None else self._prefill_rate.costs(len(self.decoding))
+
+    def queued_prefill_s(self, costs: PrefillCosts) -> float:
+        """Predict when the prompts that wait or are partly computed are prefilled. Takes O(partly computed)."""
+        partial = [(request.scheduled, request.target) for request in self.prefilling.values()]
+        tokens = self.waiting.num_new_tokens + sum(end - start for start, end in partial)
+        pairs = self.waiting.num_new_pairs + sum(num_pairs(start, end) for start, end in partial)
+        return costs.token_s * tokens + costs.pair_s * pairs
+
+    def begin(self, step: StepPlan, work: StepWork) -> None:
+        """Note that a step begins, whose work is `work`."""
+        if self._prefill_rate is not None:
+            self._prefill_rate.note(step, work)
+            self._service.begin(work.tokens)
 
     @property
     def reserve_ratio(self) -> float:
@@ -93,18 +113,21 @@ class Scheduler:
 
     def why_late(self, request: Request) -> str | None:
         """Return why the deadline of a new request cannot be met, as a clause; None if perhaps it can."""
-        if request.timeout_s is None or request.prefill_s <= SURELY_LATE * request.timeout_s:
+        if request.timeout_s is None:
             return None
-        return f"its prompt takes about {request.prefill_s:.1f} s, and its deadline is {request.timeout_s:g} s"
+        return why_late("its prompt", request.prefill_s, request.timeout_s)
 
     def _predict(self, request: Request) -> None:
-        """Predict how long a new request's prompt takes, and place it by that if it has a target."""
-        if self._step_times is None or (request.ttft_s == math.inf and request.timeout_s is None):
+        """Look up how much of a new request's prompt is cached. If it has a target or a deadline, predict how long the
+        rest takes, and place it by that if it has a target."""
+        if self._step_times is None:
             return
         cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
+        request.expected_cached = cached * self._blocks.block_size
+        if request.ttft_s == math.inf and request.timeout_s is None:
+            return
         most = min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens)
-        begin = cached * self._blocks.block_size
-        request.prefill_s = self._step_times.now.prefill_seconds(begin, request.prompt_len, most)
+        request.prefill_s = self._step_times.now.prefill_seconds(request.expected_cached, request.prompt_len, most)
         if request.ttft_s != math.inf:
             request.place = self._order.place(request)
             self._hopes.add(request)
@@ -187,7 +210,7 @@ class Scheduler:
         if not request.was_scheduled:
             request.cached = request.computed
             if self.waiting.shares:
-                self.waiting.serve(request, prompt_tokens=request.prompt_len - request.cached)
+                self.waiting.serve(request, self._service.prompt(request.cached, request.prompt_len))
         request.target = len(request.token_ids)
         self._promised += self._still_promised(request)
         for resource in self.resources:
@@ -298,7 +321,7 @@ class Scheduler:
         request.computed = end
         if self.waiting.shares and scheduled.sampling is not None:
             decoded = scheduled.kind is RowKind.DECODE  # with drafts, several in one row
-            self.waiting.serve(request, answer_tokens=end - scheduled.start if decoded else 1)
+            self.waiting.serve(request, self._service.answer(scheduled.start, end, decoded=decoded))
         num_full = end // self._blocks.block_size
         if num_full > request.num_published:
             request.extend_hashes(end, self._blocks.block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.protocol import StepCorrection
 from engine.scheduling.step_time import StepCosts, StepWork, chunk_work
@@ -24,6 +25,15 @@ LEAST_STEP_S = 1e-4
 """What the shortest step is taken to last at least, where costs say less."""
 
 
+class RowCosts(NamedTuple):
+    """What a row adds to a step, in seconds for each token, sampled token, key, and position attended to."""
+
+    token_s: float
+    sample_s: float
+    key_s: float
+    attended_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What is predicted at one moment. It never changes, so that a plan is a function of its view.
@@ -41,6 +51,13 @@ class Prediction:
     def seconds(self, work: StepWork) -> float:
         """Return the predicted duration of a step."""
         return self.extra_s + self.scale * self.costs.seconds(work)
+
+    def row_costs(self, tokens: int) -> RowCosts:
+        """Return what one row more adds to a step of so many tokens."""
+        costs, scale = self.costs, self.scale
+        return RowCosts(
+            scale * costs.token_s(tokens), scale * costs.sample_s, scale * costs.key_s, scale * costs.attended_s
+        )
 
     def tokens_within(self, seconds: float, beside: StepWork, start: int, most: int) -> int:
         """See StepCosts.tokens_within."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from engine.protocol import num_pairs
 from engine.step import RowKind, StepPlan
 
 FIRST_KNOT = 8
@@ -47,7 +48,7 @@ def decode_work(num_rows: int, context: int) -> StepWork:
 
 def chunk_work(start: int, count: int, *, last: bool) -> StepWork:
     """Return the work of a prompt's chunk of `count` tokens after `start` others; `last` if it completes the prompt."""
-    return StepWork(count, int(last), start + count, _attended(start, count))
+    return StepWork(count, int(last), start + count, num_pairs(start, start + count))
 
 
 def work_of(plan: StepPlan) -> StepWork:
@@ -57,15 +58,11 @@ def work_of(plan: StepPlan) -> StepWork:
         count = len(row.token_ids)
         tokens += count
         keys += row.start + count
-        attended += _attended(row.start, count)
+        attended += num_pairs(row.start, row.start + count)
         # A row with drafts chooses a token after each of its tokens.
         samples += count if row.kind is RowKind.DECODE else row.sampling is not None
     encoded = sum(math.prod(job.grid) for job in plan.encodes)
     return StepWork(tokens, samples, keys, attended, encoded)
-
-
-def _attended(start: int, count: int) -> int:
-    return count * start + count * (count + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class StepCosts:
         rest = seconds - self._rest(beside) - self.sample_s
 
         def fits(count: int) -> bool:
-            reading = self.key_s * (start + count) + self.attended_s * _attended(start, count)
+            reading = self.key_s * (start + count) + self.attended_s * num_pairs(start, start + count)
             return self._curve(beside.tokens + count) + reading <= rest
 
         if fits(most):
@@ -115,6 +112,11 @@ class StepCosts:
             else:
                 most = middle
         return least
+
+    def token_s(self, tokens: int) -> float:
+        """Return what one token more takes in a step of so many: the slope of the curve there."""
+        right = min(max(bisect_left(self.knots, tokens), 1), len(self.knots) - 1)
+        return (self.curve_s[right] - self.curve_s[right - 1]) / (self.knots[right] - self.knots[right - 1])
 
     def _curve(self, tokens: int) -> float:
         tokens = _rounded(tokens, self.tile)

@@ -1,5 +1,5 @@
-"""Owns the service that each tenant of a priority has received, in virtual tokens (Sheng et al., OSDI 2024).
-Never knows a request: it is told when a tenant gets one more, and one less."""
+"""Owns the service that each tenant of a priority has received: a virtual counter (Sheng et al., OSDI 2024).
+Never knows a request or a unit: it is told when a tenant gets one request more or less, and what service counts."""
 
 from __future__ import annotations
 
@@ -80,8 +80,7 @@ class Shares:
     tenant, it can be forgotten without loss.
     """
 
-    def __init__(self, answer_weight: float) -> None:
-        self._answer_weight = answer_weight
+    def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
         self.count = False
         """Whether several tenants or priorities are present, so that service must be counted. Stored rather than
@@ -105,9 +104,9 @@ class Shares:
             del self._classes[priority]
         self._look()
 
-    def serve(self, key: LaneKey, prompt_tokens: int, answer_tokens: int) -> None:
-        """Count what was computed for a request of the tenant."""
-        self._classes[key[0]].served[key[1]] += prompt_tokens + self._answer_weight * answer_tokens
+    def serve(self, key: LaneKey, amount: float) -> None:
+        """Count what was computed for a request of the tenant; see `service` for the unit."""
+        self._classes[key[0]].served[key[1]] += amount
 
     def served(self, key: LaneKey) -> float:
         return self._classes[key[0]].served[key[1]]

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, assert_never
 
 from engine.config import SchedulerConfig
+from engine.protocol import num_pairs
 from engine.scheduling.request import Request
+from engine.scheduling.service import CountedTokens, Service
 from engine.scheduling.sorted_list import SortedList
 from engine.scheduling.tenant_shares import LaneKey, Shares
 
@@ -46,9 +48,11 @@ class WaitingQueue:
     next look.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, service: Service | None = None) -> None:
+        """`service`: the unit of shares; by default tokens."""
         self._age_s = config.priority_age_ms / 1000
-        self._shares = Shares(config.answer_token_weight)
+        self._shares = Shares()
+        self._service = service or CountedTokens(config.answer_token_weight)
         self._requests: dict[str, Request] = {}
         self._lanes: dict[LaneKey, Lane] = {}
         self._ranks: SortedList[tuple[Rank, Lane]] = SortedList()
@@ -60,6 +64,8 @@ class WaitingQueue:
         """Number of waiting requests that ran before."""
         self.num_tokens = 0
         """Tokens of all waiting requests, including those that the prefix cache may have."""
+        self.num_new_tokens = self.num_new_pairs = 0
+        """Tokens that the prefix cache did not have when their requests came, and the positions they attend to."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -101,8 +107,7 @@ class WaitingQueue:
         lane.requests.add((request.place, request))
         self._changed[key] = lane
         self._requests[request.request_id] = request
-        self.num_preempted += request.was_scheduled
-        self.num_tokens += len(request.token_ids)
+        self._count(request, 1)
 
     def put_back(self, request: Request, where: Literal["arrival", "front", "back"]) -> None:
         """Let a preempted request wait again: by its arrival, before all others, or behind all that have arrived."""
@@ -130,14 +135,20 @@ class WaitingQueue:
             self._unrank(lane)
             del self._lanes[key], self._changed[key]
         del self._requests[request.request_id]
-        self.num_preempted -= request.was_scheduled
-        self.num_tokens -= len(request.token_ids)
+        self._count(request, -1)
         return True
 
-    def serve(self, request: Request, prompt_tokens: int = 0, answer_tokens: int = 0) -> None:
+    def _count(self, request: Request, sign: int) -> None:
+        start, end = request.expected_cached, len(request.token_ids)
+        self.num_preempted += sign * request.was_scheduled
+        self.num_tokens += sign * end
+        self.num_new_tokens += sign * (end - start)
+        self.num_new_pairs += sign * num_pairs(start, end)
+
+    def serve(self, request: Request, amount: float) -> None:
         """Count what was computed for a request against its tenant."""
         key = _lane_key(request)
-        self._shares.serve(key, prompt_tokens, answer_tokens)
+        self._shares.serve(key, amount)
         if (lane := self._lanes.get(key)) is not None:
             self._changed[key] = lane
 
@@ -160,7 +171,7 @@ class WaitingQueue:
         under_way: list[tuple[Rank, _Walk]] = []  # lanes from which this walk has taken requests
         while first or under_way:
             if first and (not under_way or first[0] < under_way[0][0]):
-                walk = _Walk(first[1], self._shares.served(first[1].key))
+                walk = _Walk(first[1], self._shares.served(first[1].key), self._service)
                 first = next(lanes, None)
             else:
                 walk = heapq.heappop(under_way)[1]
@@ -207,8 +218,9 @@ class WaitingQueue:
 class _Walk:
     """A lane from which one walk through the queue takes requests."""
 
-    def __init__(self, lane: Lane, served: float) -> None:
+    def __init__(self, lane: Lane, served: float, service: Service) -> None:
         self._coming = iter(lane)
+        self._service = service
         self.rest: deque[Request] = deque()
         """The next requests, as many as are needed to know since when the lane waits; empty at its end."""
         self.served = served
@@ -216,7 +228,7 @@ class _Walk:
 
     def take(self) -> Request:
         taken = self.rest.popleft()
-        self.served += len(taken.token_ids)
+        self.served += self._service.prompt(taken.expected_cached, len(taken.token_ids))
         self._look_ahead()
         return taken
 

@@ -65,8 +65,9 @@ class Replica:
         self.name, self.zone = name, zone
         self.config = config
         self._loop = asyncio.get_running_loop()
-        self._executor = TimedExecutor(step_time, ends, noise)
-        step_times = _step_times(step_time, noise, config) if config.targets.any else None
+        self.noise = noise or Noise()
+        self._executor = TimedExecutor(step_time, ends, self.noise)
+        step_times = _step_times(step_time, self.noise, config) if config.targets.any else None
         self._core = EngineCore(self._executor, config, clock=self._loop.time, step_times=step_times)
         self._signals = EngineSignals(
             signals,
@@ -100,7 +101,8 @@ class Replica:
             raise RequestRejected(ErrorCode.QUEUE_FULL, f"{self.name} holds {limit} requests.", limit=limit)
         request = create_request(submission, self.config, next(self._arrivals))
         num_tokens = len(submission.prompt_token_ids)
-        self._signals.submitted(submission.request_id, num_tokens, "ingress", num_waiting_outside)
+        costs = self._core.load().prefill_costs
+        self._signals.submitted(submission.request_id, num_tokens, "ingress", num_waiting_outside, costs)
         self._sinks[submission.request_id] = sink
         self._core.submit(request)
         if self._step is None:  # requests that arrive at the same moment are in the same step
@@ -178,7 +180,7 @@ class Replica:
         )
 
 
-def _step_times(step_time: StepTime, noise: Noise | None, config: ResolvedConfig) -> StepTimeModel:
+def _step_times(step_time: StepTime, noise: Noise, config: ResolvedConfig) -> StepTimeModel:
     """Measure the simulated machine as an engine measures its own at the first start."""
     executor = TimedExecutor(step_time, defaultdict(lambda: config.max_model_len), noise)
     found = calibrate(executor, config, clock=lambda: executor.seconds)

@@ -62,6 +62,8 @@ class Scenario:
     """The rate that the autoscaler and the router assume for an engine until it has measured its own."""
     step_deviation: float = 0.0
     """Relative deviation of steps from `step_time`: each takes it times a log-normal factor."""
+    slowness: Sequence[float] = (1.0,)
+    """How many times as long as `step_time` steps take on each replica, in the order of their starts, over and over."""
     duration_s: float | None = None
     """The time for which requests and replica-hours are counted; None means until the last arrival, at least a
     second."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from itertools import count
 
 from engine.protocol import EngineError, Finished, SamplingParams, Submission, Token
 from loadtest.sim.attempt import SimulatedAttempt
@@ -59,6 +60,7 @@ class World:
         self.gate = Gate(self._gate_policy(), lambda: len(self.deployment.running), self.loop.time)
         self.deployment.on_change.append(self.gate.refresh)
         self._migration = Migration(max_migrations=3, timeout_s=600.0, max_model_len=scenario.config.max_model_len)
+        self._made = count()
         self.num_live = 0
         self.replica_seconds = 0.0
 
@@ -66,7 +68,8 @@ class World:
         scenario = self.scenario
         target = {} if scenario.goal.ttft_ms is None else {"ttft_target_ms": scenario.goal.ttft_ms}
         signals = SignalSettings(prefill_tokens_per_s=scenario.prefill_tokens_per_s, **target)
-        noise = Noise(scenario.step_deviation, f"{scenario.seed} {name}")
+        slowness = scenario.slowness[next(self._made) % len(scenario.slowness)]
+        noise = Noise(scenario.step_deviation, f"{scenario.seed} {name}", slowness)
         return Replica(name, zone, scenario.config, scenario.step_time, self.ends, signals, on_empty, noise=noise)
 
     def _gate_policy(self) -> GatePolicy:

@@ -64,4 +64,9 @@ class Backlog:
         takes another window's length."""
         served, seconds = self._window()
         estimate = amount * seconds / served if served else seconds
-        return min(max(estimate, MIN_WAIT_S), MAX_WAIT_S)
+        return bounded(estimate)
+
+
+def bounded(wait_s: float) -> float:
+    """Keep an estimate within its bounds."""
+    return min(max(wait_s, MIN_WAIT_S), MAX_WAIT_S)

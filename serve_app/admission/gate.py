@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
-from engine.protocol import ErrorCode, RequestRejected
-from serve_app.admission.backlog import Backlog
+from engine.protocol import SURELY_LATE, EngineError, ErrorCode, RequestRejected, Submission, why_late
+from serve_app.admission.backlog import Backlog, bounded
+from serve_app.admission.fleet_forecast import FleetForecast
 from serve_app.errors.api_error import overloaded, rate_limited
 from serve_app.settings.limits import ANYBODY, GatePolicy, Tenant
 
@@ -52,10 +53,14 @@ class Gate:
         policy: GatePolicy = _OPEN,
         num_engines: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        forecast: Callable[[], FleetForecast | None] = lambda: None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`num_engines`: how many engines are known now; None and 0 count as one, so that a first request can start an
-        engine. `clock` gives monotonic seconds."""
+        engine. `clock` gives monotonic seconds. `forecast`: what the engines predict, by `wall_clock`, if they do."""
         self._policy = policy
+        self._forecast = forecast
+        self._wall_clock = wall_clock
         self._known_engines = num_engines
         self._clock = clock
         self._all = _Account(clock)
@@ -106,8 +111,21 @@ class Gate:
         return ticket
 
     def retry_after_s(self) -> float:
-        """Estimate the seconds until the next request ends, for refusals by others than the gate."""
-        return self._all.requests.wait_s(1)
+        """Estimate the seconds until there is room for a request, for refusals by others than the gate."""
+        return self._wait_s(self._all.requests.wait_s(1))
+
+    def check_deadline(self, prompts: Sequence[Submission], left_s: float, deadline_s: float) -> None:
+        """Check the prompts of a request that must have ended in `left_s`, which asked for `deadline_s` when it came.
+
+        Raises:
+            EngineError: no engine can meet the deadline, even if predictions are wrong by half.
+        """
+        if (forecast := self._forecast()) is None:
+            return
+        now_s, enough_s = self._wall_clock(), SURELY_LATE * left_s
+        takes_s = max(forecast.first_token_s(prompt, now_s, enough_s) for prompt in prompts)
+        if why := why_late("its first token", takes_s, left_s, deadline_s):
+            raise EngineError(ErrorCode.DEADLINE_EXCEEDED, f"The request was ended at once: {why}.")
 
     def refresh(self) -> None:
         """Use new capacity. Arrivals and departures call this by themselves; call it when an engine joins."""
@@ -142,6 +160,13 @@ class Gate:
 
     # --- limits -----------------------------------------------------------------------------------------------------
 
+    def _wait_s(self, measured_s: float) -> float:
+        """Return the seconds until the least loaded engine has computed the prompts that it has, where engines predict
+        that; else, or if it has none and lacks something else, what the drain rate says."""
+        forecast = self._forecast()
+        predicted_s = 0.0 if forecast is None else forecast.wait_s(self._wall_clock())
+        return bounded(predicted_s) if predicted_s else measured_s
+
     def _num_engines(self) -> int:
         return max(1, self._known_engines() or 0)
 
@@ -151,7 +176,7 @@ class Gate:
             raise rate_limited("requests", limit, 0, ticket.account.requests.wait_s(excess))
         limit = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
         if limit is not None and (excess := _excess(self._all.requests, 1, limit)):
-            raise overloaded("requests", limit, self._all.requests.wait_s(excess))
+            raise overloaded("requests", limit, self._wait_s(self._all.requests.wait_s(excess)))
 
     def _check_tokens(self, ticket: AdmissionTicket, num_tokens: int) -> None:
         limit = self._policy.of_tenant(ticket.tenant).max_queued_tokens
@@ -160,7 +185,7 @@ class Gate:
             raise rate_limited("tokens", limit, left, ticket.account.tokens.wait_s(excess))
         limit = self._policy.of_deployment(self._num_engines()).max_queued_tokens
         if limit is not None and (excess := _excess(self._all.tokens, num_tokens, limit)):
-            raise overloaded("tokens", limit, self._all.tokens.wait_s(excess))
+            raise overloaded("tokens", limit, self._wait_s(self._all.tokens.wait_s(excess)))
 
     # --- called by AdmissionTicket only -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Defines the HTTP routes of OpenAI's and Anthropic's APIs, as an ASGI app. Long, because all routes are here.
+"""Defines the HTTP routes of OpenAI's and Anthropic's APIs, as an ASGI app over an engine client. Long: all routes.
 Never touches tokens or text itself, and knows neither Ray nor how the engine runs."""
 
 from __future__ import annotations
@@ -191,7 +191,10 @@ class _Generate(Generic[RequestT]):
         patiently = partial(context.turns.run, ticket.tenant.name)
         with lifecycle.bound():
             groups = await self._prepare(request, admitted.request_id, context.tokenizer, model, patiently)
-        num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
+        prompts = [group[0].submission for group in groups]
+        if (deadline := lifecycle.deadline) is not None:
+            context.gate.check_deadline(prompts, deadline.left_s(), deadline.timeout_ms / 1000)
+        num_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
         with lifecycle.bound(), admitted.times.at_gate():
             await ticket.dispatched(num_tokens, sum(map(len, groups)))
         if session is None and request.num_choices > 1:

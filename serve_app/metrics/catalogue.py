@@ -123,6 +123,13 @@ ENGINE = (
     ),
     _engine_gauge("chunkserve:step_time_extra_seconds", "What every step takes besides, such as planning and sending."),
     _engine_gauge("chunkserve:step_time_deviation", "Recent relative deviation of steps from their predicted times."),
+    _engine_gauge(
+        "chunkserve:queued_prefill_seconds",
+        "Predicted time until prompts that wait or are partly computed are computed.",
+    ),
+    _engine_gauge(
+        "chunkserve:prefill_token_seconds", "Predicted time of a prompt token beside the requests that decode now."
+    ),
     _engine_counter(
         "chunkserve:graph_steps",
         "Steps on a GPU that has captured graphs. `hit`: replayed, with the graph's name. `miss`: not "

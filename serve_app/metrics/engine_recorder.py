@@ -293,11 +293,15 @@ def _graph_steps(load: LoadSnapshot) -> list[Sample]:
 
 
 def _step_times(load: LoadSnapshot) -> list[Sample]:
-    """Return the corrections of the step time model; there are none for an engine without targets."""
-    if (found := load.step_times) is None:
+    """Return the corrections of the step time model, and what it predicts; there is none for an engine without
+    targets."""
+    found, queued_s, costs = load.step_times, load.queued_prefill_s, load.prefill_costs
+    if found is None or queued_s is None or costs is None:
         return []
     return [
         Sample("chunkserve:step_time_scale", (), found.scale),
         Sample("chunkserve:step_time_extra_seconds", (), found.extra_s),
         Sample("chunkserve:step_time_deviation", (), found.deviation),
+        Sample("chunkserve:queued_prefill_seconds", (), queued_s),
+        Sample("chunkserve:prefill_token_seconds", (), costs.token_s),
     ]

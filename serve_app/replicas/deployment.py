@@ -22,6 +22,7 @@ from engine.config import EngineConfig, ResolvedConfig
 from engine.protocol import AdapterRef, EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
 from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.adapters.names import AdapterNames
+from serve_app.admission.fleet_forecast import fleet_forecast
 from serve_app.admission.gate import Gate
 from serve_app.api.generation.live import LiveRequests
 from serve_app.api.text.tokenizer import Tokenizer
@@ -133,7 +134,8 @@ class EngineReplica:
         """Run one request; see TokenSender.generate. A refusal is returned and not raised, because Serve would log a
         traceback for each."""
         request_id, num_tokens = call.submission.request_id, len(call.submission.prompt_token_ids)
-        self._signals.submitted(request_id, num_tokens, call.channel.endpoint, call.num_waiting)
+        costs = self._engine.load().prefill_costs
+        self._signals.submitted(request_id, num_tokens, call.channel.endpoint, call.num_waiting, costs)
         try:
             return await self._sender.generate(call)
         except EngineError as error:
@@ -237,7 +239,7 @@ class IngressReplica:
         self._client = HandleClient(
             calls, others, receiver, migration, lambda: self._gate.num_waiting, may_sleep=may_sleep, large=engine
         )
-        self._gate = Gate(settings.gate_policy, num_engines)
+        self._gate = Gate(settings.gate_policy, num_engines, forecast=fleet_forecast)
         stored = StoreCounts()
         self._memory = _memory(settings, store, stored)
         self._recorder = IngressRecorder(self._gate, counts, stored)

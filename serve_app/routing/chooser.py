@@ -3,7 +3,7 @@ Never learns anything except its own placements: the fleet takes the reports."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -56,29 +56,78 @@ class Chooser:
         fleet.
         """
         prompt = submission.prompt_token_ids
-        adapter = "" if submission.adapter is None else submission.adapter.digest
-        salt, inputs = submission.cache_salt, submission.inputs
-        keys = prefix_keys(prompt, self._block_size, self._routing.prefix_blocks, salt, inputs, adapter)
+        keys = self._keys(submission)
         cached = self.fleet.holders(keys)
         ask = Ask(len(prompt), session, frozenset(avoid))
-        weight, needs = self._routing.request_tokens, adapter_key(adapter)
+        needs = b"" if submission.adapter is None else adapter_key(submission.adapter.digest)
         lack = {name for name in names if not self.fleet.holds_adapter(name, needs)} if needs else _NOBODY
-        candidates = [
+        candidates = self._candidates(names, now, cached, lack, full)
+        ranks = rank(ask, candidates, self._bound, self._random)
+        if ranks:
+            first = ranks[0][0]
+            num_new_tokens = ask.num_new_tokens(cached.get(first, 0))
+            num_cached_tokens = len(prompt) - num_new_tokens
+            self.fleet.place(attempt, first, num_new_tokens, keys, now, needs, num_cached_tokens=num_cached_tokens)
+        return Choice(ranks, cached)
+
+    def most_cached(self, submission: Submission) -> dict[str, int]:
+        """Return how many leading tokens of a prompt each replica may have in its cache; those with none are left out.
+        Only the first blocks are looked up, so a replica with all of these may have the whole prompt. Callable on any
+        thread."""
+        keys = self._keys(submission)
+        whole = self._block_size * len(keys) if len(keys) == self._routing.prefix_blocks else None
+        num_tokens = len(submission.prompt_token_ids)
+        return {name: num_tokens if count == whole else count for name, count in self.fleet.holders(keys).items()}
+
+    def _keys(self, submission: Submission) -> tuple[bytes, ...]:
+        adapter = "" if submission.adapter is None else submission.adapter.digest
+        return prefix_keys(
+            submission.prompt_token_ids,
+            self._block_size,
+            self._routing.prefix_blocks,
+            submission.cache_salt,
+            submission.inputs,
+            adapter,
+        )
+
+    def _candidates(
+        self,
+        names: Collection[str],
+        now: float,
+        cached: Mapping[str, int],
+        lack: Collection[str],
+        full: Container[str],
+    ) -> list[Candidate]:
+        """Describe the replicas by time, or by tokens if one of them predicts none. `cached`: the prompt's tokens in
+        their caches; `lack`: those that would have to load its adapter."""
+        weight, to_load = self._routing.request_tokens, self._routing.adapter_tokens
+        predicted = self.fleet.predicted_loads(names, now)
+        if predicted is not None:
+            return [
+                Candidate(
+                    name,
+                    queued_s + token_s * weight * num_requests,
+                    cached.get(name, 0),
+                    num_free_tokens,
+                    to_load if name in lack else 0,
+                    name in full,
+                    token_s,
+                    pair_s,
+                )
+                for name, (num_requests, queued_s, token_s, pair_s, num_free_tokens) in zip(
+                    names, predicted, strict=True
+                )
+            ]
+        return [
             Candidate(
                 name,
                 num_queued_tokens + weight * num_requests,
                 cached.get(name, 0),
                 num_free_tokens,
-                self._routing.adapter_tokens if name in lack else 0,
+                to_load if name in lack else 0,
                 name in full,
             )
             for name, (num_requests, num_queued_tokens, num_free_tokens) in zip(
                 names, self.fleet.loads(names, now), strict=True
             )
         ]
-        ranks = rank(ask, candidates, self._bound, self._random)
-        if ranks:
-            first = ranks[0][0]
-            num_new_tokens = ask.num_new_tokens(cached.get(first, 0))
-            self.fleet.place(attempt, first, num_new_tokens, keys, now, needs)
-        return Choice(ranks, cached)

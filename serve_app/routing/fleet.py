@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from engine.protocol import PrefillCosts
+from serve_app.admission.fleet_forecast import EngineForecast
 from serve_app.engines.engine_load import EngineLoad
 from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.stats import RoutingReport, decode, taken_at_s
@@ -27,12 +29,26 @@ class ReplicaLoad(NamedTuple):
     """Tokens for which the KV cache has room; None if unknown."""
 
 
+class PredictedLoad(NamedTuple):
+    """A replica's work in time, with what more of it takes."""
+
+    num_requests: int
+    queued_s: float
+    """Seconds until the prompts that were sent there are computed."""
+    token_s: float
+    pair_s: float
+    num_free_tokens: int | None
+
+
 @dataclass(slots=True)
 class _Sent:
     """A request that was sent, or is about to be sent, and has not ended."""
 
     replica_id: str
     num_tokens: int
+    """The prompt's tokens that must be computed there."""
+    num_cached_tokens: int
+    """Those before them."""
     keys: tuple[bytes, ...]
     at: float
     adapter: bytes = b""
@@ -59,13 +75,19 @@ class _Replica:
     the engine computed in between."""
     at: float = 0.0
     rate: float = 0.0
+    costs: PrefillCosts | None = None
+    """The report's; None if there is none, or its engine does not predict."""
+    left_s: float = 0.0
+    """The seconds that the work at `at` takes, if there are `costs`."""
 
     def sum_up(self, block_size: int) -> None:
         """Compute the sums anew, after a new report or the end of an attempt."""
         self.num_promised_tokens, self.num_requests = 0, 0
         self.left, self.at, self.rate, self.num_free_tokens = 0.0, 0.0, 0.0, None
+        self.left_s, self.costs = 0.0, None
         if report := self.report:
             self.left, self.at, self.rate = report.num_queued_tokens, report.taken_at_s, report.prefill_tokens_per_s
+            self.left_s, self.costs = report.queued_prefill_s or 0.0, report.prefill_costs
             self.num_requests = max(report.num_requests - self.num_ended, 0)
             self.num_free_tokens = report.num_free_blocks * block_size
         for sent in self.fresh.values():
@@ -76,6 +98,9 @@ class _Replica:
         self.num_requests += 1
         self.num_promised_tokens += sent.num_tokens
         self.left = self.num_queued_tokens(sent.at) + sent.num_tokens
+        if self.costs is not None:
+            start = sent.num_cached_tokens
+            self.left_s = self.queued_s(sent.at) + self.costs.seconds(start, start + sent.num_tokens)
         self.at = max(self.at, sent.at)
 
     def holds(self, adapter: bytes) -> bool:
@@ -89,6 +114,21 @@ class _Replica:
         left = self.left - self.rate * (now - self.at) if now > self.at else self.left
         return left if left > 0 else 0.0
 
+    def queued_s(self, now: float) -> float:
+        """Estimate the seconds until those are computed: they pass by themselves."""
+        left_s = self.left_s - (now - self.at) if now > self.at else self.left_s
+        return left_s if left_s > 0 else 0.0
+
+    def predicted(self, costs: PrefillCosts, now: float) -> PredictedLoad:
+        free = self.num_free_tokens
+        return PredictedLoad(
+            self.num_requests,
+            self.queued_s(now) if self.left_s else 0.0,
+            costs.token_s,
+            costs.pair_s,
+            None if free is None else max(free - self.num_promised_tokens, 0),
+        )
+
 
 _NOBODY = _Replica()
 """Stands for a replica about which nothing is known."""
@@ -100,7 +140,8 @@ class Fleet:
     A report counts everybody's requests, but may be as old as the period of reports. This router's own record counts
     only its own requests, but immediately. A replica's load is its last report, plus what this router has sent there
     since, less what it knows to have ended since, and less the prompt tokens that the engine has computed since at the
-    speed that it reported. Without a report, it is what this router has sent there and has not seen end.
+    speed that it reported. Without a report, it is what this router has sent there and has not seen end. Where an
+    engine predicts times, the same is known in seconds.
     """
 
     def __init__(self, block_size: int, max_index_blocks: int) -> None:
@@ -145,6 +186,16 @@ class Fleet:
         held = sum(report.num_held_blocks for report in reports)
         return EngineLoad(held / num_blocks, sum(report.num_waiting for report in reports))
 
+    def forecasts(self) -> tuple[EngineForecast, ...]:
+        """Return what the replicas predicted in their last reports; nothing if one of them did not predict."""
+        found = []
+        for name, replica in self._replicas.items():
+            report = replica.report
+            if report is None or report.prefill_costs is None:
+                return ()
+            found.append(EngineForecast(name, report.taken_at_s, report.queued_prefill_s or 0.0, report.prefill_costs))
+        return tuple(found)
+
     def forget(self, replica_id: str) -> None:
         """Forget a replica that is gone, with its cache and what was sent there."""
         self._index.forget(replica_id)
@@ -167,6 +218,17 @@ class Fleet:
             )
             for replica in replicas
         ]
+
+    def predicted_loads(self, replica_ids: Iterable[str], now: float) -> list[PredictedLoad] | None:
+        """Return the load of each replica in time; None if one of them has not reported its costs. Then no two can be
+        compared by time: a rate of tokens measured over a minute, and only under load, is no prediction beside one."""
+        found = []
+        for replica_id in replica_ids:
+            replica = self._replicas.get(replica_id, _NOBODY)
+            if (costs := replica.costs) is None:
+                return None
+            found.append(replica.predicted(costs, now))
+        return found
 
     def num_cached_tokens(self, replica_id: str, keys: Sequence[bytes]) -> int:
         """Estimate how many leading tokens of a prompt the replica has in its cache."""
@@ -194,8 +256,11 @@ class Fleet:
         keys: tuple[bytes, ...],
         now: float,
         adapter: bytes = b"",
+        *,
+        num_cached_tokens: int = 0,
     ) -> None:
-        """Count an attempt at a replica, with `num_tokens` to compute, so that other requests take it into account.
+        """Count an attempt at a replica, with `num_tokens` to compute after those that are cached, so that other
+        requests take it into account.
 
         Ignored for an attempt that is not open, because its end would not be reported.
         """
@@ -204,7 +269,8 @@ class Fleet:
         self._withdraw(attempt)
         if (replica := self._replicas.get(replica_id)) is None:
             return
-        self._attempts[attempt] = replica.fresh[attempt] = sent = _Sent(replica_id, num_tokens, keys, now, adapter)
+        sent = _Sent(replica_id, num_tokens, num_cached_tokens, keys, now, adapter)
+        self._attempts[attempt] = replica.fresh[attempt] = sent
         replica.add(sent)
         self._index.add(replica_id, keys, now)
 
@@ -212,7 +278,8 @@ class Fleet:
         """Note to which replica an attempt was really sent."""
         sent = self._attempts.get(attempt)
         if sent is not None and sent.replica_id != replica_id:
-            self.place(attempt, replica_id, sent.num_tokens, sent.keys, now, sent.adapter)
+            cached = sent.num_cached_tokens
+            self.place(attempt, replica_id, sent.num_tokens, sent.keys, now, sent.adapter, num_cached_tokens=cached)
 
     def close(self, attempt: str) -> None:
         """End an attempt, whatever its outcome. Ignored for an unknown one."""

@@ -10,16 +10,21 @@ from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
+from engine.protocol import num_pairs
+
 NUM_DRAWN = 2
 """How many replicas are drawn at random if no cache or session speaks for one: the power of two choices."""
 
 
 class Candidate(NamedTuple):
-    """A replica from one request's point of view. A tuple, because a request may make a thousand of them."""
+    """A replica from one request's point of view. A tuple, because a request may make a thousand of them.
+
+    Work is in seconds if all candidates predict them, and else in prompt tokens to compute.
+    """
 
     replica_id: str
-    load_tokens: int = 0
-    """The replica's pending work, in prompt tokens to compute."""
+    load: float = 0.0
+    """The replica's pending work."""
     num_cached_tokens: int = 0
     """Leading tokens of this prompt in the replica's cache."""
     num_free_tokens: int | None = None
@@ -28,9 +33,14 @@ class Candidate(NamedTuple):
     """The cost of loading the request's adapter, in prompt tokens to compute; 0 if it is loaded or not needed."""
     full: bool = False
     """Whether the replica takes no request now."""
+    token_cost: float = 1.0
+    """The work of a prompt token."""
+    pair_cost: float = 0.0
+    """The work of a pair of a token and a position that it attends to."""
 
 
-_load = attrgetter("load_tokens")
+_load = attrgetter("load")
+_token_cost = attrgetter("token_cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +66,9 @@ class Bound:
     slack_tokens: int
 
     def load_limit(self, candidates: Sequence[Candidate]) -> float:
-        mean: float = sum(map(_load, candidates)) / len(candidates)
-        return self.load_factor * mean + self.slack_tokens
+        load: float = sum(map(_load, candidates))
+        slack: float = self.slack_tokens * sum(map(_token_cost, candidates))
+        return (self.load_factor * load + slack) / len(candidates)
 
 
 def rank(ask: Ask, candidates: Sequence[Candidate], bound: Bound, random: Random) -> list[list[str]]:
@@ -68,10 +79,11 @@ def rank(ask: Ask, candidates: Sequence[Candidate], bound: Bound, random: Random
     3. Replicas above the bound come after those within it. The least loaded one is always within it.
     4. Replicas with no room in their KV cache come after those that have room, because the request would wait there.
     5. With a session, the session's hash decides the order, so that only its sessions move when a replica goes.
-    6. Without a session, the fewest tokens before the first answer token decide: the replica's pending work, and what
-       must be computed of this prompt. So a cached prefix counts exactly the tokens that it saves, and an adapter that
-       must be loaded counts its configured cost: replicas that have it come first as long as they have little more to
-       do. Of replicas that have neither, two drawn at random come first: all ingress replicas have the same reports,
+    6. Without a session, the least work before the first answer token decides: the replica's pending work, and what
+       must be computed of this prompt. In seconds, that is the predicted time to the first token, so that engines get
+       work in proportion to their speed. A cached prefix counts exactly what it saves, and an adapter that must be
+       loaded counts its configured cost: replicas that have it come first as long as they have little more to do. Of
+       replicas that have neither, two drawn at random come first: all ingress replicas have the same reports,
        and would otherwise all send to the same replica until the next report.
     """
     if not candidates:
@@ -80,18 +92,19 @@ def rank(ask: Ask, candidates: Sequence[Candidate], bound: Bound, random: Random
     allowed.sort(key=lambda _: random.random())  # the order among equals; a shuffle takes three times as long
     most = bound.load_limit(allowed)
     ready = [candidate for candidate in allowed if not candidate.full]
-    light = [candidate for candidate in ready if candidate.load_tokens <= most]
-    heavy = sorted((candidate for candidate in ready if candidate.load_tokens > most), key=_load)
+    light = [candidate for candidate in ready if candidate.load <= most]
+    heavy = sorted((candidate for candidate in ready if candidate.load > most), key=_load)
     ranks = [[candidate.replica_id] for candidate in [*_in_order(ask, light), *heavy]]
     full = [candidate.replica_id for candidate in allowed if candidate.full]
     return [*ranks, full] if full else ranks
 
 
 def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
-    def cost(candidate: Candidate) -> tuple[bool, int]:
+    def cost(candidate: Candidate) -> tuple[bool, float]:
         num_new_tokens = ask.num_new_tokens(candidate.num_cached_tokens)
-        to_do = candidate.load_tokens + num_new_tokens + candidate.adapter_tokens
-        return _lacks_room(candidate, num_new_tokens), to_do
+        tokens = candidate.token_cost * (num_new_tokens + candidate.adapter_tokens)
+        pairs = candidate.pair_cost * num_pairs(ask.num_tokens - num_new_tokens, ask.num_tokens)
+        return _lacks_room(candidate, num_new_tokens), candidate.load + tokens + pairs
 
     if (session := ask.session) is not None:
         return sorted(candidates, key=lambda one: (cost(one)[0], -session_weight(session, one.replica_id)))
@@ -103,7 +116,7 @@ def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
     tight = [candidate for candidate in others if _lacks_room(candidate, everything)]
     drawn = [*roomy[:NUM_DRAWN], *tight][:NUM_DRAWN]
     rest = [roomy[NUM_DRAWN:], tight[max(NUM_DRAWN - len(roomy), 0) :]]
-    # The rest have neither the prompt nor its adapter, so only their loads decide.
+    # The rest have neither the prompt nor its adapter, so their loads tell them apart well enough.
     return sorted([*holders, *drawn], key=cost) + [one for group in rest for one in sorted(group, key=_load)]
 
 

@@ -50,11 +50,12 @@ class PrefixIndex:
         return _depth(self._known.get(replica_id, {}), keys)
 
     def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return the replicas that have leading blocks of a prompt, and how many each has."""
+        """Return the replicas that have leading blocks of a prompt, and how many each has. Callable on any thread: it
+        looks at a copy of the replicas, and at one key at a time."""
         if not keys:
             return {}
         first = keys[0]
-        return {replica_id: _depth(known, keys) for replica_id, known in self._known.items() if first in known}
+        return {replica_id: _depth(known, keys) for replica_id, known in list(self._known.items()) if first in known}
 
     def add(self, replica_id: str, keys: Sequence[bytes], now: float) -> None:
         """Note that a prompt was sent to the replica at `now`, in seconds."""

@@ -14,6 +14,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from engine.config import EngineConfig
+from serve_app.admission.fleet_forecast import FleetForecast, set_fleet_forecast
 from serve_app.engines import liveness
 from serve_app.engines.engine_call import EngineCall
 from serve_app.engines.engine_count import num_engines, set_num_engines
@@ -67,6 +68,8 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         liveness.set_engines(frozenset(replica_id.unique_id for replica_id in self.curr_replicas))
         set_num_engines(len(self.curr_replicas))
         set_engine_load(self._fleet.engine_load())
+        forecasts = self._fleet.forecasts()
+        set_fleet_forecast(FleetForecast(forecasts, self._chooser.most_cached) if forecasts else None)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.async_engine import AsyncEngine
-from engine.protocol import EngineError, LoadSnapshot
+from engine.protocol import EngineError, LoadSnapshot, PrefillCosts
 from serve_app.routing.prefix_index import KEY_BYTES
 
 _FORMAT = 1
@@ -17,6 +17,8 @@ _FORMAT = 1
 
 _CHANGES = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes", "adapters")
 """Changes in these fields are published. With a queue every report is, because routers expect it to become shorter."""
+_COST_CHANGE = 0.1
+"""So is a relative change of what a prompt token costs by more than this: it varies a little all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ class RoutingReport:
     """Whether those are all cached blocks."""
     adapter_keys: frozenset[bytes] = frozenset()
     """The keys of the LoRA adapters in memory; see adapter_key."""
+    queued_prefill_s: float | None = None
+    """Predicted seconds until those tokens are computed; None from an engine that does not predict, such as one of
+    an earlier version."""
+    prefill_costs: PrefillCosts | None = None
+    """By these, a new prompt's time is predicted; None likewise."""
 
 
 def adapter_key(digest: str) -> bytes:
@@ -68,7 +75,11 @@ def encode(
     Serve pickles the value, keeps it in its controller, and sends it with those of all other replicas to every router
     each time that one of them changes. Therefore it consists of few bytes.
     """
+    predicted: dict[str, float] = {}
+    if load.queued_prefill_s is not None and (costs := load.prefill_costs) is not None:
+        predicted = {"queued_prefill_s": load.queued_prefill_s, "token_s": costs.token_s, "pair_s": costs.pair_s}
     return {
+        **predicted,
         "format": _FORMAT,
         "taken_at_s": taken_at_s,
         "requests": load.num_running + load.num_waiting,
@@ -111,9 +122,16 @@ class RoutingReporter:
             taken_at_s=time.time(),
             adapters=self._engine.adapters.loaded,
         )
-        if fresh["queued_tokens"] or any(fresh[name] != self._last.get(name) for name in _CHANGES):
+        changed = any(fresh[name] != self._last.get(name) for name in _CHANGES)
+        if fresh["queued_tokens"] or changed or _cost_changed(self._last.get("token_s"), fresh.get("token_s")):
             self._last = fresh
         return self._last
+
+
+def _cost_changed(before: float | None, now: float | None) -> bool:
+    if before is None or now is None:
+        return before is not now
+    return abs(now - before) > _COST_CHANGE * before
 
 
 def taken_at_s(stats: Mapping[str, Any]) -> float | None:
@@ -138,6 +156,8 @@ def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
         prefix_keys=_keys(stats["prefixes"]),
         all_prefixes=stats["all_prefixes"],
         adapter_keys=frozenset(_keys(stats.get("adapters", b""))),
+        queued_prefill_s=stats.get("queued_prefill_s"),
+        prefill_costs=PrefillCosts(stats["token_s"], stats["pair_s"]) if "token_s" in stats else None,
     )
 
 

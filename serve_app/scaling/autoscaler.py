@@ -138,7 +138,7 @@ class Autoscaler:
 def steady_terms(settings: ScalingSettings, reports: Sequence[EngineReport]) -> dict[str, float]:
     """Compute the replicas for running and arriving requests. A backlog at too few replicas does not increase these."""
     seats = sum(report.num_running / report.max_num_seqs for report in reports)
-    prefill = sum(report.offered_prefill_tokens_per_s / report.prefill_tokens_per_s for report in reports)
+    prefill = sum(report.offered_load for report in reports)
     return {
         RUNNING: seats / settings.target_utilization,
         OFFERED: prefill / settings.target_utilization,
@@ -152,7 +152,7 @@ def waiting_terms(settings: ScalingSettings, reports: Sequence[EngineReport], ou
     steady = steady_terms(settings, reports)
     seats = sum(report.max_num_seqs for report in reports)
     waiting = outside + sum(report.num_waiting for report in reports if _is_seated(report))
-    queue_s = sum(report.queued_prefill_tokens / report.prefill_tokens_per_s for report in reports)
+    queue_s = sum(report.queue_s for report in reports)
     excess_s = max(0.0, queue_s - settings.target_queue_s * len(reports))
     prompts = sum(one.queued_prefill_tokens / one.kv_capacity_tokens for one in reports if one.kv_pressure >= _FULL)
     return {
@@ -169,8 +169,7 @@ def _is_seated(report: EngineReport) -> bool:
 
 
 def _has_backlog(settings: ScalingSettings, report: EngineReport) -> bool:
-    queue_s = report.queued_prefill_tokens / report.prefill_tokens_per_s
-    return queue_s > settings.target_queue_s or (report.num_waiting > 0 and _is_seated(report))
+    return report.queue_s > settings.target_queue_s or (report.num_waiting > 0 and _is_seated(report))
 
 
 def _whole(need: float) -> int:

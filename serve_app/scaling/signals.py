@@ -7,9 +7,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
+from typing import Any
 
-from engine.protocol import TERMINAL, Event, Finished, FinishReason, LoadSnapshot, PromptLogprobs, Scheduled
+from engine.protocol import (
+    TERMINAL,
+    Event,
+    Finished,
+    FinishReason,
+    LoadSnapshot,
+    PrefillCosts,
+    PromptLogprobs,
+    Scheduled,
+)
 from serve_app.settings.scaling import SignalSettings
 
 ATTAINMENT_WINDOW_S = 30
@@ -45,16 +55,39 @@ class EngineReport:
     """The share of those with a first token in time; 1 if there are none. See EngineSignals."""
     num_waiting_outside: float = 0.0
     """Requests that wait in ingress replicas for a place with any engine, by what this engine last heard from each."""
+    queued_prefill_s: float | None = None
+    """Predicted seconds until `queued_prefill_tokens` are computed; None from an engine that does not predict."""
+    offered_prefill_s_per_s: float | None = None
+    """Predicted seconds of prefill that arrive each second, over the same window; None likewise."""
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds until the queued prompts are computed: as predicted, or else by the measured rate."""
+        if self.queued_prefill_s is not None:
+            return self.queued_prefill_s
+        return self.queued_prefill_tokens / self.prefill_tokens_per_s
+
+    @property
+    def offered_load(self) -> float:
+        """Seconds of prefill that arrive each second, likewise. One engine can do 1."""
+        if self.offered_prefill_s_per_s is not None:
+            return self.offered_prefill_s_per_s
+        return self.offered_prefill_tokens_per_s / self.prefill_tokens_per_s
 
     def as_stats(self) -> dict[str, float]:
-        """Return the value for a deployment's `record_autoscaling_stats`."""
-        return asdict(self)
+        """Return the value for a deployment's `record_autoscaling_stats`: Serve takes numbers only."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, float]) -> EngineReport | None:
-        """Read the report from metrics; None if one of them is missing or not a number."""
-        values = [stats.get(spec.name, math.nan) for spec in fields(cls)]
-        return cls(*values) if all(math.isfinite(value) for value in values) else None
+        """Read the report from metrics; None if one that every engine reports is missing, or one is not a number."""
+        values = {spec.name: stats.get(spec.name, math.nan) for spec in fields(cls) if _is_due(spec, stats)}
+        return cls(**values) if all(math.isfinite(value) for value in values.values()) else None
+
+
+def _is_due(spec: Field[Any], stats: Mapping[str, float]) -> bool:
+    """Whether a report has this field: engines that do not predict times, as those of an earlier version, lack some."""
+    return spec.default is not None or spec.name in stats
 
 
 @dataclass(slots=True)
@@ -63,6 +96,7 @@ class _Waiting:
 
     since_s: float
     prompt_tokens: int
+    costs: PrefillCosts | None
     cached_tokens: int = 0
 
 
@@ -152,18 +186,29 @@ class EngineSignals:
         self._waiting: dict[str, _Waiting] = {}  # bounded by the engine's own limit
         self._throughput = _Throughput(step_tokens)
         self._offered = _Window(OFFERED_WINDOW_S)
+        self._offered_s = _Window(OFFERED_WINDOW_S)
         self._judged = _Window(ATTAINMENT_WINDOW_S)
         self._in_time = _Window(ATTAINMENT_WINDOW_S)
         self._outside: dict[str, tuple[float, int]] = {}  # ingress replica: (when heard of, waiting there)
 
-    def submitted(self, request_id: str, prompt_tokens: int, ingress: str = "", num_waiting_outside: int = 0) -> None:
-        """Note a request that is about to be submitted; `num_waiting_outside` others wait in its ingress replica."""
+    def submitted(
+        self,
+        request_id: str,
+        prompt_tokens: int,
+        ingress: str = "",
+        num_waiting_outside: int = 0,
+        costs: PrefillCosts | None = None,
+    ) -> None:
+        """Note a request that is about to be submitted; `num_waiting_outside` others wait in its ingress replica.
+        `costs`: what prefill takes now, if the engine predicts it."""
         now_s = self._clock()
         self._outside[ingress] = (now_s, num_waiting_outside)
         if not self._waiting:
             self._throughput.begin(now_s)
-        self._waiting[request_id] = _Waiting(now_s, prompt_tokens)
+        self._waiting[request_id] = _Waiting(now_s, prompt_tokens, costs)
         self._offered.add(now_s, prompt_tokens)
+        if costs is not None:
+            self._offered_s.add(now_s, costs.seconds(0, prompt_tokens))
 
     def refused(self, request_id: str) -> None:
         """Count a request that the engine refused for lack of room: offered load that was not served."""
@@ -197,6 +242,7 @@ class EngineSignals:
         now_s = self._clock()
         judged, attainment = self._attainment(now_s)
         used_blocks = load.num_held_blocks + load.num_reserved_blocks
+        predicts = load.prefill_costs is not None
         return EngineReport(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
@@ -204,11 +250,13 @@ class EngineSignals:
             max_num_seqs=self._max_num_seqs,
             queued_prefill_tokens=load.num_queued_tokens,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
-            offered_prefill_tokens_per_s=max(0.0, self._offered.total(now_s)) / OFFERED_WINDOW_S,
+            offered_prefill_tokens_per_s=_mean(self._offered, now_s),
             kv_pressure=min(1.0, used_blocks / load.num_blocks),
             kv_capacity_tokens=load.num_blocks * self._block_size,
             num_judged=judged,
             ttft_attainment=attainment,
+            queued_prefill_s=load.queued_prefill_s,
+            offered_prefill_s_per_s=_mean(self._offered_s, now_s) if predicts else None,
         )
 
     def _waiting_outside(self, now_s: float) -> int:
@@ -219,6 +267,8 @@ class EngineSignals:
     def _scheduled(self, waiting: _Waiting, cached_tokens: int) -> None:
         waiting.cached_tokens = cached_tokens
         self._offered.add(self._clock(), -cached_tokens)
+        if waiting.costs is not None:
+            self._offered_s.add(self._clock(), -waiting.costs.seconds(0, cached_tokens))
 
     def _first_token(self, request_id: str, waiting: _Waiting) -> None:
         now_s = self._clock()
@@ -244,6 +294,11 @@ class EngineSignals:
         late = sum(self._is_late(waiting, now_s) for waiting in self._waiting.values())
         judged = self._judged.total(now_s) + late
         return judged, self._in_time.total(now_s) / judged if judged else 1.0
+
+
+def _mean(offered: _Window, now_s: float) -> float:
+    """Return the mean per second. Cached parts are subtracted when a prompt begins, so that a sum may be below 0."""
+    return max(0.0, offered.total(now_s)) / OFFERED_WINDOW_S
 
 
 def _gave_up(event: Event) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from engine.protocol import LoadSnapshot, Scheduled, Token
+from engine.protocol import LoadSnapshot, PrefillCosts, Scheduled, Token
 from serve_app.scaling.autoscaler import Autoscaler, Decision, Observation
 from serve_app.scaling.memory import StampedReport
 from serve_app.scaling.signals import EngineSignals
@@ -30,6 +30,12 @@ class Shape:
     answer_s: float = 8.0
     blocks_per_request: int = 20
     startup_s: float = 30.0
+    predicts: bool = False
+    """Whether engines report predicted seconds, too."""
+
+    @property
+    def costs(self) -> PrefillCosts | None:
+        return PrefillCosts(1 / self.prefill_tokens_per_s, 0.0) if self.predicts else None
 
 
 @dataclass
@@ -52,7 +58,7 @@ class SimulatedEngine:
     report: StampedReport | None = None
 
     def submit(self, job: _Job) -> None:
-        self.signals.submitted(job.name, self.shape.prompt_tokens)
+        self.signals.submitted(job.name, self.shape.prompt_tokens, costs=self.shape.costs)
         self.queue.append(job)
 
     def step(self, now_s: float) -> list[float]:
@@ -80,6 +86,7 @@ class SimulatedEngine:
             num_waiting=len(self.queue),
             num_queued_tokens=math.ceil(sum(job.left_tokens for job in self.queue)),
             num_held_blocks=blocks,
+            costs=self.shape.costs,
         )
 
 
@@ -91,6 +98,7 @@ def load_snapshot(
     num_held_blocks: int = 0,
     num_evictable_blocks: int = 0,
     num_reserved_blocks: int = 0,
+    costs: PrefillCosts | None = None,
 ) -> LoadSnapshot:
     return LoadSnapshot(
         num_running=num_running,
@@ -107,6 +115,8 @@ def load_snapshot(
         num_preemptions=0,
         reserve_ratio=0.0,
         reserve_margin=0.5,
+        queued_prefill_s=None if costs is None else costs.seconds(0, num_queued_tokens),
+        prefill_costs=costs,
     )
 
 

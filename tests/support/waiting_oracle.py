@@ -42,7 +42,7 @@ class PlainQueue:
         while lanes:
             lane = min(lanes, key=lambda lane: self._rank(lane, served, now))
             order.append(lane.pop(0))
-            served[_lane_key(order[-1])] += len(order[-1].token_ids)
+            served[_lane_key(order[-1])] += len(order[-1].token_ids) - order[-1].expected_cached
             lanes = [lane for lane in lanes if lane]
         return order
 

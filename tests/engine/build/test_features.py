@@ -75,6 +75,7 @@ VALUES: dict[Feature, Any] = {
     features.ONE_PARTIAL: 1,
     features.SNAPSHOTS: 16,
     features.FREE_TOKENS: 16,
+    features.ANSWER_WEIGHT: 3.0,
     features.TTFT_TARGET: 1000.0,
     features.TPOT_TARGET: 50.0,
     features.NATIVE: "native",

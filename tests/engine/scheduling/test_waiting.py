@@ -13,6 +13,7 @@ from engine.protocol import SamplingParams, Submission
 from engine.scheduling.planner import MAX_PASSED
 from engine.scheduling.request import Request, create_request
 from engine.scheduling.reservation import Admission
+from engine.scheduling.service import CountedTokens
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind
 from tests.support.engines import RecordingCore, answer_alone, resolved_config
@@ -199,7 +200,7 @@ def test_a_tenant_that_returns_is_not_owed_what_others_were_served_meanwhile() -
     queue = Queue()
     busy = queue.enter("busy0", tenant="busy")
     queue.end(queue.enter("away", tenant="idle"))
-    queue.entries.serve(busy, prompt_tokens=1000)
+    queue.entries.serve(busy, 1000)
     for i in range(1, 4):
         queue.enter(f"busy{i}", tenant="busy")
         queue.enter(f"idle{i}", tenant="idle")
@@ -209,7 +210,7 @@ def test_a_tenant_that_returns_is_not_owed_what_others_were_served_meanwhile() -
 def test_a_tenant_that_stays_keeps_what_it_has_used_also_when_it_was_away_for_a_moment() -> None:
     queue = Queue()
     heavy, light = queue.enter("heavy0", tenant="heavy"), queue.enter("light0", tenant="light")
-    queue.entries.serve(heavy, prompt_tokens=1000)
+    queue.entries.serve(heavy, 1000)
     queue.end(heavy)
     queue.enter("heavy1", tenant="heavy")
     queue.enter("light1", tenant="light")
@@ -221,10 +222,10 @@ def test_a_tenant_that_stays_keeps_what_it_has_used_also_when_it_was_away_for_a_
 
 @pytest.mark.parametrize(("weight", "first"), [(1.0, "talks"), (2.0, "reads")])
 def test_an_answer_token_counts_as_much_as_the_setting_says(weight: float, first: str) -> None:
-    queue = Queue(answer_token_weight=weight)
+    queue, service = Queue(), CountedTokens(weight)
     talks, reads = queue.enter("talks", tenant="talks"), queue.enter("reads", tenant="reads")
-    queue.entries.serve(talks, answer_tokens=3)
-    queue.entries.serve(reads, prompt_tokens=5)
+    queue.entries.serve(talks, service.answer(7, 10, decoded=True))
+    queue.entries.serve(reads, service.prompt(2, 7))
     assert queue.names()[0] == first
 
 
@@ -268,7 +269,7 @@ def test_once_a_priority_is_idle_its_tenants_start_over() -> None:
     queue = Queue()
     heavy, light = queue.enter("heavy", tenant="heavy"), queue.enter("light", tenant="light")
     assert queue.entries.shares
-    queue.entries.serve(heavy, prompt_tokens=1000)
+    queue.entries.serve(heavy, 1000)
     queue.end(heavy)
     queue.end(light)
     assert not queue.entries.shares, "nothing is kept of tenants that are gone"
@@ -281,7 +282,7 @@ def test_another_priority_that_is_busy_keeps_its_own_counts_when_one_ends() -> N
     queue = Queue()
     other = queue.enter("other", priority=1)
     heavy, light = queue.enter("heavy", tenant="heavy"), queue.enter("light", tenant="light")
-    queue.entries.serve(heavy, prompt_tokens=1000)
+    queue.entries.serve(heavy, 1000)
     queue.end(other)
     assert queue.names() == ["light", "heavy"]
     queue.end(light)

@@ -47,6 +47,7 @@ class Life:
         tenant, priority = self.draw.choice(self.tenants), self.draw.choice(self.priorities)
         request = request_of(next(self._arrivals), tenant=tenant, priority=priority, tokens=self.draw.randint(1, 9))
         request.waiting_since = self.now
+        request.expected_cached = self.draw.randint(0, len(request.token_ids) - 1)
         self.queue.enter(request)
         self.plain.enter(request)
 
@@ -79,7 +80,7 @@ class Life:
     def serve(self) -> None:
         for request in self.running:
             tokens = self.draw.randint(0, 20)
-            self.queue.serve(request, tokens, 1)
+            self.queue.serve(request, tokens + SchedulerConfig().answer_token_weight)
             self.plain.serve(request, tokens, 1)
 
     def remove(self, request: Request) -> None:
@@ -94,6 +95,9 @@ class Life:
         assert {request.request_id for request in self.queue} == {request.request_id for request in waiting}
         assert all(self.queue.find(request.request_id) is request for request in waiting)
         assert self.queue.num_tokens == sum(len(request.token_ids) for request in waiting)
+        ends = [(request.expected_cached, len(request.token_ids)) for request in waiting]
+        assert self.queue.num_new_tokens == sum(end - start for start, end in ends)
+        assert self.queue.num_new_pairs == sum(sum(range(start + 1, end + 1)) for start, end in ends)
         assert self.queue.num_preempted == sum(request.was_scheduled for request in waiting)
 
 
@@ -234,11 +238,11 @@ def test_a_tenant_that_has_gone_is_remembered_only_while_it_is_ahead_of_those_pr
     queue.enter(stays)
     ahead = request_of(1, tenant="ahead")
     queue.enter(ahead)
-    queue.serve(ahead, prompt_tokens=100)
+    queue.serve(ahead, 100)
     queue.remove(ahead)
     queue.leave(ahead)
     assert queue.num_tenants == 2, "if it came back now, it would stand behind the other"
-    queue.serve(stays, prompt_tokens=100)
+    queue.serve(stays, 100)
     passing = request_of(2, tenant="passing")
     queue.enter(passing)
     queue.remove(passing)
@@ -255,8 +259,8 @@ def test_five_thousand_tenants_that_came_and_went_leave_nothing_while_another_st
     for arrival_index in range(1, 5_001):
         request = request_of(arrival_index, tenant=f"t{arrival_index}")
         queue.enter(request)
-        queue.serve(request, prompt_tokens=100)
-        queue.serve(stays, answer_tokens=1)
+        queue.serve(request, 100)
+        queue.serve(stays, 2.0)
         queue.remove(request)
         queue.leave(request)
         most = max(most, queue.num_tenants)
@@ -267,11 +271,11 @@ def test_what_is_remembered_is_bounded_also_while_the_least_served_gets_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shares, "MAX_PAST", 20)
-    counters = Shares(answer_weight=2.0)
+    counters = Shares()
     counters.enter((0, "stuck"))
     for number in range(1000):
         counters.enter((0, f"t{number}"))
-        counters.serve((0, f"t{number}"), 1 + number % 500, 0)
+        counters.serve((0, f"t{number}"), 1 + number % 500)
         counters.leave((0, f"t{number}"))
         assert len(counters) <= 22
     counters.enter((0, "t499"))
@@ -282,11 +286,11 @@ def test_a_submission_looks_at_no_more_tenants_than_have_been_served_since_the_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: a submission asked each tenant for its count: 1.1 ms among 50,000."""
-    counters = Shares(answer_weight=2.0)
+    counters = Shares()
     for number in range(5_000):
         counters.enter((0, f"t{number}"))
     for number in range(30):
-        counters.serve((0, f"t{number}"), 10, 0)
+        counters.serve((0, f"t{number}"), 10)
     moves = 0
     real = SortedList.add
 

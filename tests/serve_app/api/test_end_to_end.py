@@ -244,17 +244,21 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
         "reserve_ratio": 0.7,
         "reserve_margin": 0.5,
         "step_times": None,
+        "queued_prefill_s": None,
+        "prefill_costs": None,
         "graph_hits": {},
         "graph_misses": {},
     }
 
 
-async def test_load_names_how_predicted_step_times_are_corrected() -> None:
+async def test_load_names_how_predicted_step_times_are_corrected_and_what_prefill_takes() -> None:
     """Regression: it was a list of three numbers."""
     engine = build_engine("", EngineConfig(executor="fake", targets=Targets(ttft_ms=1000)))
     app = create_app(LocalClient(engine), Tokenizer.byte_level(), MODEL)
     (load,) = (await Exchange(app, "GET", "/load").finish()).json["engines"]
     assert load["step_times"] == {"scale": 1.0, "extra_s": 0.0, "deviation": 0.0}
+    assert load["queued_prefill_s"] == 0
+    assert load["prefill_costs"].keys() == {"token_s", "pair_s"}
     engine.shutdown()
 
 

@@ -39,6 +39,7 @@ LORA = "vllm:lora_requests_info"
 OF_TARGETS = (
     *("chunkserve:slo_attainment", "chunkserve:step_time_scale"),
     *("chunkserve:step_time_extra_seconds", "chunkserve:step_time_deviation"),
+    *("chunkserve:queued_prefill_seconds", "chunkserve:prefill_token_seconds"),
 )
 TODAY = 1.75e9
 """Seconds since 1970 at the start of each test."""

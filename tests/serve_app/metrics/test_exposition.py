@@ -69,6 +69,8 @@ NEW_OF_ENGINE = {
     "chunkserve:step_time_scale",
     "chunkserve:step_time_extra_seconds",
     "chunkserve:step_time_deviation",
+    "chunkserve:queued_prefill_seconds",
+    "chunkserve:prefill_token_seconds",
 }
 
 OF_REQUESTS = "request_params_n_bucket"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from random import Random
+
+import pytest
 
 from benchmarks import routing as bench
 from engine.multimodal_inputs import SpanInput
-from engine.protocol import SamplingParams, Submission
+from engine.protocol import PrefillCosts, SamplingParams, Submission
 from serve_app.routing.chooser import Chooser
 from serve_app.settings.routing import RoutingSettings
 from tests.support.reports import stats
@@ -58,13 +61,47 @@ def test_each_request_weighs_what_the_settings_say_beside_its_tokens() -> None:
         assert router.place("r", ASK, list(reports), NOW).ranks[0] == [chosen]
 
 
+FAST, SLOW = PrefillCosts(0.001, 1e-6), PrefillCosts(0.002, 2e-6)
+
+
+def test_of_two_engines_the_twice_as_fast_one_gets_twice_as_many_prompts() -> None:
+    router = chooser(request_tokens=0)
+    router.fleet.update({"fast": stats(NOW, costs=FAST), "slow": stats(NOW, costs=SLOW)})
+    sent = Counter[str]()
+    for number in range(300):
+        router.fleet.open(f"r{number}")
+        prompt = (number, *range(500))
+        submission = Submission(f"r{number}", prompt, SamplingParams(max_tokens=1, seed=0))
+        sent[router.place(f"r{number}", submission, ["fast", "slow"], NOW).ranks[0][0]] += 1
+    assert sent["fast"] == pytest.approx(200, abs=2)
+
+
+def test_a_live_request_weighs_more_on_a_slower_engine() -> None:
+    router = chooser(request_tokens=64)
+    router.fleet.update({"fast": stats(NOW, requests=9, costs=FAST), "slow": stats(NOW, requests=6, costs=SLOW)})
+    assert router.place("r", ASK, ["fast", "slow"], NOW).ranks[0] == ["fast"]
+
+
+def test_one_engine_without_predictions_lets_all_be_compared_by_tokens() -> None:
+    """By time the slow one would come last, whatever it is compared with."""
+    reports = {
+        "busy": stats(NOW, queued=500, queued_s=0.1, costs=FAST),
+        "slow": stats(NOW, queued=100, queued_s=60.0, costs=SLOW),
+    }
+    for old, chosen in (({}, "busy"), ({"old": stats(NOW, queued=900)}, "slow")):
+        router = chooser()
+        router.fleet.update(reports | old)
+        assert router.place("r", ASK, [*reports, *old], NOW).ranks[0] == [chosen]
+
+
 def test_full_and_avoided_replicas_come_where_placement_puts_them() -> None:
     router = chooser("a", "b", "c")
     assert router.place("r", ASK, ["a", "b", "c"], NOW, avoid=("a",), full={"b"}).ranks == [["c"], ["b"]]
     assert router.place("r", ASK, [], NOW).ranks == []
 
 
-def test_the_benchmark_chooses_among_as_many_as_it_says() -> None:
-    found = bench.measure(5, 20)
-    assert found["replicas"] == 5
+@pytest.mark.parametrize("by_time", [False, True])
+def test_the_benchmark_chooses_among_as_many_as_it_says(by_time: bool) -> None:
+    found = bench.measure(5, 20, by_time=by_time)
+    assert (found["replicas"], found["by_time"]) == (5, by_time)
     assert found["ms_p50"] > 0

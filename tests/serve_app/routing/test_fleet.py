@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.protocol import PrefillCosts
 from serve_app.engines.engine_load import EngineLoad
-from serve_app.routing.fleet import FLIGHT_S, Fleet, ReplicaLoad
+from serve_app.routing.fleet import FLIGHT_S, Fleet, PredictedLoad, ReplicaLoad
 from tests.support.reports import stats
 
 BLOCK_SIZE = 4
@@ -81,6 +83,52 @@ def test_a_queue_becomes_shorter_between_reports_as_fast_as_the_engine_says() ->
     known.place("r", "a", 200, (), now=14.0)  # an engine does not compute ahead while it is idle
     assert [known.load("a", now).num_queued_tokens for now in (14.0, 15.0, 16.0, 17.0)] == [200, 100, 0, 0]
     assert known.load("a", 17.0).num_requests == 1
+
+
+COSTS = PrefillCosts(0.001, 1e-6)
+
+
+def queued_s(known: Fleet, now: float) -> float:
+    loads = known.predicted_loads(["a"], now)
+    assert loads is not None
+    return loads[0].queued_s
+
+
+def test_predicted_seconds_pass_by_themselves() -> None:
+    known = fleet(a=stats(10.0, queued=300, rate=1, queued_s=3.0, costs=COSTS))
+    assert [queued_s(known, now) for now in (9.0, 10.0, 11.5, 13.0, 14.0)] == [3.0, 3.0, 1.5, 0, 0]
+
+
+def test_what_was_sent_since_the_report_counts_in_the_same_unit() -> None:
+    known = fleet(a=stats(10.0, requests=2, queued_s=3.0, costs=COSTS, free_blocks=90))
+    known.open("r")
+    known.place("r", "a", 200, (), 11.0, num_cached_tokens=100)
+    sent_s = COSTS.seconds(100, 300)
+    assert known.predicted_loads(["a"], 12.0) == [PredictedLoad(3, 3.0 - 1.0 + sent_s - 1.0, 0.001, 1e-6, 160)]
+    known.update({"a": stats(11.05, requests=2, queued_s=2.0, costs=PrefillCosts(0.002, 0.0))})
+    assert queued_s(known, 11.05) == pytest.approx(2.0 + 0.4), "the report may lack it, and has new costs"
+    known.close("r")
+    assert queued_s(known, 11.05) == 2.0
+
+
+def test_a_request_that_went_elsewhere_counts_there_by_that_replicas_costs() -> None:
+    known = fleet(a=stats(10.0, costs=COSTS), b=stats(10.0, costs=PrefillCosts(0.002, 0.0)))
+    known.open("r")
+    known.place("r", "b", 200, (), 11.0, num_cached_tokens=100)
+    known.confirm("r", "a", 11.0)
+    loads = known.predicted_loads(["b", "a"], 11.0)
+    assert loads is not None
+    assert [load.queued_s for load in loads] == [0.0, COSTS.seconds(100, 300)]
+
+
+def test_replicas_are_compared_by_time_only_if_each_has_reported_its_costs() -> None:
+    known = fleet(a=stats(10.0, costs=COSTS), b=stats(10.0, queued=5))
+    known.update({"a": stats(10.0, costs=COSTS), "b": stats(10.0, queued=5), "c": {}})
+    for names in (["a", "b"], ["a", "c"], ["c"], ["a", "unknown"]):
+        assert known.predicted_loads(names, 10.0) is None
+    assert known.predicted_loads(["a"], 10.0) == [PredictedLoad(0, 0.0, 0.001, 1e-6, 400)]
+    known.update({"a": stats(11.0, queued=7)})
+    assert known.predicted_loads(["a"], 11.0) is None, "an engine of another configuration may follow"
 
 
 def test_the_end_of_a_request_takes_its_tokens_out_of_a_queue_that_others_were_added_to_meanwhile() -> None:

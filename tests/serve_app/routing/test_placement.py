@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -18,11 +19,13 @@ loads = st.integers(0, 20_000)
 candidate = st.builds(
     Candidate,
     replica_id=ids,
-    load_tokens=loads,
+    load=loads,
     num_cached_tokens=st.integers(0, 5000),
     num_free_tokens=st.none() | st.integers(0, 10_000),
     adapter_tokens=st.sampled_from([0, 3000]),
     full=st.booleans(),
+    token_cost=st.sampled_from([0.5, 1.0, 3.0]),
+    pair_cost=st.sampled_from([0.0, 0.01]),
 )
 fleets = st.lists(candidate, min_size=1, max_size=8, unique_by=lambda one: one.replica_id)
 bounds = st.builds(Bound, load_factor=st.floats(1, 2), slack_tokens=st.integers(0, 4000))
@@ -38,7 +41,7 @@ def first(ask: Ask, fleet: list[Candidate], bound: Bound = LOOSE, seed: int = 0)
 
 
 def named(**loads: int) -> list[Candidate]:
-    return [Candidate(name, load_tokens=load) for name, load in loads.items()]
+    return [Candidate(name, load=load) for name, load in loads.items()]
 
 
 # --- who may take it -------------------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ def test_no_replica_beyond_the_bound_comes_before_one_within_it(
     ready = [one for one in allowed if not one.full]
     ranks = rank(ask, fleet, bound, random)
     by_id = {one.replica_id: one for one in fleet}
-    within = [by_id[name].load_tokens <= most for names in ranks for name in names if not by_id[name].full]
+    within = [by_id[name].load <= most for names in ranks for name in names if not by_id[name].full]
     assert within == sorted(within, reverse=True)
     assert len(within) == len(ready)
 
@@ -72,7 +75,7 @@ def test_no_replica_beyond_the_bound_comes_before_one_within_it(
 @untimed
 @given(fleet=fleets, bound=bounds)
 def test_who_has_least_to_do_is_within_the_bound(fleet: list[Candidate], bound: Bound) -> None:
-    assert min(one.load_tokens for one in fleet) <= bound.load_limit(fleet) + 1e-6
+    assert min(one.load for one in fleet) <= bound.load_limit(fleet) + 1e-6
 
 
 @untimed
@@ -108,7 +111,7 @@ def test_the_same_knowledge_and_random_source_give_the_same_ranks(
 
 @pytest.mark.parametrize(("queued", "chosen"), [(700, "warm"), (900, "cold")])
 def test_a_cached_prefix_is_worth_exactly_the_tokens_that_it_saves(queued: int, chosen: str) -> None:
-    fleet = [Candidate("warm", load_tokens=queued, num_cached_tokens=800), Candidate("cold")]
+    fleet = [Candidate("warm", load=queued, num_cached_tokens=800), Candidate("cold")]
     assert first(Ask(1000), fleet) == chosen
 
 
@@ -118,24 +121,57 @@ def test_the_holder_of_the_longer_prefix_wins_while_loads_are_equal() -> None:
 
 
 def test_a_holder_beyond_the_bound_loses_to_one_within_it_whatever_it_saves() -> None:
-    fleet = [Candidate("warm", load_tokens=3000, num_cached_tokens=50_000), Candidate("cold")]
+    fleet = [Candidate("warm", load=3000, num_cached_tokens=50_000), Candidate("cold")]
     assert first(Ask(50_000), fleet, TIGHT) == "cold"
     assert first(Ask(50_000), fleet, Bound(1.25, 2048)) == "warm"
 
 
 def test_a_holder_is_considered_among_any_number_of_replicas_that_have_nothing() -> None:
-    fleet = [*named(**{f"r{i}": 0 for i in range(50)}), Candidate("warm", load_tokens=10, num_cached_tokens=900)]
+    fleet = [*named(**{f"r{i}": 0 for i in range(50)}), Candidate("warm", load=10, num_cached_tokens=900)]
     assert {first(Ask(1000), fleet, seed=seed) for seed in range(50)} == {"warm"}
 
 
 def test_a_replica_without_room_in_its_cache_comes_after_one_with_room() -> None:
-    fleet = [Candidate("tight", num_free_tokens=999), Candidate("roomy", load_tokens=1500, num_free_tokens=1000)]
+    fleet = [Candidate("tight", num_free_tokens=999), Candidate("roomy", load=1500, num_free_tokens=1000)]
     assert first(Ask(1000), fleet) == "roomy"
 
 
 def test_what_is_cached_needs_no_room() -> None:
     fleet = [Candidate("warm", num_cached_tokens=900, num_free_tokens=100), Candidate("cold", num_free_tokens=5000)]
     assert first(Ask(1000), fleet) == "warm"
+
+
+# --- by time ---------------------------------------------------------------------------------------------------------
+
+
+def timed(name: str, load: float, token_s: float = 0.001, pair_s: float = 0.0, **others: int) -> Candidate:
+    return Candidate(name, load, token_cost=token_s, pair_cost=pair_s, **others)
+
+
+@pytest.mark.parametrize(("queued_s", "chosen"), [(0.9, "fast"), (1.1, "slow")])
+def test_a_faster_replica_is_chosen_as_long_as_the_first_token_comes_sooner_there(queued_s: float, chosen: str) -> None:
+    assert first(Ask(1000), [timed("fast", queued_s), timed("slow", 0.0, token_s=0.002)]) == chosen
+
+
+@pytest.mark.parametrize(("queued_s", "chosen"), [(0.3, "warm"), (0.5, "cold")])
+def test_a_cached_head_saves_its_own_time_and_not_that_of_the_tail_that_attends_to_it(
+    queued_s: float, chosen: str
+) -> None:
+    """The second half of the tokens has three quarters of the pairs: the first saves 0.25 s, and 0.0625 s."""
+    fleet = [timed("warm", queued_s, 0.0005, 2.5e-7 * 2, num_cached_tokens=500), timed("cold", 0.0, 0.0005, 2.5e-7 * 2)]
+    assert first(Ask(1000), fleet) == chosen
+
+
+@pytest.mark.parametrize(("queued_s", "chosen"), [(0.9, "has"), (1.1, "lacks")])
+def test_an_adapter_costs_what_so_many_tokens_take(queued_s: float, chosen: str) -> None:
+    fleet = [timed("has", queued_s, 0.002), timed("lacks", 0.0, 0.002, adapter_tokens=500)]
+    assert first(Ask(10), fleet) == chosen
+
+
+def test_the_slack_is_what_so_many_tokens_take() -> None:
+    fleet = [timed("warm", 2.0, num_cached_tokens=9000), timed("cold", 0.0)]
+    assert first(Ask(9000), fleet, Bound(1.25, 500)) == "cold"
+    assert first(Ask(9000), fleet, Bound(1.25, 1000)) == "warm"
 
 
 # --- power of two choices --------------------------------------------------------------------------------------------
@@ -180,13 +216,18 @@ def test_whoever_neither_holds_the_prefix_nor_was_drawn_is_tried_in_order_of_roo
     holders = [one for one in order if one.num_cached_tokens or one.adapter_tokens < dearest]
     num_first = min(len(order), len(holders) + NUM_DRAWN)
 
-    def cost(one: Candidate) -> tuple[bool, int]:
+    def lacks_room(one: Candidate) -> bool:
+        return one.num_free_tokens is not None and one.num_free_tokens < max(calm.num_tokens - one.num_cached_tokens, 1)
+
+    def work(one: Candidate) -> float:
         new = max(calm.num_tokens - one.num_cached_tokens, 1)
-        return one.num_free_tokens is not None and one.num_free_tokens < new, one.load_tokens + new + one.adapter_tokens
+        pairs = sum(range(calm.num_tokens - new + 1, calm.num_tokens + 1))
+        return one.load + one.token_cost * (new + one.adapter_tokens) + one.pair_cost * pairs
 
     assert not any(one in holders for one in order[num_first:])
-    for part in (order[:num_first], order[num_first:]):
-        assert [cost(one) for one in part] == sorted(cost(one) for one in part)
+    for part, key in ((order[:num_first], work), (order[num_first:], lambda one: one.load)):
+        costs = [(lacks_room(one), key(one)) for one in part]
+        assert all(one[0] < other[0] or one[1] <= other[1] * (1 + 1e-9) for one, other in pairwise(costs))
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------
@@ -220,7 +261,7 @@ def test_sessions_spread_over_the_replicas() -> None:
 def test_a_session_leaves_a_home_beyond_the_bound_for_its_second_and_comes_back() -> None:
     order = sorted("abc", key=lambda name: -session_weight("s", name))
     calm = named(a=0, b=0, c=0)
-    busy = [one._replace(load_tokens=1000 * (one.replica_id == order[0])) for one in calm]
+    busy = [one._replace(load=1000 * (one.replica_id == order[0])) for one in calm]
     assert first(Ask(10, "s"), calm, TIGHT) == order[0]
     assert first(Ask(10, "s"), busy, TIGHT) == order[1]
     assert first(Ask(10, "s"), busy, LOOSE) == order[0]
@@ -239,7 +280,7 @@ def placed(num_engines: int, *holders: str, load: int = 0) -> list[str]:
     """Return the order of engines e0, e1, ... for a request whose adapter the `holders` have;
     the holders have `load` to do."""
     engines = [
-        Candidate(name, load_tokens=load * (name in holders), adapter_tokens=0 if name in holders else 100)
+        Candidate(name, load=load * (name in holders), adapter_tokens=0 if name in holders else 100)
         for name in (f"e{number}" for number in range(num_engines))
     ]
     return [name for names in rank(Ask(50), engines, Bound(1.25, 10_000), Random(1)) for name in names]
@@ -257,14 +298,14 @@ def test_a_request_spills_over_once_the_holders_have_more_to_do_than_reading_the
 
 
 def test_a_holder_above_the_bound_comes_after_the_others() -> None:
-    engines = [Candidate("e0", load_tokens=500), *(Candidate(f"e{i}", adapter_tokens=10_000) for i in (1, 2, 3))]
+    engines = [Candidate("e0", load=500), *(Candidate(f"e{i}", adapter_tokens=10_000) for i in (1, 2, 3))]
     assert rank(Ask(50), engines, Bound(1.25, 0), Random(1))[-1] == ["e0"]
 
 
 def test_where_all_or_none_have_it_the_adapter_changes_nothing() -> None:
     for tokens in (0, 100):
-        engines = [Candidate(f"e{i}", load_tokens=10 * i, adapter_tokens=tokens) for i in range(6)]
-        plain = [Candidate(f"e{i}", load_tokens=10 * i) for i in range(6)]
+        engines = [Candidate(f"e{i}", load=10 * i, adapter_tokens=tokens) for i in range(6)]
+        plain = [Candidate(f"e{i}", load=10 * i) for i in range(6)]
         assert rank(Ask(50), engines, Bound(1.25, 10_000), Random(3)) == rank(
             Ask(50), plain, Bound(1.25, 10_000), Random(3)
         )

@@ -18,7 +18,8 @@ from ray.serve.request_router import PendingRequest, RunningReplica
 
 from engine.config import EngineConfig
 from engine.prefix import extend_chain
-from engine.protocol import AdapterRef, SamplingParams, Submission
+from engine.protocol import AdapterRef, PrefillCosts, SamplingParams, Submission
+from serve_app.admission.fleet_forecast import fleet_forecast
 from serve_app.engines import engine_count, liveness
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
 from serve_app.engines.engine_load import EngineLoad, engine_load
@@ -388,6 +389,19 @@ async def test_the_engines_load_is_what_they_report_and_none_without_them() -> N
     assert engine_load() == EngineLoad(0.25, 8)
     router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))
     assert engine_load() is None
+
+
+async def test_the_gate_is_told_what_the_engines_predict_if_all_do() -> None:
+    router = make_router()
+    costs = PrefillCosts(0.001, 0.0)
+    router.update_replicas([FakeReplica("a", stats(4.0, queued_s=2.0, costs=costs)), FakeReplica("b")])
+    assert fleet_forecast() is None
+    router.update_replicas([FakeReplica("a", stats(5.0, queued_s=2.0, costs=costs))])
+    known = fleet_forecast()
+    assert known is not None
+    assert known.wait_s(6.0) == 1.0
+    router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))
+    assert fleet_forecast() is None
 
 
 def test_the_router_that_serve_unpickles_counts_engines_where_the_ingress_reads_them() -> None:

@@ -12,7 +12,7 @@ from engine.adapter_cache import AdapterCache
 from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
-from engine.protocol import EngineError, ErrorCode, LoadSnapshot, SamplingParams
+from engine.protocol import EngineError, ErrorCode, LoadSnapshot, PrefillCosts, SamplingParams
 from serve_app.routing.prefix_index import KEY_BYTES, prefix_keys
 from serve_app.routing.stats import RoutingReport, RoutingReporter, decode
 from tests.support.engines import resolved_config
@@ -71,6 +71,19 @@ def test_stats_of_an_engine_that_does_not_tell_its_blocks_are_read() -> None:
     assert (report.num_free_blocks, report.num_blocks, report.num_waiting) == (60, 0, 0)
 
 
+def test_predicted_times_are_packed_only_by_an_engine_that_predicts() -> None:
+    """An engine of an earlier version, or without targets, has none; its stats are compared by tokens."""
+    costs = PrefillCosts(0.002, 1e-6)
+    report = decode(stats(7.0, queued=90, queued_s=0.5, costs=costs))
+    assert report is not None
+    assert (report.queued_prefill_s, report.prefill_costs) == (0.5, costs)
+    packed = stats(7.0, queued=90)
+    assert not {"queued_prefill_s", "token_s", "pair_s"} & packed.keys()
+    report = decode(packed)
+    assert report is not None
+    assert (report.queued_prefill_s, report.prefill_costs) == (None, None)
+
+
 @pytest.mark.parametrize("packed", [{}, {"format": 0, "taken_at_s": 1.0}, {"queued_tokens": 5}])
 def test_stats_of_another_kind_are_none(packed: dict[str, Any]) -> None:
     assert decode(packed) is None
@@ -86,6 +99,17 @@ async def test_nothing_is_reported_anew_while_an_idle_engine_stays_as_it_is() ->
     second = await idle.report()
     assert second is not first
     assert await idle.report() is second
+
+
+async def test_an_engine_that_became_slower_is_reported_even_if_it_is_idle() -> None:
+    """As by a noisy neighbour: routers would go on to expect its former speed. Small changes come all the time."""
+    engine = Engine()
+    told = reporter(engine)
+    costs = [PrefillCosts(token_s, 0.0) for token_s in (0.001, 0.00109, 0.0012, 0.0010)]
+    reports = []
+    for engine.snapshot in [snapshot(), *(snapshot(costs=one) for one in costs)]:
+        reports.append(await told.report())
+    assert [report.get("token_s") for report in reports] == [None, 0.001, 0.001, 0.0012, 0.001]
 
 
 async def test_a_queue_that_does_not_move_is_reported_each_time() -> None:

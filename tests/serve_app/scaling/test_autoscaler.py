@@ -286,6 +286,41 @@ def test_queued_tokens_weigh_what_they_take_to_compute() -> None:
     assert Deployment().step([replace(queue, prefill_tokens_per_s=1000)]) == 2
 
 
+def test_where_engines_predict_time_counts_and_not_tokens() -> None:
+    """A long prompt costs more than its tokens: by the measured rate of short ones, either load would fit."""
+    short = replace(IDLE, offered_prefill_tokens_per_s=600, queued_prefill_tokens=500)
+    assert Deployment().step([short]) == 1
+    fits = replace(short, offered_prefill_s_per_s=0.6, queued_prefill_s=0.5)
+    assert Deployment().step([fits]) == 1
+    assert Deployment().step([replace(fits, offered_prefill_s_per_s=1.4)]) == 2
+    assert Deployment().step([replace(fits, queued_prefill_s=40.0)]) == 2
+
+
+def test_predictions_can_call_for_fewer_replicas_than_tokens() -> None:
+    many = replace(IDLE, offered_prefill_tokens_per_s=1400, queued_prefill_tokens=40_000)
+    assert Deployment().step([many]) == 2
+    assert Deployment().step([replace(many, offered_prefill_s_per_s=0.3, queued_prefill_s=0.2)]) == 1
+
+
+def test_a_slower_engine_calls_for_more_replicas_at_the_same_rate_of_tokens() -> None:
+    """Its noisy neighbour came after the rate was measured over minutes."""
+
+    def target(speed: float) -> int:
+        load = replace(
+            IDLE, offered_prefill_tokens_per_s=1000, offered_prefill_s_per_s=1.0 / speed, queued_prefill_s=0.0
+        )
+        return Deployment().step([load])
+
+    assert [target(speed) for speed in (2.0, 1.0, 0.5)] == [1, 2, 3]
+
+
+def test_engines_that_predict_and_others_are_added_up() -> None:
+    """In a rolling update both report."""
+    old = replace(IDLE, offered_prefill_tokens_per_s=700)
+    new = replace(IDLE, offered_prefill_tokens_per_s=9999, offered_prefill_s_per_s=0.7, queued_prefill_s=0.0)
+    assert steady_terms(QUICK, [old, new])["offered prefill"] == pytest.approx(1.4 / QUICK.target_utilization)
+
+
 def test_replicas_that_are_starting_are_not_asked_for_again() -> None:
     deployment = Deployment()
     overload = replace(IDLE, num_running=10, num_waiting=9, offered_prefill_tokens_per_s=1800)
@@ -466,8 +501,9 @@ def served_all_but_the_last(fleet: Fleet) -> bool:
     return fleet.num_queued <= len(fleet.engines) * 3
 
 
-def test_a_step_is_served_by_as_many_as_it_needs_and_the_rest_goes() -> None:
-    fleet = Fleet(SIMULATED).run(200, lambda _: 1.0).run(600, lambda _: 8.0)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_a_step_is_served_by_as_many_as_it_needs_and_the_rest_goes(predicts: bool) -> None:
+    fleet = Fleet(SIMULATED, shape=Shape(predicts=predicts)).run(200, lambda _: 1.0).run(600, lambda _: 8.0)
     assert fleet.worst_ttft_s() < 120, "what came before the new replicas did waits, for a bounded time"
     assert fleet.worst_ttft_s(since_s=500) <= 2, "a replica computes two prompts a second"
     assert served_all_but_the_last(fleet)
@@ -476,8 +512,9 @@ def test_a_step_is_served_by_as_many_as_it_needs_and_the_rest_goes() -> None:
     assert direction_changes(fleet.targets) <= 1
 
 
-def test_a_step_of_long_answers_is_served_too() -> None:
-    shape = Shape(answer_s=30, prompt_tokens=200)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_a_step_of_long_answers_is_served_too(predicts: bool) -> None:
+    shape = Shape(answer_s=30, prompt_tokens=200, predicts=predicts)
     fleet = Fleet(SIMULATED, shape=shape).run(100, lambda _: 0.5).run(700, lambda _: 4.0)
     assert fleet.worst_ttft_s(since_s=500) <= 2
     assert 6 <= fleet.target <= 9, "120 requests in 22.4 seats each"

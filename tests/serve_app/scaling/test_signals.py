@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from engine.protocol import ErrorCode, Failed, Finished, FinishReason, Scheduled, Token, Usage
+from engine.protocol import (
+    ErrorCode,
+    Failed,
+    Finished,
+    FinishReason,
+    LoadSnapshot,
+    PrefillCosts,
+    Scheduled,
+    Token,
+    Usage,
+)
 from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, EngineReport, EngineSignals
 from serve_app.settings.scaling import SignalSettings
 from tests.support.fleet import NUM_BLOCKS, load_snapshot
@@ -45,6 +57,44 @@ def test_stats_survive_the_trip_to_the_controller_and_lack_nothing() -> None:
     for name in stats:
         assert EngineReport.from_stats({key: value for key, value in stats.items() if key != name}) is None
         assert EngineReport.from_stats(stats | {name: float("nan")}) is None
+
+
+COSTS = PrefillCosts(token_s=0.001, pair_s=1e-5)
+
+
+def predicting(load: LoadSnapshot, queued_s: float = 0.0) -> LoadSnapshot:
+    return replace(load, queued_prefill_s=queued_s, prefill_costs=COSTS)
+
+
+def test_predicted_seconds_are_reported_only_by_an_engine_that_predicts() -> None:
+    life = Life()
+    stats = life.signals.report(predicting(load_snapshot(), 1.5)).as_stats()
+    assert (stats["queued_prefill_s"], stats["offered_prefill_s_per_s"]) == (1.5, 0)
+    assert EngineReport.from_stats(stats) == life.signals.report(predicting(load_snapshot(), 1.5))
+    report = life.report()
+    assert not {"queued_prefill_s", "offered_prefill_s_per_s"} & report.as_stats().keys()
+    assert (report.queued_prefill_s, report.offered_prefill_s_per_s) == (None, None)
+
+
+def test_offered_seconds_are_those_of_each_prompt_without_its_cached_part() -> None:
+    """The last tokens of a long prompt attend to all of it, cached or not."""
+    life = Life()
+    for name, cached_tokens in (("whole", 0), ("cached", 600)):
+        life.signals.submitted(name, 1000, costs=COSTS)
+        life.signals.observe([Scheduled(name, cached_tokens), Token(name, 1)])
+    offered = COSTS.seconds(0, 1000) + COSTS.seconds(600, 1000)
+    report = life.signals.report(predicting(load_snapshot()))
+    assert report.offered_prefill_s_per_s == pytest.approx(offered / OFFERED_WINDOW_S)
+    assert offered > 1400 * COSTS.token_s * 3
+    life.now_s += OFFERED_WINDOW_S + 1
+    assert life.signals.report(predicting(load_snapshot())).offered_prefill_s_per_s == 0
+
+
+def test_load_is_as_predicted_or_else_by_the_measured_rate() -> None:
+    report = replace(Life().report(), queued_prefill_tokens=1000, offered_prefill_tokens_per_s=250)
+    assert (report.queue_s, report.offered_load) == (2.0, 0.5)
+    predicted = replace(report, queued_prefill_s=5.0, offered_prefill_s_per_s=0.9)
+    assert (predicted.queue_s, predicted.offered_load) == (5.0, 0.9)
 
 
 def test_requests_that_wait_in_ingress_replicas_are_known_until_those_are_silent_for_long() -> None:

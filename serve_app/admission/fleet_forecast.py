@@ -1,0 +1,69 @@
+"""Owns what the engines predict about first tokens, by their last reports, for the gate before them.
+Never asks an engine: the router writes it. It is a module of its own for the same reason as engines.engine_count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.protocol import PrefillCosts, Submission
+
+
+@dataclass(frozen=True, slots=True)
+class EngineForecast:
+    """What one engine reported."""
+
+    engine: str
+    """The id of its replica."""
+    at_s: float
+    """When, by the wall clock of its machine."""
+    queued_s: float
+    """Seconds until the prompts that it had then are computed."""
+    costs: PrefillCosts
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds that are left of those: they pass by themselves."""
+        return max(self.queued_s - max(now_s - self.at_s, 0.0), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetForecast:
+    """What all engines reported; there is none while one of them predicts nothing. Requests that came since the reports
+    are not in it, so what it says is rather too short than too long."""
+
+    engines: tuple[EngineForecast, ...]
+    cached_tokens: Callable[[Submission], Mapping[str, int]]
+    """Returns how many leading tokens of a prompt each engine has, at most, as far as the router knows. Callable on any
+    thread."""
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until the first engine has computed the prompts that it has. `now_s`: wall clock."""
+        return min(engine.wait_s(now_s) for engine in self.engines)
+
+    def first_token_s(self, submission: Submission, now_s: float, enough_s: float) -> float:
+        """Return the least predicted time to the prompt's first token among the engines. Caches are looked at only if
+        it would take more than `enough_s` without them: that costs milliseconds."""
+        num_tokens = len(submission.prompt_token_ids)
+        waits = [(engine, engine.wait_s(now_s)) for engine in self.engines]
+        cold_s = min(wait_s + engine.costs.seconds(0, num_tokens) for engine, wait_s in waits)
+        if cold_s <= enough_s:
+            return cold_s
+        cached = self.cached_tokens(submission)
+        return min(
+            wait_s + engine.costs.seconds(min(cached.get(engine.engine, 0), num_tokens - 1), num_tokens)
+            for engine, wait_s in waits
+        )
+
+
+_known: FleetForecast | None = None  # written by the router's thread, read by any: one reference, so no lock
+
+
+def fleet_forecast() -> FleetForecast | None:
+    """Return the forecast; None before all engines have reported one, and while there is no engine."""
+    return _known
+
+
+def set_fleet_forecast(forecast: FleetForecast | None) -> None:
+    """Set the forecast; called by the router, on its thread."""
+    global _known
+    _known = forecast
