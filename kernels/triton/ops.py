@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.eager.ops import TORCH, NarrowOps, Ops
+from kernels.rows.row_tokens import RowTokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.triton.attention.attention import attention
 from kernels.triton.attention.plan import prepare_attention
@@ -27,8 +28,8 @@ from kernels.triton.sampling.rows import pack_rows
 from kernels.triton.sampling.sampler import sample
 
 
-def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None) -> Tensor:
-    return sample(logits, pack_rows(rows, logits.shape[1], logits.device, within))
+def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None, tokens: RowTokens | None) -> Tensor:
+    return sample(logits, pack_rows(rows, logits.shape[1], logits.device, within, tokens))
 
 
 TRITON = Ops(

@@ -1,6 +1,6 @@
 """Owns the steps of a device that works asynchronously: launch queues a step, collect waits for it and returns its
 output.
-Never reads a value back in `launch`, except for a row whose controls look back at a token that was not read yet."""
+Never reads a value back in `launch`, except for a row whose grammar has to see a token that was not read yet."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from engine.execution.answers import Answers
 from engine.execution.device import Device, Download, StateLostError, TorchThreads, advancing, device_faults
 from engine.execution.gpu.model import DeviceModel, Pending
 from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
+from engine.execution.gpu.token_counts import TokenCounts
 from engine.models.computed import Computed
 from engine.protocol import TokenLogprobs
 from engine.step import (
@@ -45,6 +46,7 @@ from engine.step import (
     GraphUse,
     RowFailure,
     RowKind,
+    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
@@ -101,9 +103,9 @@ class DeviceExecutor:
         self._answers = Answers(grammars)
         self._threads = TorchThreads(num_threads)
         self._launched: deque[_Launched] = deque()
+        self._counts = TokenCounts(device, model.decoder.config.vocab_size)
         self._flying: dict[str, tuple[Tensor, int | None]] = {}
-        """Request id -> (tokens of the last step that samples for it, index of its own token). The index is None if the
-        row has drafts: the host then does not know which token is the newest."""
+        """See Flying in engine.execution.gpu.token_counts."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -153,10 +155,10 @@ class DeviceExecutor:
         return _Launched(plan, order, places, without_mask, within is not None, graph, queued, download)
 
     def _must_know(self, plan: StepPlan) -> bool:
-        """Whether a row needs a token in flight for more than its input, so that the host must read it first."""
+        """Whether the host must read a token in flight first: for a row's grammar, or to know which draft was kept.
+        Penalties and bad words look at it on the device."""
         return any(
-            row.request_id in self._flying
-            and (row.answer[-1:] == (PENDING_TOKEN,) or self._flying[row.request_id][1] is None)
+            row.request_id in self._flying and (_has_grammar(row) or self._flying[row.request_id][1] is None)
             for row in plan.rows
         )
 
@@ -176,9 +178,16 @@ class DeviceExecutor:
         queued = _Queued(scores=self._queue_scores(plan, computed), pooled=sum_pooled(plan, computed.hidden))
         if not places:
             return queued
-        how = self._answers.sampled(plan, places)
+        how = self._answers.sampled(plan, places, self._flying)
+        seen = self._counts.rows(
+            [plan.rows[place.number].request_id for place in places],
+            how.rows,
+            how.answers,
+            begun={row.request_id for row in plan.rows if row.kind is RowKind.LAST},
+            flying=self._flying,
+        )
         logits = computed.logits  # [places, vocab]
-        tokens = queued.tokens = choose_on_device(self._device, self.model.ops, logits, *how, within)
+        tokens = queued.tokens = choose_on_device(self._device, self.model.ops, logits, *how, within, seen)
         asking = [number for number, row in enumerate(how.rows) if row.num_logprobs is not None]
         for first in range(0, len(asking), SCORED_POSITIONS):
             piece = asking[first : first + SCORED_POSITIONS]
@@ -277,6 +286,7 @@ class DeviceExecutor:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         self._answers.forget(request_ids)
+        self._counts.forget(request_ids)
         for request_id in request_ids:
             self._flying.pop(request_id, None)
         for launched in self._launched:
@@ -289,6 +299,7 @@ class DeviceExecutor:
         self._answers.shutdown()
         with suppress(AttributeError):
             del self.model
+            del self._counts
             del self._device
 
     @torch.inference_mode()
@@ -300,3 +311,7 @@ class DeviceExecutor:
 
 def _three(parts: deque[Tensor]) -> _Found:
     return parts.popleft(), parts.popleft(), parts.popleft()
+
+
+def _has_grammar(row: ScheduledRequest) -> bool:
+    return row.sampling is not None and row.sampling.controls is not None and row.sampling.controls.grammar is not None

@@ -295,6 +295,8 @@ def test_every_row_of_the_largest_step_wants_a_copy_of_its_logits() -> None:
         assert row is not None
         alone = logits[number : number + 1]
         assert apply_controls(alone, [row], [()]) is not alone
+        assert row.controls is not None
+        assert row.controls.penalizes, "the start measures the memory of counts, too"
 
 
 def test_without_captures_no_block_is_set_aside(model: Path) -> None:
