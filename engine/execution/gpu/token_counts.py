@@ -16,7 +16,7 @@ from engine.step import PENDING_TOKEN, LogitControls, RowSampling
 from kernels.rows.row_tokens import RowTokens
 
 SLOTS_AT_A_TIME = 8
-"""Of so many slots is the tensor made larger: 4.9 MB with a vocabulary of 152,000."""
+"""How many slots the tensor grows by: 4.9 MB with a vocabulary of 152,000."""
 IN_PROMPT, IN_ANSWER = 1, 2
 """What a token adds to its count; see kernels.rows.row_tokens."""
 
