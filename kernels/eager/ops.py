@@ -73,6 +73,10 @@ class Ops:
     [rows, ceil(vocab / 32)] int32, token t at bit t % 32 of word t // 32, the tokens that penalties count) -> [rows]
     int64, -1 for a row whose largest logit is not finite. Never waits for the device. None: the engine samples with
     torch's operators."""
+    sample_packed: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """The same for rows without controls, from numbers that are on the device already, so that it can be captured:
+    (logits, [3, rows] float64: temperature, top_p, min_p; [3, rows] int64: top_k, seed, position; where the tokens go,
+    [rows] int64) -> these tokens. None: the engine captures the choice of greedy tokens alone."""
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     """(logits [rows, vocab], token ids [rows], count) -> log-probabilities of these tokens, and the ids and
     log-probabilities of the `count` most likely."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ from engine.step import (
     StepPlan,
 )
 
+NO_FAILURES: Mapping[int, RowFailure] = MappingProxyType({})
 _Found = tuple[Tensor, Tensor, Tensor]
 """The result of engine.batch.logprobs.find_logprobs."""
 _Score = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -146,13 +148,29 @@ class DeviceExecutor:
             self._read_all()
         places = sampled_positions(plan.rows)
         self._threads.use()
+        if (decoded := self.model.decode(plan, self._answers.newest, self._pending(plan))) is not None:
+            tokens, use = decoded
+            return self._launch(plan, order, places, _Queued(tokens=tokens), use)
         with self._answers.masks(plan, places) as masks:
             computed, graph = self.model.start(plan, self._answers.newest, self._pending(plan))
         within, without_mask = masks.result()
         queued = self._queue(plan, places, computed, within)
+        return self._launch(plan, order, places, queued, graph, without_mask, limited=within is not None)
+
+    def _launch(
+        self,
+        plan: StepPlan,
+        order: list[int] | None,
+        places: list[SamplePosition],
+        queued: _Queued,
+        graph: GraphUse | None,
+        without_mask: Mapping[int, RowFailure] = NO_FAILURES,
+        *,
+        limited: bool = False,
+    ) -> _Launched:
         download = self._device.download(queued.tensors())
         self._note_flying(plan, places, queued.tokens)
-        return _Launched(plan, order, places, without_mask, within is not None, graph, queued, download)
+        return _Launched(plan, order, places, without_mask, limited, graph, queued, download)
 
     def _must_know(self, plan: StepPlan) -> bool:
         """Whether the host must read a token in flight first: for a row's grammar, or to know which draft was kept.
