@@ -30,8 +30,12 @@ class SampledRow:
     presence_penalty: float = 0.0
 
     @property
+    def looks_back(self) -> bool:
+        """Whether the row needs its `RowTokens`."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1.0, 0.0, 0.0) or bool(self.banned_after)
+
+    @property
     def is_controlled(self) -> bool:
         """Whether anything but a grammar changes the row's logits."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        edits = self.banned or self.banned_after or self.bias
-        return bool(edits) or self.allowed is not None or penalties != (1.0, 0.0, 0.0)
+        return self.looks_back or bool(self.banned or self.bias) or self.allowed is not None

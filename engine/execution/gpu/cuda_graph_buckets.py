@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Literal
 
 from engine.config import ConfigError
-from engine.execution.gpu.launch_cost import LaunchCost
 
 Scope = Literal["none", "decode", "all"]
 
@@ -39,6 +38,17 @@ class Bucket:
         """The name in metrics."""
         size = f"decode {self.num_rows}" if self.decode else f"mixed {self.num_tokens}x{self.num_rows}"
         return f"{size} with adapters" if self.adapters else size
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCost:
+    """The cost of one eager step; see engine.execution.gpu.launch_cost."""
+
+    launch_ms: float
+    """From the host's first call to its last one's return."""
+    device_ms: float
+    """On the device's clock."""
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

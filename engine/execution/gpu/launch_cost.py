@@ -5,20 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.execution.device import Device
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchCost:
-    """Of one eager step."""
-
-    launch_ms: float
-    """From the first call to the last one's return."""
-    device_ms: float
-    """On the device's clock."""
-    num_tokens: int
+from engine.execution.gpu.cuda_graph_buckets import LaunchCost
 
 
 def measure_launch(device: Device, step: Callable[[], object], num_tokens: int) -> LaunchCost:

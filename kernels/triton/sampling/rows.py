@@ -77,6 +77,7 @@ def pack_rows(
     )
     temperatures, top_ps, min_ps, *penalties = floats
     top_ks, seeds, positions = integers
+    assert tokens is not None or not any(row.looks_back for row in rows), "penalties without the tokens they count"
     controls = None
     if within is not None or any(row.is_controlled for row in rows):
         limited = any(row.allowed is not None for row in rows)

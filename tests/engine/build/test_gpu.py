@@ -30,8 +30,9 @@ from engine.build.trial_steps import (
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.execution.device import CudaDevice, HostDevice, choose_device, device_faults
 from engine.execution.gpu.adapters import slots_bytes
+from engine.execution.gpu.cuda_graph_buckets import LaunchCost
 from engine.execution.gpu.executor import DeviceExecutor
-from engine.execution.gpu.launch_cost import LaunchCost, measure_launch
+from engine.execution.gpu.launch_cost import measure_launch
 from engine.execution.gpu.memory import MemoryUse, blocks_to_time_with
 from engine.execution.gpu.model import DeviceModel
 from engine.models.config import ModelConfig, read_model_config

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import ConfigError
-from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets, plan_buckets
-from engine.execution.gpu.launch_cost import LaunchCost
+from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets, LaunchCost, plan_buckets
 
 
 def planned(scope: Any = "all", *, seqs: int = 64, tokens: int = 512, **sizes: Any) -> Buckets:

@@ -27,7 +27,7 @@ from tests.support.plans import chunk, decode, greedy
 
 TOKENS = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(5)).tolist()
 LENGTHS = (3, 16, 17)
-"""Of the prompts: the first decode rows are within a block and at both sides of its edge."""
+"""The prompts' lengths: the first decode rows are within a block and at both sides of its edge."""
 TABLES = tuple(tuple(range(number, 30, 6)) for number in range(6))
 
 
