@@ -73,8 +73,8 @@ class Texts:
         self._steps = 0
 
     def prompt(self, number: int, length: int) -> None:
-        row = chunk(f"r{number}", TOKENS[:length], 0, length, TABLES[number])._replace(sampling=self.sampling)
-        self.tokens[number] = TOKENS[:length]
+        tokens = self.tokens[number] = TOKENS[number : number + length]
+        row = chunk(f"r{number}", tokens, 0, length, TABLES[number])._replace(sampling=self.sampling)
         self._queue([number], [row])
 
     def step(self, *numbers: int, sampling: RowSampling | None = None) -> None:
@@ -174,6 +174,24 @@ def test_batches_that_change_at_any_moment_give_the_tokens_of_plain_steps(
             texts.read()
     assert both[0].tokens == both[1].tokens
     assert 0 in both[0].uploads, "some steps went on from the one before"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_of_one_length_that_change_places_go_on_from_their_own_tokens(
+    model: Path, captured: DeviceExecutor, overlap: bool
+) -> None:
+    found = []
+    for executor in (captured, make(model, cuda_graphs="none")):
+        texts = Texts(executor, overlap=overlap)
+        for number in (0, 1):
+            texts.prompt(number, 5)
+        for order in ((0, 1), (0, 1), (1, 0), (1, 0), (0, 1)):
+            texts.step(*order)
+        while texts._flying:
+            texts.read()
+        found.append(texts.tokens)
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
 
 
 def test_a_row_whose_logits_are_not_finite_fails_alone_and_so_does_the_step_behind_it(captured: DeviceExecutor) -> None:
