@@ -111,6 +111,21 @@ def test_rows_of_a_batch_have_their_own_filters(device: str) -> None:
     assert sampled(logits[5:6], rows[5:6], device) == [expected_token(logits[5], rows[5])]
 
 
+def test_numbers_that_are_on_the_device_already_draw_the_references_token(device: str) -> None:
+    """A captured step advances the positions there, and writes its tokens to where the next step reads them."""
+    filters = [{"temperature": 0.0}, {}, {"top_k": 9, "top_p": 0.8}, {"min_p": 0.05, "temperature": 1.4}]
+    rows = [replace(rows_like(1, **options)[0], position=5 + i) for i, options in enumerate(filters)]
+    logits = random_logits(len(rows))
+    floats = torch.tensor([(row.temperature, row.top_p, row.min_p) for row in rows], dtype=torch.float64)
+    integers = torch.tensor([(row.top_k, row.seed, row.position - 1) for row in rows])
+    there, counted = floats.T.contiguous().to(device), integers.T.contiguous().to(device)
+    counted[2] += 1
+    out = torch.full((len(rows),), -7, device=device)
+    assert TRITON.sample_packed is not None
+    TRITON.sample_packed(logits.to(device), there, counted, out)
+    assert out.tolist() == [expected_token(logits[i], row) for i, row in enumerate(rows)]
+
+
 @pytest.mark.parametrize("vocab", [1, BLOCK - 1, BLOCK, BLOCK + 1, slow(3 * BLOCK + 5)])
 def test_vocabularies_at_the_edges_of_a_block_match_the_reference(device: str, vocab: int) -> None:
     for options in ({}, {"top_k": 3, "top_p": 0.9}, {"temperature": 0.0}):
