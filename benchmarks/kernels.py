@@ -365,17 +365,24 @@ class Bench:
         return Cell(f"sample_{name}", {"rows": num_rows, "vocab": vocab}, num_rows * vocab * 4, 0, make)
 
     def controls(self, num_rows: int) -> Cell:
-        """Penalties for the tokens of a prompt and an answer, and a bias, with the values of `CONTROLS`."""
+        """Penalties for the tokens of a text, counted on the device, and a bias, with the values of `CONTROLS`."""
         vocab = self.options.vocab
 
         def make() -> Run:
+            from kernels.rows.row_tokens import RowTokens
             from kernels.rows.sampled_row import SampledRow
             from kernels.triton.sampling.controls import control_logits
             from kernels.triton.sampling.rows import pack_rows
 
-            token_ids = torch.randint(vocab, (num_rows, 2, CONTROLLED), generator=self.generator, device=self.device)
-            rows = [SampledRow(temperature=0.0, **CONTROLS, prompt=p, answer=a) for p, a in token_ids.tolist()]  # type: ignore[arg-type]
-            logits, packed = self.random(num_rows, vocab, dtype=torch.float32), pack_rows(rows, vocab, self.device)
+            shape = (num_rows, 2 * CONTROLLED)
+            token_ids = torch.randint(vocab, shape, generator=self.generator, device=self.device)
+            counts = torch.zeros(num_rows, vocab, dtype=torch.int32, device=self.device)
+            counts.scatter_add_(1, token_ids, torch.full_like(token_ids, 2, dtype=torch.int32))
+            slots = torch.arange(num_rows, device=self.device)
+            tokens = RowTokens(counts, slots, token_ids[:, :1].contiguous())
+            rows = [SampledRow(temperature=0.0, **CONTROLS)] * num_rows  # type: ignore[arg-type]
+            logits = self.random(num_rows, vocab, dtype=torch.float32)
+            packed = pack_rows(rows, vocab, self.device, tokens=tokens)
             return lambda: control_logits(logits, packed)
 
         return Cell("control_logits", {"rows": num_rows, "vocab": vocab}, 2 * num_rows * vocab * 4, 0, make)

@@ -685,7 +685,7 @@ class EngineConfig:
     cuda_graph_mixed_tokens: tuple[int, ...] | None = setting(
         None,
         "Numbers of tokens for which steps with prefill are captured, up to max_num_batched_tokens. Unset: chosen by "
-        "the engine.",
+        "the engine, up to the size at which the GPU's work hides the launches of a step, as measured at the start.",
         expert=True,
     )
     cuda_graph_mixed_rows: tuple[int, ...] | None = setting(

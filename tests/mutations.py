@@ -40,6 +40,7 @@ COALESCING = "tests/engine/core/test_coalescing.py"
 CONFIG = "tests/engine/test_config.py"
 CONTROLS = "tests/engine/batch/test_logit_controls.py"
 CORE = "tests/engine/core/test_core.py"
+DECODE_LOOP = "tests/engine/execution/gpu/test_decode_loop.py"
 DRAFTS = "tests/engine/core/test_drafts.py"
 EXECUTOR = "tests/engine/execution/test_executor.py"
 LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk_size"
@@ -66,6 +67,7 @@ INPUTS = "tests/engine/test_multimodal_inputs.py"
 STATES = "tests/engine/scheduling/test_state_slots.py"
 WALL_TIMES = "tests/engine/core/test_wall_times.py"
 TIMING = "tests/serve_app/api/timing/test_split.py"
+TOKEN_COUNTS = "tests/engine/execution/gpu/test_token_counts.py"
 TARGETS = "tests/engine/scheduling/test_targets.py"
 SERVICE = "tests/engine/scheduling/test_service.py"
 STEP_PREDICTION = "tests/engine/scheduling/test_step_prediction.py"
@@ -1862,6 +1864,63 @@ MUTATIONS = (
         "    const int64_t steps = inputs / PAIR, panel_size = inputs * PANEL;\n",
         "    const int64_t panel_size = inputs * PANEL, steps = inputs / PAIR - (ROWS == 3);\n",
         (NATIVE,),
+    ),
+    # --- steps that stay on the device --------------------------------------------------------------------------------
+    Mutation(
+        "Device a",
+        "A row whose penalties look at a token in flight makes the whole step wait for it.",
+        "engine/execution/gpu/executor.py",
+        "(_has_grammar(row) or self._flying",
+        "(row.answer[-1:] == (-1,) or self._flying",
+        (TOKEN_COUNTS,),
+    ),
+    Mutation(
+        "Device b",
+        "A request that begins anew keeps the counts of tokens that it no longer has.",
+        "engine/execution/gpu/token_counts.py",
+        "if counted is None or anew or",
+        "if counted is None or",
+        (TOKEN_COUNTS,),
+    ),
+    Mutation(
+        "Device c",
+        "What the host noted for a step that failed counts as being on the device.",
+        "engine/execution/gpu/token_counts.py",
+        "            self.forget(list(self._counted))",
+        "            pass",
+        (TOKEN_COUNTS,),
+    ),
+    Mutation(
+        "Device d",
+        "Padding of a captured decode step moves on, into blocks of earlier steps.",
+        "engine/execution/gpu/decode_loop.py",
+        "moved = integers[3]",
+        "moved = torch.ones_like(integers[3])",
+        (DECODE_LOOP,),
+    ),
+    Mutation(
+        "Device e",
+        "The device never learns of a row's new block.",
+        "engine/execution/gpu/decode_loop.py",
+        "        if places:",
+        "        if False:",
+        (DECODE_LOOP,),
+    ),
+    Mutation(
+        "Device f",
+        "Rows that changed places go on from each other's tokens.",
+        "engine/execution/gpu/decode_loop.py",
+        "before.request_id == row.request_id",
+        "before.kind is row.kind",
+        (DECODE_LOOP,),
+    ),
+    Mutation(
+        "Device g",
+        "A step goes on from inputs that a step that failed has moved.",
+        "engine/execution/gpu/decode_loop.py",
+        "last, self._last = self._last, None",
+        "last = self._last",
+        (DECODE_LOOP,),
     ),
     # --- model families -----------------------------------------------------------------------------------------------
     Mutation(

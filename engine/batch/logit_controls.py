@@ -4,14 +4,14 @@ Never keeps state: each step brings the answer's tokens so far, so preemption an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.batch.inputs import int_tensor
-from engine.step import LogitControls, RowSampling
+from engine.step import PENDING_TOKEN, LogitControls, RowSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,17 @@ class Within:
 
 
 def apply_controls(
-    logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]], within: Within | None = None
+    logits: Tensor,
+    rows: Sequence[RowSampling],
+    answers: Sequence[Sequence[int]],
+    within: Within | None = None,
+    look_back: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Apply every row's controls at once. Returns a copy if anything changes.
 
     `kernels.reference.control_logits` and `keep_within` define the result. logits: [rows, vocab] float32; answers: each
-    row's answer tokens so far.
+    row's answer tokens so far, of which the last may be PENDING_TOKEN; look_back: applies the penalties, and the bans
+    of `bans_after`, in place. None: penalties by `answers`, none of which is pending.
     """
     controlled = [(number, row.controls) for number, row in enumerate(rows) if row.controls is not None]
     if not controlled and not any(row.banned_token_ids for row in rows):
@@ -39,8 +44,11 @@ def apply_controls(
     logits = logits.clone()
     _keep_allowed(logits, controlled)
     _add_bias(logits, controlled)
-    _penalize_repetition(logits, controlled, answers)
-    _penalize_frequency(logits, controlled, answers)
+    if look_back is None:
+        _penalize_repetition(logits, controlled, answers)
+        _penalize_frequency(logits, controlled, answers)
+    else:
+        look_back(logits)
     _ban(logits, rows, answers)
     if within is not None:
         _keep_within(logits, own, within)
@@ -115,14 +123,23 @@ def _penalize_frequency(logits: Tensor, controlled: _Controlled, answers: Sequen
 
 
 def _ban(logits: Tensor, rows: Sequence[RowSampling], answers: Sequence[Sequence[int]]) -> None:
-    found = [(number, tokens) for number, row in enumerate(rows) if (tokens := _banned(row, answers[number]))]
+    found = [(number, tokens) for number, row in enumerate(rows) if (tokens := banned_tokens(row, answers[number]))]
     if found:
         logits[_places(found, logits.device)] = -torch.inf
 
 
-def _banned(row: RowSampling, answer: Sequence[int]) -> list[int]:
+def banned_tokens(row: RowSampling, answer: Sequence[int]) -> list[int]:
+    """Return the tokens that may not follow `answer`. If its last is pending: those that may not, whatever it is."""
     words = () if row.controls is None else row.controls.bad_words
     return [*row.banned_token_ids, *(word[-1] for word in words if _ends_with(answer, word[:-1]))]
+
+
+def bans_after(row: RowSampling, answer: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (newest, token) for each token that may not follow if the pending last token of `answer` is `newest`."""
+    if row.controls is None or answer[-1:] != (PENDING_TOKEN,):
+        return []
+    words = [word for word in row.controls.bad_words if len(word) > 1]
+    return [(word[-2], word[-1]) for word in words if _ends_with(answer[:-1], word[:-2])]
 
 
 def _ends_with(answer: Sequence[int], tokens: tuple[int, ...]) -> bool:

@@ -27,6 +27,7 @@ from engine.execution.device import Device, StateLostError, device_faults
 from engine.execution.gpu.adapters import AdapterSlots, slots_bytes
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
+from engine.execution.gpu.launch_cost import measure_launch
 from engine.execution.gpu.memory import (
     GIB,
     MemoryUse,
@@ -211,6 +212,7 @@ class GpuStart:
         why = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}, but the GPU has no memory for such a step"
         with _fits(why, use, "max_num_batched_tokens"), self._trial_adapter() as adapter:
             _run(executor, plan, adapter)
+            self._leave_out_large_captures(probe, plan)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
                 if self._ops.narrow is not None:
@@ -232,6 +234,23 @@ class GpuStart:
         self._device.release_unused()
         logger.info("device memory: %s", use.text())
         return use
+
+    def _leave_out_large_captures(self, probe: DeviceModel, plan: StepPlan) -> None:
+        """Capture no mixed step of a size at which launching it is hidden behind the device's work, unless the config
+        names the sizes. plan: the largest step, which has run before."""
+        if not self._buckets.mixed_tokens or self._config.cuda_graph_mixed_tokens is not None:
+            return
+        with device_faults(), torch.inference_mode():
+            cost = measure_launch(self._device, lambda: probe.start(plan, {}, ()), plan.num_tokens)
+        before, self._buckets = self._buckets, self._buckets.without_hidden_launches(cost)
+        if self._buckets != before:
+            why = (
+                f"{self.resolved.reasons['cuda_graphs']}, of which {len(self._buckets.all)} are captured: the host "
+                f"launches {cost.num_tokens} tokens in {cost.launch_ms:.1f} ms, on which the GPU works "
+                f"{cost.device_ms:.1f} ms, so that steps of more than {self._buckets.mixed_tokens[-1]} tokens run "
+                "without padding"
+            )
+            self.resolved = replace(self.resolved, reasons=self.resolved.reasons | {"cuda_graphs": why})
 
     def _trial_adapter(self) -> AbstractContextManager[str]:
         """Return a context with the adapter of trial steps, whose memory is the most with one; "" if there is none."""

@@ -4,7 +4,7 @@ Never runs a model, and never holds more than one token of an answer: plans brin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +45,7 @@ class Sampled(NamedTuple):
     positions: list[int]
     """The positions of the sampled tokens."""
     answers: list[tuple[int, ...]]
-    """The answer's tokens before each sampled one; () if no control looks back."""
+    """The answer's tokens before each sampled one; () if no control looks back. PENDING_TOKEN for one in flight."""
 
 
 class Answers:
@@ -78,17 +78,18 @@ class Answers:
             wait([found])  # until then that thread has the matchers to itself
             self._waited_s += time.perf_counter() - begun
 
-    def sampled(self, plan: StepPlan, places: Sequence[SamplePosition]) -> Sampled:
+    def sampled(self, plan: StepPlan, places: Sequence[SamplePosition], flying: Container[str] = ()) -> Sampled:
+        """How to sample at `places`. flying: the requests whose newest token the host has not read."""
         rows = [plan.rows[place.number] for place in places]
         return Sampled(
             [row.sampling for row in rows if row.sampling is not None],
             [row.start + place.offset + 1 for row, place in zip(rows, places, strict=True)],
-            [self._up_to(row, place.offset) for row, place in zip(rows, places, strict=True)],
+            [self._up_to(row, place.offset, flying) for row, place in zip(rows, places, strict=True)],
         )
 
-    def _up_to(self, row: ScheduledRequest, offset: int) -> tuple[int, ...]:
+    def _up_to(self, row: ScheduledRequest, offset: int, flying: Container[str]) -> tuple[int, ...]:
         """The answer's tokens up to and including token `offset` of the row; () if no control looks back."""
-        answer = answer_tokens(row, self.newest)
+        answer = row.answer if row.request_id in flying else answer_tokens(row, self.newest)
         return (*answer, *row.token_ids[1 : offset + 1]) if answer and row.kind is RowKind.DECODE else answer
 
     # --- once they are ------------------------------------------------------------------------------------------------

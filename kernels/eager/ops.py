@@ -17,6 +17,7 @@ from kernels.cpu import experts as cpu_experts
 from kernels.cpu import linear_attention as cpu_linear
 from kernels.forward import Linear, LinearHeads, LowRankStack, Routing
 from kernels.rows.adapter_tokens import AdapterTokens
+from kernels.rows.row_tokens import RowTokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.rows.step import PagedRows, StateRows
 
@@ -67,10 +68,15 @@ class Ops:
     sigmoid_gate: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     narrow: NarrowOps | None = None
     """None: weights must have the type of activations."""
-    sample: Callable[[Tensor, Sequence[SampledRow], Tensor | None], Tensor] | None = None
+    sample: Callable[[Tensor, Sequence[SampledRow], Tensor | None, RowTokens | None], Tensor] | None = None
     """(logits [rows, vocab] of any float type, how each row is sampled, what grammars allow: None, or
-    [rows, ceil(vocab / 32)] int32, token t at bit t % 32 of word t // 32) -> [rows] int64, -1 for a row whose largest
-    logit is not finite. Never waits for the device. None: the engine samples with torch's operators."""
+    [rows, ceil(vocab / 32)] int32, token t at bit t % 32 of word t // 32, the tokens that penalties count) -> [rows]
+    int64, -1 for a row whose largest logit is not finite. Never waits for the device. None: the engine samples with
+    torch's operators."""
+    sample_packed: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """The same for rows without controls, from numbers that are on the device already, so that it can be captured:
+    (logits, [3, rows] float64: temperature, top_p, min_p; [3, rows] int64: top_k, seed, position; where the tokens go,
+    [rows] int64) -> these tokens. None: the engine captures the choice of greedy tokens alone."""
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
     """(logits [rows, vocab], token ids [rows], count) -> log-probabilities of these tokens, and the ids and
     log-probabilities of the `count` most likely."""

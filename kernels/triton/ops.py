@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.eager.ops import TORCH, NarrowOps, Ops
+from kernels.rows.row_tokens import RowTokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.triton.attention.attention import attention
 from kernels.triton.attention.plan import prepare_attention
@@ -23,12 +24,16 @@ from kernels.triton.linear_attention.causal_conv import causal_conv
 from kernels.triton.linear_attention.delta_rule import delta_rule
 from kernels.triton.low_rank.expand import add_low_rank
 from kernels.triton.sampling.logprobs import token_logprobs
-from kernels.triton.sampling.rows import pack_rows
+from kernels.triton.sampling.rows import SampledRows, pack_rows
 from kernels.triton.sampling.sampler import sample
 
 
-def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None) -> Tensor:
-    return sample(logits, pack_rows(rows, logits.shape[1], logits.device, within))
+def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None, tokens: RowTokens | None) -> Tensor:
+    return sample(logits, pack_rows(rows, logits.shape[1], logits.device, within, tokens))
+
+
+def _sample_packed(logits: Tensor, floats: Tensor, integers: Tensor, out: Tensor) -> Tensor:
+    return sample(logits, SampledRows(*floats, *integers), out=out)
 
 
 TRITON = Ops(
@@ -48,6 +53,7 @@ TRITON = Ops(
     sigmoid_gate=sigmoid_gate,
     narrow=NarrowOps(pack=pack, linear=narrow_linear, launch_rows=LAUNCH_ROWS),
     sample=_sample,
+    sample_packed=_sample_packed,
     logprobs=token_logprobs,
     add_low_rank=add_low_rank,
     capturable=True,  # attention reads DeviceRows as they are, and sizes its launches by their upper bounds

@@ -16,6 +16,7 @@ from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.triton.cases import (
     POISON,
     TOLERANCE,
+    Text,
     attend,
     captured_plan,
     check_attention,
@@ -131,14 +132,14 @@ def test_rows_of_every_filter_and_control_draw_the_references_token(where: str, 
         SampledRow(**{"temperature": 1.0} | each, seed=seed, position=seed)  # type: ignore[arg-type]
         for seed, each in enumerate(filters)
     ]
-    seen = {"answer": (3, 4, 3, VOCAB - 1), "prompt": (7, 7, 256)}
     rows += [
-        SampledRow(temperature=0.0, banned=range(0, VOCAB, 2), **seen),
-        SampledRow(temperature=1.0, allowed=(1, 2, VOCAB - 1), repetition_penalty=1.3, **seen),
-        SampledRow(temperature=0.8, bias=((3, 9.0), (5, -2.0)), frequency_penalty=0.4, presence_penalty=0.2, **seen),
-        SampledRow(temperature=0.0, bias=((8, 100.0), (9, 50.0)), bad_words=((8,),), **seen),
+        SampledRow(temperature=0.0, banned=range(0, VOCAB, 2)),
+        SampledRow(temperature=1.0, allowed=(1, 2, VOCAB - 1), repetition_penalty=1.3),
+        SampledRow(temperature=0.8, bias=((3, 9.0), (5, -2.0)), frequency_penalty=0.4, presence_penalty=0.2),
+        SampledRow(temperature=0.0, bias=((8, 100.0), (9, 50.0)), banned_after=((VOCAB - 1, 8),)),
     ]
-    check_sampling(random_logits(len(rows), dtype), rows, where)
+    texts = [Text((7, 7, 256), (3, 4, 3, VOCAB - 1), num_late=1) for _ in rows]
+    check_sampling(random_logits(len(rows), dtype), rows, where, texts)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

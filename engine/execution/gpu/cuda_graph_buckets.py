@@ -14,6 +14,9 @@ from engine.config import ConfigError
 Scope = Literal["none", "decode", "all"]
 
 SMALLEST_MIXED_TOKENS = 64
+LAUNCHES_HIDDEN = 2.0
+"""How many times as long as the host takes to launch a step must the device work on it, so that the launches are hidden
+behind the work. With 1 the host would have no time left to plan, choose tokens and answer others between two steps."""
 FEW_ROWS = 8
 """Mixed steps of up to so many rows have buckets of their own: attention has to look at the block table of each row of
 padding."""
@@ -38,6 +41,17 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchCost:
+    """The cost of one eager step; see engine.execution.gpu.launch_cost."""
+
+    launch_ms: float
+    """From the host's first call to its last one's return."""
+    device_ms: float
+    """On the device's clock."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Buckets:
     """All sizes of one engine, each list ascending. There is a bucket for each pair of `mixed_tokens` and
     `mixed_rows`."""
@@ -47,6 +61,19 @@ class Buckets:
     mixed_rows: tuple[int, ...] = ()
     adapters: bool = False
     """Each size is captured twice: for steps with LoRA adapters, and without."""
+
+    def without_hidden_launches(self, cost: LaunchCost) -> Buckets:
+        """Leave out the mixed sizes at which the device works so long that launching a step without a graph costs
+        nothing, while padding costs the device up to a quarter. The smallest size stays.
+
+            tokens   64 ........ most ................................. max_num_batched_tokens
+                     | captured  | eager: tokens x the device's time for each >= LAUNCHES_HIDDEN x the host's for all |
+        """
+        if cost.device_ms <= 0.0:
+            return self
+        most = LAUNCHES_HIDDEN * cost.launch_ms * cost.num_tokens / cost.device_ms
+        kept = tuple(size for size in self.mixed_tokens if size <= most)
+        return replace(self, mixed_tokens=kept or self.mixed_tokens[:1])
 
     @property
     def all(self) -> tuple[Bucket, ...]:

@@ -1,6 +1,6 @@
 """Owns the steps of a device that works asynchronously: launch queues a step, collect waits for it and returns its
 output.
-Never reads a value back in `launch`, except for a row whose controls look back at a token that was not read yet."""
+Never reads a value back in `launch`, except for a row whose grammar has to see a token that was not read yet."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from engine.execution.answers import Answers
 from engine.execution.device import Device, Download, StateLostError, TorchThreads, advancing, device_faults
 from engine.execution.gpu.model import DeviceModel, Pending
 from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
+from engine.execution.gpu.token_counts import TokenCounts
 from engine.models.computed import Computed
 from engine.protocol import TokenLogprobs
 from engine.step import (
@@ -45,10 +47,12 @@ from engine.step import (
     GraphUse,
     RowFailure,
     RowKind,
+    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
 
+NO_FAILURES: Mapping[int, RowFailure] = MappingProxyType({})
 _Found = tuple[Tensor, Tensor, Tensor]
 """The result of engine.batch.logprobs.find_logprobs."""
 _Score = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -101,9 +105,9 @@ class DeviceExecutor:
         self._answers = Answers(grammars)
         self._threads = TorchThreads(num_threads)
         self._launched: deque[_Launched] = deque()
+        self._counts = TokenCounts(device, model.decoder.config.vocab_size)
         self._flying: dict[str, tuple[Tensor, int | None]] = {}
-        """Request id -> (tokens of the last step that samples for it, index of its own token). The index is None if the
-        row has drafts: the host then does not know which token is the newest."""
+        """See Flying in engine.execution.gpu.token_counts."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -144,19 +148,35 @@ class DeviceExecutor:
             self._read_all()
         places = sampled_positions(plan.rows)
         self._threads.use()
+        if (decoded := self.model.decode(plan, self._answers.newest, self._pending(plan))) is not None:
+            tokens, use = decoded
+            return self._launch(plan, order, places, _Queued(tokens=tokens), use)
         with self._answers.masks(plan, places) as masks:
             computed, graph = self.model.start(plan, self._answers.newest, self._pending(plan))
         within, without_mask = masks.result()
         queued = self._queue(plan, places, computed, within)
+        return self._launch(plan, order, places, queued, graph, without_mask, limited=within is not None)
+
+    def _launch(
+        self,
+        plan: StepPlan,
+        order: list[int] | None,
+        places: list[SamplePosition],
+        queued: _Queued,
+        graph: GraphUse | None,
+        without_mask: Mapping[int, RowFailure] = NO_FAILURES,
+        *,
+        limited: bool = False,
+    ) -> _Launched:
         download = self._device.download(queued.tensors())
         self._note_flying(plan, places, queued.tokens)
-        return _Launched(plan, order, places, without_mask, within is not None, graph, queued, download)
+        return _Launched(plan, order, places, without_mask, limited, graph, queued, download)
 
     def _must_know(self, plan: StepPlan) -> bool:
-        """Whether a row needs a token in flight for more than its input, so that the host must read it first."""
+        """Whether the host must read a token in flight first: for a row's grammar, or to know which draft was kept.
+        Penalties and bad words look at it on the device."""
         return any(
-            row.request_id in self._flying
-            and (row.answer[-1:] == (PENDING_TOKEN,) or self._flying[row.request_id][1] is None)
+            row.request_id in self._flying and (_has_grammar(row) or self._flying[row.request_id][1] is None)
             for row in plan.rows
         )
 
@@ -176,9 +196,16 @@ class DeviceExecutor:
         queued = _Queued(scores=self._queue_scores(plan, computed), pooled=sum_pooled(plan, computed.hidden))
         if not places:
             return queued
-        how = self._answers.sampled(plan, places)
+        how = self._answers.sampled(plan, places, self._flying)
+        seen = self._counts.rows(
+            [plan.rows[place.number].request_id for place in places],
+            how.rows,
+            how.answers,
+            begun={row.request_id for row in plan.rows if row.kind is RowKind.LAST},
+            flying=self._flying,
+        )
         logits = computed.logits  # [places, vocab]
-        tokens = queued.tokens = choose_on_device(self._device, self.model.ops, logits, *how, within)
+        tokens = queued.tokens = choose_on_device(self._device, self.model.ops, logits, *how, within, seen)
         asking = [number for number, row in enumerate(how.rows) if row.num_logprobs is not None]
         for first in range(0, len(asking), SCORED_POSITIONS):
             piece = asking[first : first + SCORED_POSITIONS]
@@ -277,6 +304,7 @@ class DeviceExecutor:
 
     def forget(self, request_ids: Sequence[str]) -> None:
         self._answers.forget(request_ids)
+        self._counts.forget(request_ids)
         for request_id in request_ids:
             self._flying.pop(request_id, None)
         for launched in self._launched:
@@ -289,6 +317,7 @@ class DeviceExecutor:
         self._answers.shutdown()
         with suppress(AttributeError):
             del self.model
+            del self._counts
             del self._device
 
     @torch.inference_mode()
@@ -300,3 +329,7 @@ class DeviceExecutor:
 
 def _three(parts: deque[Tensor]) -> _Found:
     return parts.popleft(), parts.popleft(), parts.popleft()
+
+
+def _has_grammar(row: ScheduledRequest) -> bool:
+    return row.sampling is not None and row.sampling.controls is not None and row.sampling.controls.grammar is not None

@@ -103,6 +103,11 @@ class Layout:
             max_length=max_length,
         )
 
+    def lengths(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """(lengths [num_rows], first keys [num_rows + 1]) of the rows, as views of `DeviceInputs.numbers`."""
+        _, lengths, first_keys, *_ = numbers.split(self._number_counts)  # type: ignore[no-untyped-call]
+        return lengths, first_keys
+
     def adapter_tokens(self, inputs: DeviceInputs) -> AdapterTokens | None:
         """The tokens with LoRA adapters; None if no row has one."""
         return AdapterTokens.of(inputs.adapters, self.num_tokens) if self.num_tiles else None

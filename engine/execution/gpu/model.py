@@ -15,6 +15,7 @@ from engine.batch.inputs import StepInputs, build_inputs, int_tensor
 from engine.execution.device import Device, Graph
 from engine.execution.gpu.adapters import AdapterSlots
 from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets
+from engine.execution.gpu.decode_loop import DecodeLoop
 from engine.execution.gpu.inputs import DeviceInputs, Layout, bucket_layout, layout_of, pack
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
@@ -67,6 +68,8 @@ class DeviceModel:
         self._buckets = Buckets()
         self._captured: dict[Bucket, _Captured] = {}
         self._packed = self._tables = self._hidden = torch.empty(0)
+        self._loop: DecodeLoop | None = None
+        """None: no decode step is captured."""
 
     # --- captured steps -----------------------------------------------------------------------------------------------
 
@@ -80,6 +83,8 @@ class DeviceModel:
                 kinds.add(kind)
                 self._place(self._nothing(), bucket, layout)
                 self._work(bucket, layout)()
+                if self._loop is not None and _chooses(bucket):
+                    self._loop.choose(bucket, self._logits_of(bucket))()
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
@@ -92,6 +97,9 @@ class DeviceModel:
             graph = self._device.capture(self._work(bucket, layout), first)
             first = first or graph
             self._captured[bucket] = _Captured(graph, layout)
+            if self._loop is not None and _chooses(bucket):
+                advance = self._loop.advance(bucket, layout, self._views(layout))
+                self._loop.capture(bucket, advance, self._loop.choose(bucket, self._logits_of(bucket)), first)
         self._buckets = buckets
 
     def _prepare(self, buckets: Buckets) -> dict[Bucket, Layout]:
@@ -105,6 +113,14 @@ class DeviceModel:
         self._tables = torch.full(shape, self._padding_block, dtype=torch.int64, device=where)
         size = self.decoder.config.hidden_size
         self._hidden = torch.zeros(most_tokens, size, dtype=self.decoder.dtype, device=where)
+        if buckets.decode_rows:
+            self._loop = DecodeLoop(
+                self.ops,
+                self._device,
+                most_rows=max(buckets.decode_rows),
+                block_size=self._block_size,
+                max_model_len=self._max_model_len,
+            )
         return layouts
 
     def _layout(self, bucket: Bucket) -> Layout:
@@ -154,7 +170,37 @@ class DeviceModel:
 
         return work
 
+    def _logits_of(self, bucket: Bucket) -> Callable[[], Tensor]:
+        """The logits after every token of a captured decode step. # [rows, vocab]"""
+        return lambda: multiply(self.ops, self.decoder.weights.lm_head, self._hidden[: bucket.num_rows])
+
     # --- a step -------------------------------------------------------------------------------------------------------
+
+    def decode(
+        self, plan: StepPlan, newest: Mapping[str, int], pending: Sequence[Pending]
+    ) -> tuple[Tensor, GraphUse] | None:
+        """Queue a decode step with the choice of its tokens, if both are captured; see DecodeLoop. Returns the tokens,
+        NO_TOKEN for a row that has none, # [rows] int64, and which captured step ran. None: `start` is to run it.
+
+        Raises:
+            ValueError: as `start`.
+        """
+        loop = self._loop
+        if loop is None or not loop.takes(plan.rows):
+            return None
+        if (bucket := loop.goes_on(plan.rows, newest)) is not None:
+            loop.go_on(bucket, plan.rows, self._views(self._captured[bucket].layout).tables)
+        else:
+            loop.stop()
+            inputs = self._inputs(plan, newest)
+            found = self._bucket(inputs)
+            if not isinstance(found, Bucket):
+                return None
+            bucket, places = found, self._loose(inputs, pending)[1]
+            _put(self._place(inputs, bucket, self._captured[bucket].layout).token_ids, places)
+            loop.begin(bucket, plan.rows)
+        self._captured[bucket].graph.replay()
+        return loop.end(bucket, plan.rows), GraphUse(True, bucket.name)
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         return self.start(plan, newest, ())[0]
@@ -168,15 +214,20 @@ class DeviceModel:
         Raises:
             ValueError: a row breaks the contract of engine.step.
         """
-        num_slots = 0 if self.state is None else self.state.num_slots
-        inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots, drafts=not num_slots)
-        inputs = replace(inputs, adapter_slots=self._adapter_slots(plan))
+        if self._loop is not None:
+            self._loop.stop()
+        inputs = self._inputs(plan, newest)
         bucket = self._bucket(inputs)
         sampled, places = self._loose(inputs, pending)
         hidden = self._replay(bucket, inputs, places) if isinstance(bucket, Bucket) else self._eager(inputs, places)
         computed = Computed.by_head(hidden, sampled, partial(multiply, self.ops, self.decoder.weights.lm_head))
         use = GraphUse(True, bucket.name) if isinstance(bucket, Bucket) else GraphUse(False, bucket)
         return computed, use if self._captured else None
+
+    def _inputs(self, plan: StepPlan, newest: Mapping[str, int]) -> StepInputs:
+        num_slots = 0 if self.state is None else self.state.num_slots
+        inputs = build_inputs(plan, self._block_size, newest, num_state_slots=num_slots, drafts=not num_slots)
+        return replace(inputs, adapter_slots=self._adapter_slots(plan))
 
     def _adapter_slots(self, plan: StepPlan) -> tuple[int, ...]:
         if self.adapters is not None:
@@ -270,3 +321,8 @@ class DeviceModel:
 def _put(token_ids: Tensor, places: Sequence[tuple[Tensor, Tensor]]) -> None:
     for index, values in places:
         token_ids.index_copy_(0, index, values)
+
+
+def _chooses(bucket: Bucket) -> bool:
+    """Whether the choice of tokens is captured for this size. Steps with adapters choose theirs outside."""
+    return bucket.decode and not bucket.adapters

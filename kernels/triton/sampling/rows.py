@@ -3,27 +3,42 @@ Never sees a logit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.rows.integers import joined
+from kernels.rows.row_tokens import RowTokens
 from kernels.rows.sampled_row import SampledRow
 
 
-@dataclass(frozen=True, slots=True)
-class Edits:
-    """Edits of single logits: add the bias, divide by the repetition penalty (multiply if negative), subtract the
-    penalty."""
+class Edits(NamedTuple):
+    """Edits of single logits, in the order of the kernel's arguments."""
 
-    begins: Tensor  # [rows + 1] int32: each row's first edit
-    tokens: Tensor  # [edits] int32, distinct within a row
-    biases: Tensor  # [edits] float32
-    repetitions: Tensor  # [edits] float32
-    penalties: Tensor  # [edits] float32; infinite: the token is banned
+    biased_begins: Tensor  # [rows + 1] int32: each row's first biased token
+    biased: Tensor  # [biased] int32, distinct within a row
+    biases: Tensor  # [biased] float32
+    banned_begins: Tensor  # [rows + 1] int32: each row's first banned token
+    banned: Tensor  # [banned] int32
+    afters: Tensor  # [banned] int32: only if this is the row's newest token; -1: always
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What changes the rows' logits, on the device."""
+
+    tokens: RowTokens
+    penalties: tuple[Tensor, Tensor, Tensor]
+    """Repetition, frequency and presence, [rows] float64 each. Only read for rows that have counts."""
+    edits: Edits | None = None
+    allowed: Tensor | None = None
+    """[rows, ceil(vocab / 32)] int32: token t is bit t % 32 of word t // 32."""
+    within: Tensor | None = None
+    """Packed as `allowed`: what grammars allow. They have the last word. All bits set: no grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,102 +51,68 @@ class SampledRows:
     top_ks: Tensor  # [rows] int64; 0: no limit
     seeds: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64
-    edits: Edits | None = None
-    allowed: Tensor | None = None
-    """[rows, ceil(vocab / 32)] int32: token t is bit t % 32 of word t // 32."""
-    within: Tensor | None = None
-    """Packed as `allowed`: what grammars allow. They have the last word. All bits set: no grammar."""
+    controls: Controls | None = None
 
 
 def pack_rows(
-    rows: Sequence[SampledRow], vocab: int, device: torch.device | str, within: Tensor | None = None
+    rows: Sequence[SampledRow],
+    vocab: int,
+    device: torch.device | str,
+    within: Tensor | None = None,
+    tokens: RowTokens | None = None,
 ) -> SampledRows:
     """Pack rows for `device`. Copies to a GPU come from pinned memory, and nothing waits for them. within: as in
-    SampledRows, on any device."""
+    Controls, on any device. tokens: needed if a row has penalties, or bans that depend on its newest token."""
 
     def moved(host: Tensor) -> Tensor:
         return host.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else host
 
-    floats = moved(
-        torch.tensor([(row.temperature, row.top_p, row.min_p) for row in rows], dtype=torch.float64).T.contiguous()
-    )
+    numbers = [
+        (row.temperature, row.top_p, row.min_p, row.repetition_penalty, row.frequency_penalty, row.presence_penalty)
+        for row in rows
+    ]
+    floats = moved(torch.tensor(numbers, dtype=torch.float64).T.contiguous())
     integers = moved(
         torch.tensor([(row.top_k, row.seed, row.position) for row in rows], dtype=torch.int64).T.contiguous()
     )
-    edits = _edits(rows)
-    limited = any(row.allowed is not None for row in rows)
-    temperatures, top_ps, min_ps = floats
+    temperatures, top_ps, min_ps, *penalties = floats
     top_ks, seeds, positions = integers
-    return SampledRows(
-        temperatures,
-        top_ps,
-        min_ps,
-        top_ks,
-        seeds,
-        positions,
-        edits=None if edits is None else _edits_of(moved(edits[0]), moved(edits[1]), len(rows)),
-        allowed=moved(_bits([row.allowed for row in rows], vocab)) if limited else None,
-        within=None if within is None else moved(within),
-    )
+    assert tokens is not None or not any(row.looks_back for row in rows), "penalties without the tokens they count"
+    controls = None
+    if within is not None or any(row.is_controlled for row in rows):
+        limited = any(row.allowed is not None for row in rows)
+        controls = Controls(
+            tokens or _no_tokens(len(rows), device),
+            (penalties[0], penalties[1], penalties[2]),
+            edits=_edits(rows, moved),
+            allowed=moved(_bits([row.allowed for row in rows], vocab)) if limited else None,
+            within=None if within is None else moved(within),
+        )
+    return SampledRows(temperatures, top_ps, min_ps, top_ks, seeds, positions, controls)
 
 
-def _edits_of(integers: Tensor, floats: Tensor, num_rows: int) -> Edits:
-    biases, repetitions, penalties = floats
-    return Edits(integers[: num_rows + 1], integers[num_rows + 1 :], biases, repetitions, penalties)
+def _no_tokens(num_rows: int, device: torch.device | str) -> RowTokens:
+    """Return the tokens of rows without penalties, for kernels that read which rows have some."""
+    none = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+    return RowTokens(torch.empty(0, dtype=torch.int32, device=device), none, none.unsqueeze(1))
 
 
-def _edits(rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor] | None:
-    """Return the (begins and tokens [rows + 1 + edits] int32, the three numbers [3, edits] float32) of `Edits`, or None
-    without edits.
-
-    Nothing loops over tokens in Python: with a repetition penalty, each step counts a whole prompt, perhaps 100,000.
-    """
-    kinds: tuple[list[Sequence[int]], ...] = (
-        [[token for token, _ in row.bias] for row in rows],
-        [_seen(row) if row.repetition_penalty != 1.0 else () for row in rows],
-        [row.answer if row.frequency_penalty or row.presence_penalty else () for row in rows],
-        [_banned(row) for row in rows],
-    )
-    if not any(tokens for kind in kinds for tokens in kind):
+def _edits(rows: Sequence[SampledRow], moved: Callable[[Tensor], Tensor]) -> Edits | None:
+    """Return the rows' edits, in one copy to the device, or None if they have none."""
+    biased = [[token for token, _ in row.bias] for row in rows]
+    banned = [[*row.banned, *(token for _, token in row.banned_after)] for row in rows]
+    if not any(biased) and not any(banned):
         return None
-    found = [_places(kind) for kind in kinds]
-    places, edit_of = torch.cat(found).unique(return_inverse=True)  # sorted: row by row
-    biased, seen, answered, banned = edit_of.split([len(kind) for kind in found])
-    row_of = places >> 32
-    repetition, frequency, presence = torch.tensor(
-        [(row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in rows], dtype=torch.float64
-    ).T
-    numbers = torch.zeros(3, len(places), dtype=torch.float64)
-    amounts = [amount for row in rows for _, amount in row.bias]
-    numbers[0].index_add_(0, biased, torch.tensor(amounts, dtype=torch.float64))
-    numbers[1] = 1.0
-    numbers[1, seen] = repetition[row_of[seen]]
-    times = answered.bincount(minlength=len(places))
-    numbers[2] = torch.where(times > 0, times * frequency[row_of] + presence[row_of], 0.0)
-    numbers[2, banned] = inf
-    begins = torch.searchsorted(places, torch.arange(len(rows) + 1) << 32)
-    return torch.cat([begins, places & 0xFFFFFFFF]).to(torch.int32), numbers.to(torch.float32)
-
-
-def _places(tokens: Sequence[Sequence[int]]) -> Tensor:
-    """Return row << 32 | token for every token of every row. # [tokens of all rows] int64"""
-    flat = joined(tokens)
-    if not flat:
-        return torch.empty(0, dtype=torch.int64)
-    row_of = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(row_tokens) for row_tokens in tokens]))
-    return (row_of << 32) + torch.frombuffer(flat, dtype=torch.int64)
-
-
-def _seen(row: SampledRow) -> list[int]:
-    return list(dict.fromkeys((*row.prompt, *row.answer)))
-
-
-def _banned(row: SampledRow) -> list[int]:
-    return [*row.banned, *(word[-1] for word in row.bad_words if _ends_with(row.answer, word[:-1]))]
-
-
-def _ends_with(answer: Sequence[int], tokens: Sequence[int]) -> bool:
-    return list(answer[max(len(answer) - len(tokens), 0) :]) == list(tokens)
+    parts: list[Sequence[int]] = [list(accumulate(map(len, biased), initial=0)), *biased]
+    parts += [list(accumulate(map(len, banned), initial=0)), *banned]
+    parts += [[*(-1 for _ in row.banned), *(newest for newest, _ in row.banned_after)] for row in rows]
+    integers = torch.frombuffer(joined(parts), dtype=torch.int64).to(torch.int32)
+    biases = torch.tensor([amount for row in rows for _, amount in row.bias], dtype=torch.float32)
+    num_biased, num_banned = len(biases), sum(map(len, banned))
+    there = moved(torch.cat([integers, biases.view(torch.int32)]))
+    sizes = [len(rows) + 1, num_biased, len(rows) + 1, num_banned, num_banned, num_biased]
+    begins, tokens, bans, banned_tokens, afters, amounts = there.split(sizes)
+    return Edits(begins, tokens, amounts.view(torch.float32), bans, banned_tokens, afters)
 
 
 def _bits(sets: Sequence[Sequence[int] | None], vocab: int) -> Tensor:

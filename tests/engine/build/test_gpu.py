@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,22 @@ from engine.build.trial_steps import (
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.execution.device import CudaDevice, HostDevice, choose_device, device_faults
 from engine.execution.gpu.adapters import slots_bytes
+from engine.execution.gpu.cuda_graph_buckets import LaunchCost
 from engine.execution.gpu.executor import DeviceExecutor
+from engine.execution.gpu.launch_cost import measure_launch
 from engine.execution.gpu.memory import MemoryUse, blocks_to_time_with
 from engine.execution.gpu.model import DeviceModel
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.weights import dummy_weights, load_weights
-from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, GraphUse, RowKind, StepPlan
 from kernels.choice import Choice, choose_attention
 from kernels.eager.ops import Ops
 from tests.support.engines import resolved_config
 from tests.support.fake_device import CachingDevice, FakeDevice, write_model
 from tests.support.fake_flash import FakeFlash
+from tests.support.plans import chunk
 from tests.support.tiny_models import save_model
 from tests.support.tiny_vision import save_vision_model
 
@@ -295,6 +299,45 @@ def test_every_row_of_the_largest_step_wants_a_copy_of_its_logits() -> None:
         assert row is not None
         alone = logits[number : number + 1]
         assert apply_controls(alone, [row], [()]) is not alone
+        assert row.controls is not None
+        assert row.controls.penalizes, "the start measures the memory of counts, too"
+
+
+@pytest.mark.usefixtures("_flash")
+def test_steps_that_are_launched_faster_than_they_run_are_not_captured(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression guard: a chunk of 600 tokens was padded to 640, and one of 2,100 to 2,560, to save launches that the
+    device's work hides."""
+    asked: list[int] = []
+
+    def measured(device: FakeDevice, step: Callable[[], object], num_tokens: int) -> LaunchCost:
+        step()
+        asked.append(num_tokens)
+        return LaunchCost(launch_ms=4.0, device_ms=32.0, num_tokens=num_tokens)
+
+    monkeypatch.setattr("engine.build.gpu.measure_launch", measured)
+    device = FakeDevice()
+    executor, resolved = create(model, device, max_num_batched_tokens=512)
+    assert asked == [512], "the largest step is measured"
+    assert {bucket.num_tokens for bucket in executor.model._captured if not bucket.decode} == {64, 128}
+    assert "more than 128 tokens run without padding" in resolved.reasons["cuda_graphs"]
+    blocks = tuple(range(-(-140 // resolved.block_size)))
+    uses = []
+    for count in (100, 129):
+        device.asked.clear()
+        executor.launch(StepPlan(0, (chunk("a", (1,) * 140, 0, count, blocks),)))
+        uses.append((executor.collect().graph, device.asked.count("replay")))
+    assert uses == [(GraphUse(True, "mixed 128x4"), 1), (GraphUse(False, "more than 128 tokens"), 0)]
+    captured = create(model, max_num_batched_tokens=512, cuda_graph_mixed_tokens=(256, 512))[0].model._captured
+    assert {bucket.num_tokens for bucket in captured if not bucket.decode} == {256, 512}, "the config names them"
+    assert asked == [512]
+
+
+def test_a_device_that_works_at_once_takes_no_longer_than_its_host() -> None:
+    cost = measure_launch(HostDevice(), lambda: sum(range(100_000)), 7)
+    assert 0.0 < cost.device_ms <= cost.launch_ms
+    assert cost.num_tokens == 7
 
 
 def test_without_captures_no_block_is_set_aside(model: Path) -> None:

@@ -4,7 +4,7 @@ Never compares with stored numbers: every input is random, and every output is p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.support.distances import assert_close
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
+from kernels.rows.row_tokens import RowTokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.triton.attention.attention import attention
 from kernels.triton.attention.plan import SPLIT, AttentionPlan, prepare_attention
@@ -196,44 +197,84 @@ def check_rotation(
         assert (out[padding] == POISON).all(), "queries of padding were written"
 
 
-def sampled(logits: Tensor, rows: Sequence[SampledRow], device: str, within: Tensor | None = None) -> list[int]:
+@dataclass(frozen=True)
+class Text:
+    """What a row's penalties look back at."""
+
+    prompt: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    num_late: int = 0
+    """Tokens at the answer's end that are not counted yet."""
+
+
+NO_TEXT = Text()
+
+
+def tokens_of(texts: Sequence[Text], vocab: int, device: str) -> RowTokens:
+    """Count the texts in every other slot, the last first. Counts of nobody are poisoned."""
+    counts = torch.full((2 * len(texts), vocab), 12288, dtype=torch.int32)
+    slots = [2 * (len(texts) - 1 - number) for number in range(len(texts))]
+    latest = torch.full((len(texts), max(1, *(text.num_late for text in texts))), -1)
+    for text, slot, late in zip(texts, slots, latest, strict=True):
+        end = len(text.answer) - text.num_late
+        late[: text.num_late] = torch.tensor(text.answer[end:])
+        counts[slot] = 0
+        counts[slot, list(text.prompt)] = 1
+        for token in text.answer[:end]:
+            counts[slot, token] += 2
+    return RowTokens(counts.to(device), torch.tensor(slots, device=device), latest.to(device))
+
+
+def sampled(
+    logits: Tensor,
+    rows: Sequence[SampledRow],
+    device: str,
+    within: Tensor | None = None,
+    texts: Sequence[Text] | None = None,
+) -> list[int]:
     before = logits.clone()
     out = torch.full((len(rows),), -7, dtype=torch.int64, device=device)
-    on_device = logits.to(device)
-    assert sample(on_device, pack_rows(rows, logits.shape[1], device, within), out=out) is out
+    on_device, vocab = logits.to(device), logits.shape[1]
+    tokens = None if texts is None else tokens_of(texts, vocab, device)
+    assert sample(on_device, pack_rows(rows, vocab, device, within, tokens), out=out) is out
     assert torch.equal(on_device.cpu().nan_to_num(), before.nan_to_num()), "the model's logits were changed"
     return out.tolist()
 
 
-def controlled(logits: Tensor, row: SampledRow) -> Tensor:
-    return reference.control_logits(
+def controlled(logits: Tensor, row: SampledRow, text: Text = NO_TEXT) -> Tensor:
+    changed = reference.control_logits(
         logits,
         allowed=row.allowed,
         bias=row.bias,
         repetition_penalty=row.repetition_penalty,
         frequency_penalty=row.frequency_penalty,
         presence_penalty=row.presence_penalty,
-        bad_words=row.bad_words,
-        prompt=row.prompt,
-        answer=row.answer,
+        bad_words=row.banned_after if text.num_late else (),
+        prompt=text.prompt,
+        answer=text.answer,
     )
+    changed[list(row.banned)] = -torch.inf
+    return changed
 
 
-def expected_token(logits: Tensor, row: SampledRow) -> int:
+def expected_token(logits: Tensor, row: SampledRow, text: Text = NO_TEXT) -> int:
     """Return the reference's token. logits: [vocab]"""
     return reference.sample(
-        controlled(logits.float(), row),
+        controlled(logits.float(), row, text),
         uniform(row.seed, row.position),
         temperature=row.temperature,
         top_k=row.top_k,
         top_p=row.top_p,
         min_p=row.min_p,
-        banned=row.banned,
     )
 
 
-def check_sampling(logits: Tensor, rows: Sequence[SampledRow], device: str) -> None:
-    assert sampled(logits, rows, device) == [expected_token(logits[i], row) for i, row in enumerate(rows)]
+def check_sampling(
+    logits: Tensor, rows: Sequence[SampledRow], device: str, texts: Sequence[Text] | None = None
+) -> None:
+    of_rows = texts or [NO_TEXT] * len(rows)
+    want = [expected_token(logits[i], row, text) for i, (row, text) in enumerate(zip(rows, of_rows, strict=True))]
+    assert sampled(logits, rows, device, texts=texts) == want
 
 
 def check_logprobs(logits: Tensor, token_ids: Sequence[int], count: int, device: str) -> None:

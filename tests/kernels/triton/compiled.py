@@ -193,8 +193,10 @@ def launch_sampler(dtype: torch.dtype) -> None:
     """Launch a vocabulary within one block, and Qwen3's."""
     for vocab in (700, 151_936):
         logits = torch.zeros(2, vocab, dtype=dtype)
-        rows = [SampledRow(temperature=0.5, top_k=3, banned=(1,), allowed=(1, 2, 3))] * 2
-        sample(logits, pack_rows(rows, vocab, "cpu", torch.zeros(2, -(-vocab // 32), dtype=torch.int32)))
+        words = torch.zeros(2, -(-vocab // 32), dtype=torch.int32)
+        for allowed in ((1, 2, 3), None):
+            row = SampledRow(temperature=0.5, top_k=3, banned=(1,), allowed=allowed)
+            sample(logits, pack_rows([row] * 2, vocab, "cpu", words))
         sample(logits, pack_rows([SampledRow(temperature=0.5)] * 2, vocab, "cpu"))
         token_logprobs(logits, torch.zeros(2, dtype=torch.int64), 3)
 

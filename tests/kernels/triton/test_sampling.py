@@ -3,6 +3,8 @@ Never judges by frequencies: the same draw must give the same token."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,16 +12,27 @@ from torch import Tensor
 from engine.batch import sampler as engine_sampler
 from engine.execution.device import HostDevice
 from engine.execution.gpu.sampler import choose_on_device
+from engine.execution.gpu.token_counts import TokenCounts
 from engine.step import LogitControls, RowSampling
 from kernels import reference
 from tests.kernels.rows import seeded_generator
-from tests.kernels.triton.cases import check_logprobs, check_sampling, controlled, expected_token, sampled, slow
+from tests.kernels.triton.cases import (
+    Text,
+    check_logprobs,
+    check_sampling,
+    controlled,
+    expected_token,
+    sampled,
+    slow,
+    tokens_of,
+)
 from tests.support.seeds import seeded_random
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
 from kernels.triton.sampling import controls, numbers, sampler  # isort: skip
+from kernels.rows.row_tokens import RowTokens  # isort: skip
 from kernels.rows.sampled_row import SampledRow  # isort: skip
 from kernels.triton.ops import TRITON  # isort: skip
 from kernels.triton.sampling.rows import pack_rows  # isort: skip
@@ -96,6 +109,21 @@ def test_rows_of_a_batch_have_their_own_filters(device: str) -> None:
     logits = random_logits(6)
     check_sampling(logits, rows, device)
     assert sampled(logits[5:6], rows[5:6], device) == [expected_token(logits[5], rows[5])]
+
+
+def test_numbers_that_are_on_the_device_already_draw_the_references_token(device: str) -> None:
+    """A captured step advances the positions there, and writes its tokens to where the next step reads them."""
+    filters = [{"temperature": 0.0}, {}, {"top_k": 9, "top_p": 0.8}, {"min_p": 0.05, "temperature": 1.4}]
+    rows = [replace(rows_like(1, **options)[0], position=5 + i) for i, options in enumerate(filters)]
+    logits = random_logits(len(rows))
+    floats = torch.tensor([(row.temperature, row.top_p, row.min_p) for row in rows], dtype=torch.float64)
+    integers = torch.tensor([(row.top_k, row.seed, row.position - 1) for row in rows])
+    there, counted = floats.T.contiguous().to(device), integers.T.contiguous().to(device)
+    counted[2] += 1
+    out = torch.full((len(rows),), -7, device=device)
+    assert TRITON.sample_packed is not None
+    TRITON.sample_packed(logits.to(device), there, counted, out)
+    assert out.tolist() == [expected_token(logits[i], row) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("vocab", [1, BLOCK - 1, BLOCK, BLOCK + 1, slow(3 * BLOCK + 5)])
@@ -184,30 +212,47 @@ def test_random_rows_draw_the_references_token(device: str) -> None:
         check_sampling(random_logits(16, rng.randrange(2, 1500)), rows, device)
 
 
+ANSWER, PROMPT = (3, 4, 5, 3, 270, 270, 270), (7, 3, 9, 7, 256)
+
+
 def controlled_rows() -> list[SampledRow]:
     """Return a row for each control, one with all of them, and one with none."""
-    answer, prompt = (3, 4, 5, 3, 270, 270, 270), (7, 3, 9, 7, 256)
     every = {
         "allowed": tuple(range(0, VOCAB, 2)),
         "bias": ((2, 1.5), (3, -2.25), (270, 0.1), (299, 100.0)),
         "repetition_penalty": 1.3,
         "frequency_penalty": 0.37,
         "presence_penalty": 0.21,
-        "bad_words": ((8,), (270, 6), (5, 3, 10), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)),
+        "banned": (8, 2, 8),
+        "banned_after": ((270, 6), (5, 10), (0, 3), (270, 299)),
     }
-    seen = {"answer": answer, "prompt": prompt}
-    rows = [SampledRow(temperature=0.0, **{name: value}, **seen) for name, value in every.items()]  # type: ignore[arg-type]
-    return [*rows, SampledRow(temperature=0.0, **every, **seen), SampledRow(temperature=0.0, **seen)]  # type: ignore[arg-type]
+    rows = [SampledRow(temperature=0.0, **{name: value}) for name, value in every.items()]  # type: ignore[arg-type]
+    return [*rows, SampledRow(temperature=0.0, **every), SampledRow(temperature=0.0)]  # type: ignore[arg-type]
 
 
-def test_controls_change_logits_as_the_reference_does_to_the_last_bit(device: str) -> None:
-    rows = controlled_rows()
+@pytest.mark.parametrize("num_late", [0, 1, 4, 7])
+def test_controls_change_logits_as_the_reference_does_to_the_last_bit(device: str, num_late: int) -> None:
+    """Whatever of the answer is counted already; a ban that depends on the newest token needs it to be late."""
+    rows = [replace(row, banned_after=row.banned_after if num_late == 1 else ()) for row in controlled_rows()]
+    texts = [Text(PROMPT, ANSWER, num_late) for _ in rows]
     logits = random_logits(len(rows))
     out = torch.full(logits.shape, torch.nan, device=device)
-    got = controls.control_logits(logits.to(device), pack_rows(rows, VOCAB, device), out=out)
+    packed = pack_rows(rows, VOCAB, device, tokens=tokens_of(texts, VOCAB, device))
+    got = controls.control_logits(logits.to(device), packed, out=out)
     assert got is out
-    want = torch.stack([controlled(logits[i], row) for i, row in enumerate(rows)])
-    assert torch.equal(out.cpu(), want)
+    want = [controlled(logits[i], row, text) for i, (row, text) in enumerate(zip(rows, texts, strict=True))]
+    assert torch.equal(out.cpu(), torch.stack(want))
+
+
+def test_a_row_without_counts_reads_none(device: str) -> None:
+    """The host gives -1 as its slot, whatever its neighbours have."""
+    rows, texts = rows_like(2, temperature=0.0, frequency_penalty=9.0), [Text(answer=(5,) * 3)] * 2
+    tokens = tokens_of(texts, VOCAB, device)
+    tokens.slots[0] = -1
+    logits = random_logits(2)
+    got = controls.control_logits(logits.to(device), pack_rows(rows, VOCAB, device, tokens=tokens)).cpu()
+    assert torch.equal(got[0], logits[0])
+    assert torch.equal(got[1], controlled(logits[1], rows[1], texts[1]))
 
 
 def test_logits_without_controls_are_not_copied(device: str) -> None:
@@ -235,7 +280,6 @@ def test_a_grammar_has_the_last_word(device: str) -> None:
     got = controls.control_logits(logits.to(device), packed).cpu()
     for number, row in enumerate(rows):
         own = controlled(logits[number], row)
-        own[list(row.banned)] = -torch.inf
         assert torch.equal(got[number], reference.keep_within(own, logits[number], within[number]))
 
 
@@ -255,7 +299,10 @@ def test_tokens_are_those_of_the_engines_own_sampler(device: str) -> None:
         RowSampling(1.2, 0, 0.7, 0.0, 3, controls=LogitControls(frequency_penalty=0.5, presence_penalty=0.25)),
     ]
     logits = random_logits(3)
-    got = choose_on_device(HostDevice(), TRITON, logits.to(device), how, range(3), answers, None)
+    tokens = TokenCounts(HostDevice(), VOCAB).rows("abc", how, answers)
+    assert tokens is not None
+    tokens = RowTokens(*(tensor.to(device) for tensor in (tokens.counts, tokens.slots, tokens.latest)))
+    got = choose_on_device(HostDevice(), TRITON, logits.to(device), how, range(3), answers, None, tokens)
     assert got.tolist() == engine_sampler.sample(logits, how, range(3), answers)
 
 

@@ -16,9 +16,10 @@ import torch
 from engine.batch.logit_controls import Within
 from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
+from engine.execution.gpu import token_counts
 from engine.execution.gpu.sampler import choose_on_device
+from engine.execution.gpu.token_counts import TokenCounts
 from engine.step import LogitControls, RowSampling, StepPlan
-from kernels.rows.sampled_row import SampledRow
 from tests.support.fake_device import VOCAB, FakeDevice, write_model
 from tests.support.plans import chunk, decode
 
@@ -27,13 +28,12 @@ from triton.backends.nvidia.compiler import CUDABackend  # isort: skip
 from triton.runtime.interpreter import InterpretedFunction  # isort: skip
 from triton.runtime.jit import JITFunction, create_function_from_signature  # isort: skip
 
-from kernels.triton.sampling import rows as sampling_rows  # isort: skip
 from kernels.triton.ops import TRITON  # isort: skip
 from kernels.triton.sampling.sampler import ROWS_AT_A_TIME  # isort: skip
 
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 SAMPLER = {
-    **{"_copy": 2, "_edit": 1, "_look": 1, "_limit": 1},
+    **{"_copy": 2, "_edit": 2, "_look": 1, "_limit": 1},
     **{"scan_block": 3, "filter_row": 2, "sample_row": 2, "_logprobs": 1},
 }
 """How many variants of each are compiled: for logits with and without controls and for log-probabilities, and for rows
@@ -92,6 +92,7 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
     start_on_device(model, config, device, "a test").build()
     at_start = set(launches)
     assert {name: count for name, count in Counter(name for name, _ in at_start).items() if name in SAMPLER} == SAMPLER
+    counts = TokenCounts(device, vocab)
     for count in (*range(1, 71), ROWS_AT_A_TIME + 1):
         logits = torch.zeros(count, vocab, dtype=torch.bfloat16)
         answers = [tuple(range(draw.randrange(5))) for _ in range(count)]
@@ -101,7 +102,9 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
         if count % 4 == 0:
             limited = torch.arange(draw.randrange(1, count + 1))
             within = Within(limited, torch.zeros(len(limited), -(-vocab // 32), dtype=torch.int32))
-        choose_on_device(device, TRITON, logits, rows, range(count), answers, within)
+        names = [f"row {number}" for number in range(count)]
+        tokens = counts.rows(names, rows, answers, begun=names)
+        choose_on_device(device, TRITON, logits, rows, range(count), answers, within, tokens)
         places = device.upload(torch.zeros(2, count, dtype=torch.int64))  # as the executor does for prompt tokens
         assert TRITON.logprobs is not None
         TRITON.logprobs(logits, places[1], draw.choice([0, 1, 5, 16, 20]))
@@ -159,12 +162,12 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
 
 
 def opcodes_run(work: Callable[[], object]) -> int:
-    """Count the Python opcodes that `work` runs in sampling_rows."""
+    """Count the Python opcodes that `work` runs in token_counts."""
     count = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != sampling_rows.__file__:
+        if frame.f_code.co_filename != token_counts.__file__:
             return None
         frame.f_trace_opcodes = True
         count += event == "opcode"
@@ -182,14 +185,11 @@ def opcodes_run(work: Callable[[], object]) -> int:
 def test_no_python_runs_for_each_token_of_a_prompt_or_an_answer() -> None:
     """Regression guard: with a repetition penalty, each step looped over every row's whole prompt token by token."""
 
-    def pack(length: int) -> int:
-        row = SampledRow(
-            temperature=0.0,
-            repetition_penalty=1.2,
-            frequency_penalty=0.5,
-            prompt=tuple(range(length)),
-            answer=tuple(range(length)),
-        )
-        return opcodes_run(lambda: sampling_rows.pack_rows([row, row], 5000, "cpu"))
+    def count(length: int) -> int:
+        text = tuple(range(length))
+        controls = LogitControls(repetition_penalty=1.2, frequency_penalty=0.5, prompt_token_ids=text)
+        row = RowSampling(0.0, 0, 1.0, 0.0, seed=0, controls=controls)
+        counts = TokenCounts(FakeDevice(), 5000)
+        return opcodes_run(lambda: counts.rows("ab", [row, row], [text, text]))
 
-    assert 0 < pack(4000) == pack(10)
+    assert 0 < count(4000) == count(10)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from serve_app.routing.router import router_config
 from serve_app.settings.application import AppSettings
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +21,9 @@ def test_the_config_for_gpus_is_accepted_and_reserves_one_for_each_engine() -> N
     settings = AppSettings.model_validate(application["args"])
     assert settings.engine_resources == {"num_cpus": 2, "num_gpus": 1}
     assert settings.engine.device == "cuda"
+    assert settings.engine.block_size == 64
+    kwargs = router_config(settings.routing, settings.engine).request_router_kwargs
+    assert kwargs["block_size"] == 64, "the router finds the prefixes that the engines keep"
     assert settings.autoscaling is not None
     assert settings.most_engines == 4
 

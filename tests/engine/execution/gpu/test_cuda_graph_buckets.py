@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import ConfigError
-from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets, plan_buckets
+from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets, LaunchCost, plan_buckets
 
 
 def planned(scope: Any = "all", *, seqs: int = 64, tokens: int = 512, **sizes: Any) -> Buckets:
@@ -84,6 +84,24 @@ def test_a_last_chunk_of_one_token_alone_is_no_decode_step() -> None:
     found = planned().find(num_tokens=1, num_rows=1, decode=False)
     assert found == Bucket(64, 8, False)
     assert planned().find(num_tokens=1, num_rows=1, decode=True) == Bucket(1, 1, True)
+
+
+def test_steps_whose_launches_are_hidden_behind_their_work_have_no_bucket() -> None:
+    """8,192 tokens take 160 ms: 1,024 take 20, four times as long as the host launches them."""
+    found = planned(tokens=8192).without_hidden_launches(LaunchCost(5.0, 160.0, 8192))
+    assert found.mixed_tokens == (64, 128, 192, 256, 320, 384, 448, 512)
+    assert found.find(num_tokens=512, num_rows=5, decode=False) == Bucket(512, 8, False)
+    assert found.find(num_tokens=513, num_rows=5, decode=False) == "more than 512 tokens"
+    assert found.decode_rows == planned(tokens=8192).decode_rows
+
+
+@pytest.mark.parametrize("cost", [LaunchCost(5.0, 9.9, 512), LaunchCost(5.0, 0.0, 512)], ids=["slow host", "no time"])
+def test_where_launches_are_not_hidden_every_size_stays(cost: LaunchCost) -> None:
+    assert planned().without_hidden_launches(cost) == planned()
+
+
+def test_the_smallest_size_stays_however_slow_the_device_is() -> None:
+    assert planned().without_hidden_launches(LaunchCost(1.0, 9e9, 512)).mixed_tokens == (64,)
 
 
 def test_what_no_bucket_holds_is_a_miss_with_its_reason() -> None:

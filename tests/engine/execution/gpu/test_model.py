@@ -402,7 +402,14 @@ def on_meta(model: Path, package: Package, *, capture: bool) -> DeviceExecutor:
 def test_a_launch_reads_nothing_back_from_the_device(model: Path, package: Package, capture: bool) -> None:
     executor = on_meta(model, package, capture=capture)
     drawn = RowSampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3, num_logprobs=2)
-    controls = LogitControls(allowed_token_ids=(1, 2, 3), logit_bias=((1, 2.0),), bad_words=((4,),))
+    controls = LogitControls(
+        allowed_token_ids=(1, 2, 3),
+        logit_bias=((1, 2.0),),
+        repetition_penalty=1.2,
+        prompt_token_ids=(5, 7),
+        frequency_penalty=0.3,
+        bad_words=((4,), (2, 3)),
+    )
     controlled = replace(drawn, banned_token_ids=(6,), controls=controls, num_logprobs=None)
     pooled = chunk("d", TOKENS[:10], 0, 9, (16,))._replace(pool_from=0)
     executor.launch(
@@ -416,7 +423,11 @@ def test_a_launch_reads_nothing_back_from_the_device(model: Path, package: Packa
             ),
         )
     )
-    rows = decode("a", PENDING_TOKEN, 20, BLOCKS), decode("b", PENDING_TOKEN, 9, OTHER_BLOCKS)
-    executor.launch(StepPlan(1, rows))
+    other = decode("b", PENDING_TOKEN, 9, OTHER_BLOCKS)
+    looking_back = other._replace(sampling=controlled, answer=(PENDING_TOKEN,))
+    executor.launch(StepPlan(1, (decode("a", PENDING_TOKEN, 20, BLOCKS), looking_back)))
+    for position in (21, 22):
+        rows = decode("a", PENDING_TOKEN, position, BLOCKS), other._replace(start=position - 11)
+        executor.launch(StepPlan(position, rows))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         executor.collect()

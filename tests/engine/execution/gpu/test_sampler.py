@@ -12,6 +12,7 @@ import torch
 from engine.batch.logit_controls import Within
 from engine.batch.sampler import sample
 from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
+from engine.execution.gpu.token_counts import TokenCounts
 from engine.step import LogitControls, RowSampling
 from kernels.choice import TRITON_TABLE
 from kernels.eager.ops import TORCH, Ops
@@ -54,7 +55,7 @@ def test_tokens_chosen_on_the_device_are_those_of_the_sampler(seed: int) -> None
     ]
     positions = [draw.randrange(10_000) for _ in rows]
     want = [NO_TOKEN if token is None else token for token in sample(logits, rows, positions, [()] * 9)]
-    assert choose_on_device(FakeDevice(), TORCH, logits, rows, positions, [()] * 9, None).tolist() == want
+    assert choose_on_device(FakeDevice(), TORCH, logits, rows, positions, [()] * 9, None, None).tolist() == want
 
 
 def test_controls_and_grammars_are_applied_before_the_draw(table: Ops) -> None:
@@ -83,7 +84,9 @@ def test_controls_and_grammars_are_applied_before_the_draw(table: Ops) -> None:
     words = torch.zeros(2, -(-VOCAB // 32), dtype=torch.int32)
     words[0, 3], words[1, 5] = 0b1011, 0b110  # the second allows none of its row's allowed_token_ids
     within = Within(torch.tensor([3, 4]), words)
+    tokens = TokenCounts(FakeDevice(), VOCAB).rows("abcdef", rows, answers)
     for position in (0, 2**40):  # the interpreter takes seconds for each
         positions = [position] * len(rows)
         want = sample(logits, rows, positions, answers, within)
-        assert choose_on_device(FakeDevice(), table, logits, rows, positions, answers, within).tolist() == want
+        got = choose_on_device(FakeDevice(), table, logits, rows, positions, answers, within, tokens)
+        assert got.tolist() == want
