@@ -225,7 +225,7 @@ class StepOutput:
     """Tokens that may follow the sampled ones, for the next step to verify."""
     graph: GraphUse | None = None
     """None: the executor has no graphs."""
-    grammar_s: float = 0.0
+    grammar_s: float = field(default=0.0, compare=False)
     """How long the step waited for grammars, beyond its other work."""
 
 

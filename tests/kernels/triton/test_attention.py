@@ -56,7 +56,7 @@ def test_chunks_of_any_length_after_any_context_match_the_reference(device: str,
     check_attention(paged_case([], [(context, count) for count in COUNTS], kv_heads=1), device)
 
 
-@pytest.mark.parametrize("count", [2, 9, slow(17), 50, slow(128)])
+@pytest.mark.parametrize("count", [2, 9, slow(17), slow(50), slow(128)])
 def test_a_chunk_on_a_context_of_several_splits_matches_the_reference(device: str, count: int) -> None:
     """At the edges of splits of 2 x SPLIT keys, which a chunk may cross. 50 tokens of 3 queries are three tiles; fewer
     are a suffix of a cached prefix, or a token and its unverified drafts."""
@@ -188,6 +188,7 @@ def test_decode_rows_of_a_captured_mixed_step_have_their_keys_split(device: str)
     close(attend(case, device, plan=plan), attend(case, device, split=SPLIT))
 
 
+@pytest.mark.slow
 def test_a_captured_step_reads_the_rows_that_each_replay_finds(device: str) -> None:
     """Tensors, grid and room for partial results are those of the capture, and only the numbers within change: how many
     rows are decodes, and how long they are. Each row is the same to the last bit as in a step of its own."""

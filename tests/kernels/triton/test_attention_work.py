@@ -202,6 +202,7 @@ def test_a_captured_step_launches_no_more_programs_than_a_gpu_runs_in_a_few_turn
     assert max(grids[:3]) <= 2 * launches.PROGRAMS_PER_MULTIPROCESSOR * WITHOUT_GPU + 6  # rounded up for each head
 
 
+@pytest.mark.slow
 def test_a_captured_mixed_step_launches_no_more_programs_than_tokens_fill_or_a_gpu_runs(
     device: str, grids: list[int]
 ) -> None:

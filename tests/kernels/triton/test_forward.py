@@ -84,6 +84,7 @@ def test_steps_of_a_model_match_the_reference(decoder: Decoder) -> None:
                 torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_step_padded_to_a_captured_size_computes_the_same(decoder: Decoder) -> None:
     """Padding rows and tokens change no row, and leave every cache slot as it was."""
     token_ids = torch.randint(VOCAB, (3, 12), generator=seeded_generator())
@@ -117,6 +118,7 @@ def test_a_step_padded_to_a_captured_size_computes_the_same(decoder: Decoder) ->
             assert torch.equal(before.isnan(), after.isnan())
 
 
+@pytest.mark.slow
 def test_a_sliding_window_reaches_the_kernel(decoder: Decoder) -> None:
     """A window as long as the text changes nothing; a shorter one does."""
     token_ids = torch.randint(VOCAB, (3, 12), generator=seeded_generator())

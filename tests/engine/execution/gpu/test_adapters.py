@@ -125,7 +125,9 @@ def next_rows(adapters: Sequence[str], counts: Sequence[int], mixed: bool) -> li
 # --- the numbers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "mixed", [pytest.param(False, id="decode"), pytest.param(True, id="mixed", marks=pytest.mark.slow)]
+)
 def test_rows_of_several_adapters_beside_one_without_are_those_of_the_cpu(
     cpu: Made, gpu: Made, kept: list[str], mixed: bool
 ) -> None:

@@ -51,7 +51,7 @@ KEPT = {
     **dict.fromkeys(("float_tensor", "float_channel", "fp8_blocks_16"), "fp8"),
 }
 
-USUAL = ("gptq_4", "gptq_4_ordered", "awq", "int_by_output", "packed_4_zeros", "fp8_blocks", "fp8_blocks_16")
+USUAL = ("gptq_4_ordered", "int_by_output", "packed_4_zeros", "fp8_blocks_16")
 """The formats that every run covers; each takes seconds in the interpreter."""
 
 
@@ -177,7 +177,7 @@ def save_rounded(directory: Path, kind: str, rounded: Path) -> None:
 
 
 @pytest.mark.usefixtures("_narrow_by_triton")
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_quantize_int8_computes_with_weights_rounded_by_output(kind: str, tmp_path: Path) -> None:
     save_rounded(tmp_path / "plain", kind, tmp_path / "rounded")
     got, resolved, matrices = device_logits(tmp_path / "plain", quantize="int8")
@@ -249,6 +249,7 @@ def captured_steps(directory: Path, names: Sequence[str]) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.slow
 def test_captured_steps_compute_with_narrow_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.choice.TRITON_TABLE", TRITON_TABLE)
     save_packed(tmp_path / "packed", tmp_path / "plain", "packed_4_zeros")

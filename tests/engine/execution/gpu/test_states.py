@@ -110,11 +110,13 @@ def test_a_device_gives_the_texts_of_the_cpu_with_hits_moves_and_overlap(model: 
 SIZES = {"cuda_graph_decode_rows": (3,), "cuda_graph_mixed_tokens": (24,), "cuda_graph_mixed_rows": (3,)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_flash", "_states_by_triton")
 def test_captured_steps_padded_with_rows_that_have_no_slot_give_the_same_texts(model: Path) -> None:
     check_texts(model, rounds=1, captured=True, prompts=PROMPTS[1:], cuda_graphs="all", **SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_flash", "_states_by_triton")
 def test_a_hybrid_with_experts_is_captured_where_both_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts run on torch, which may be captured on this device only.

@@ -79,6 +79,7 @@ def logits(executor: DeviceExecutor, *rows: ScheduledRequest) -> tuple[torch.Ten
     return found, executor.collect().graph
 
 
+@pytest.mark.slow
 def test_chunks_by_triton_captured_with_padding_or_plain_give_the_logits_of_the_reference(
     executors: dict[str, DeviceExecutor], want: torch.Tensor
 ) -> None:
@@ -107,6 +108,7 @@ def test_decode_and_mixed_steps_by_triton_captured_with_padding_or_plain_give_th
             assert graph == (GraphUse(True, size) if name == "captured" else None)
 
 
+@pytest.mark.slow
 def test_float16_by_triton_gives_the_logits_of_the_reference_to_its_own_digits(
     model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
