@@ -10,6 +10,7 @@
 
 constexpr int BLOCK = 32;           // inputs that are packed together: one group, or two
 constexpr int NEST = 256;           // inputs that share the units of nested scales
+constexpr int64_t AHEAD_OF_FEW = 4096, AHEAD_OF_BLOCKS = 8192;  // bytes ahead
 constexpr int STEPS = BLOCK / 2;    // a step has two inputs, in the halves of a lane's 32 bits
 
 // How a panel of 32 outputs lies in memory. Mirrored in grouped.py, where the order of its parts is drawn.
@@ -119,25 +120,26 @@ class Unpacker {
 #endif
 };
 
-// 32 inputs of 32 outputs as pairs of bfloat16: [STEPS][2][LANES], as panels of bfloat16 have them.
-template <class F>
-inline void unpack(const uint8_t* planes, const Unpacker<F>& unpacker, i32x16* pairs) {
+// Calls work(step, half of the panel, pairs of bfloat16) for 32 inputs of 32 outputs.
+template <class F, class Work>
+[[gnu::always_inline]] inline void visit(const uint8_t* planes, const Unpacker<F>& unpacker, const Work& work) {
     if constexpr (F::BITS == 8) {
-        for (int i = 0; i < 2 * STEPS; i++) pairs[i] = lanes<bf16>(reinterpret_cast<const int8_t*>(planes) + i * 2 * LANES);
+#pragma GCC unroll 32
+        for (int i = 0; i < 2 * STEPS; i++) work(i / 2, i % 2, lanes<bf16>(reinterpret_cast<const int8_t*>(planes) + i * 2 * LANES));
     } else {
         // A vector of low bits has four steps. One of high bits has 16 steps at one bit, or 8 at two.
         constexpr int UPPER = F::BITS == 6 ? 2 : 1;
         const uint8_t* high = planes + 4 * BLOCK * PANEL / 8;
-        const auto four = [&]<int J>() {
+        const auto four = [&]<int J>() __attribute__((always_inline)) {
+            constexpr int AT = J * 4 * UPPER % 16;
+#pragma GCC unroll 2
             for (int c = 0; c < 2; c++) {
                 const i32x16 low = load_lanes(planes + (J * 2 + c) * 64);
                 const i32x16 above = F::BITS == 4 ? low : load_lanes(high + (J * 4 * UPPER / 16 * 2 + c) * 64);
-                constexpr int AT = J * 4 * UPPER % 16;
-                i32x16* to = pairs + J * 8 + c;
-                to[0] = unpacker.template pairs<0, AT>(low, above);
-                to[2] = unpacker.template pairs<1, AT + UPPER>(low, above);
-                to[4] = unpacker.template pairs<2, AT + 2 * UPPER>(low, above);
-                to[6] = unpacker.template pairs<3, AT + 3 * UPPER>(low, above);
+                work(4 * J, c, unpacker.template pairs<0, AT>(low, above));
+                work(4 * J + 1, c, unpacker.template pairs<1, AT + UPPER>(low, above));
+                work(4 * J + 2, c, unpacker.template pairs<2, AT + 2 * UPPER>(low, above));
+                work(4 * J + 3, c, unpacker.template pairs<3, AT + 3 * UPPER>(low, above));
             }
         };
         four.template operator()<0>();
@@ -178,7 +180,10 @@ inline void unpack_blocks(const uint8_t* run, int blocks, const Unpacker<F>& unp
         const int within = i % F::BLOCKS;
         const uint8_t* own = run + i / F::BLOCKS * F::SIZE;
         unpack_scales<F>(own, within, to.scales + i * F::GROUPS * 2, to.minima + i * 2);
-        unpack<F>(own + F::UNITS + F::BYTES + within * F::PLANES, unpacker, to.pairs + i * STEPS * 2);
+        const uint8_t* planes = own + F::UNITS + F::BYTES + within * F::PLANES;
+        for (int line = 0; line < F::PLANES; line += 64) __builtin_prefetch(planes + AHEAD_OF_BLOCKS + line);
+        visit<F>(planes, unpacker,
+                 [&](int k, int c, i32x16 pairs) { to.pairs[(i * STEPS + k) * 2 + c] = pairs; });
     }
 }
 
@@ -189,38 +194,105 @@ inline f32x16 add_pair(f32x16 sum, const float* x, i32x16 q) {
     return dot<float>(sum, broadcast(x + 1), q & (i32x16{} + int32_t(0xffff0000)));
 }
 
-// Adds `blocks` blocks to the sums of ROWS rows [ROWS][2]: each group by itself, and then its scaled sum.
-template <class T, class F, int ROWS>
-inline void add_blocks(const T* x, int64_t stride, const float* x_sums, int64_t x_groups, const Unpacked& w, int blocks,
+// The scaled sum of a group, and its minimum times the sum of its inputs.
+template <bool MINIMUM>
+inline f32x16 add_group(f32x16 sum, f32x16 own, f32x16 scale, f32x16 minimum, float x_sum) {
+    sum += own * scale;
+    if (MINIMUM) sum += splat(x_sum) * minimum;
+    return sum;
+}
+
+// Adds `groups` groups to the sums of ROWS rows [ROWS][2]: each group by itself, and then its scaled sum.
+template <class T, int GROUP, bool MINIMUM, int ROWS>
+inline void add_groups(const T* x, int64_t stride, const float* x_sums, int64_t x_groups, const Unpacked& w, int groups,
                        f32x16* sums) {
-    constexpr int GROUP_STEPS = F::GROUP / 2;
-    for (int g = 0; g < blocks * F::GROUPS; g++) {
+    constexpr int GROUP_STEPS = GROUP / 2;
+    for (int g = 0; g < groups; g++) {
         f32x16 own[ROWS][2];
         for (int r = 0; r < ROWS; r++) own[r][0] = own[r][1] = splat(0.0f);
         const i32x16* pairs = w.pairs + g * GROUP_STEPS * 2;
         for (int k = 0; k < GROUP_STEPS; k++)
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
-                const T* at = x + r * stride + g * F::GROUP + 2 * k;
+                const T* at = x + r * stride + g * GROUP + 2 * k;
                 own[r][0] = add_pair(own[r][0], at, pairs[2 * k]);
                 own[r][1] = add_pair(own[r][1], at, pairs[2 * k + 1]);
             }
         for (int r = 0; r < ROWS; r++)
-            for (int c = 0; c < 2; c++) {
-                f32x16 sum = sums[r * 2 + c] + own[r][c] * w.scales[g * 2 + c];
-                if (F::MINIMUM) sum += splat(x_sums[r * x_groups + g]) * w.minima[g * 2 + c];
-                sums[r * 2 + c] = sum;
-            }
+            for (int c = 0; c < 2; c++)
+                sums[r * 2 + c] = add_group<MINIMUM>(sums[r * 2 + c], own[r][c], w.scales[g * 2 + c], w.minima[g * 2 + c],
+                                                     MINIMUM ? x_sums[r * x_groups + g] : 0.0f);
     }
 }
 
-template <class T, class F, int ROWS>
+template <class T, int GROUP, bool MINIMUM, int ROWS>
 inline void add_some(const T* x, int64_t rows, int64_t stride, const float* x_sums, int64_t x_groups, const Unpacked& w,
-                     int blocks, f32x16* sums) {
+                     int groups, f32x16* sums) {
     if constexpr (ROWS > 0) {
-        if (rows >= ROWS) return add_blocks<T, F, ROWS>(x, stride, x_sums, x_groups, w, blocks, sums);
-        add_some<T, F, ROWS - 1>(x, rows, stride, x_sums, x_groups, w, blocks, sums);
+        if (rows >= ROWS) return add_groups<T, GROUP, MINIMUM, ROWS>(x, stride, x_sums, x_groups, w, groups, sums);
+        add_some<T, GROUP, MINIMUM, ROWS - 1>(x, rows, stride, x_sums, x_groups, w, groups, sums);
     }
+}
+
+// All rows, a few at a time.
+template <class T, int GROUP, bool MINIMUM>
+[[gnu::noinline]] void add_rows(const T* x, int64_t rows, int64_t stride, const float* x_sums, int64_t x_groups,
+                                const Unpacked& w, int groups, f32x16* sums) {
+    for (int64_t r = 0; r < rows; r += MAX_ROWS)
+        add_some<T, GROUP, MINIMUM, MAX_ROWS>(x + r * stride, rows - r, stride, x_sums + r * x_groups, x_groups, w, groups,
+                                              sums + 2 * r);
+}
+
+// How many rows are multiplied straight from registers, for which memory is read while the sums are made: as many as these
+// hold the sums of, of groups and of all inputs. One in float32, which is seldom asked for: code takes time to compile.
+#if defined(__AVX512F__)
+template <class T>
+constexpr int FEW_ROWS = sizeof(T) == 2 ? 4 : 1;
+#else
+template <class T>
+constexpr int FEW_ROWS = 1;
+#endif
+
+template <class T, class F, int ROWS>
+void sum_few(const T* x, int64_t inputs, const float* x_sums, const uint8_t* run, f32x16* sums) {
+    static const Unpacker<F> unpacker;
+    const int64_t x_groups = inputs / BLOCK;
+    f32x16 found[ROWS][2], scales[F::GROUPS * 2], minima[2];
+    for (auto& row : found) row[0] = row[1] = splat(0.0f);
+    for (int64_t k = 0; k < inputs; run += F::SIZE)
+        for (int block = 0; block < F::BLOCKS; block++, k += BLOCK) {
+            unpack_scales<F>(run, block, scales, minima);
+            const uint8_t* planes = run + F::UNITS + F::BYTES + block * F::PLANES;
+            for (int line = 0; line < F::PLANES; line += 64) __builtin_prefetch(planes + AHEAD_OF_FEW + line);
+            f32x16 own[F::GROUPS][ROWS][2];
+            for (auto& group : own)
+                for (auto& row : group) row[0] = row[1] = splat(0.0f);
+            visit<F>(planes, unpacker, [&](int step, int c, i32x16 pairs) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++) {
+                    f32x16& sum = own[step * 2 / F::GROUP][r][c];
+                    sum = add_pair(sum, x + r * inputs + k + 2 * step, pairs);
+                }
+            });
+            for (int g = 0; g < F::GROUPS; g++)
+                for (int r = 0; r < ROWS; r++)
+                    for (int c = 0; c < 2; c++)
+                        found[r][c] = add_group<F::MINIMUM>(found[r][c], own[g][r][c], scales[g * 2 + c], minima[c],
+                                                   F::MINIMUM ? x_sums[r * x_groups + k / BLOCK] : 0.0f);
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < 2; c++) sums[r * 2 + c] = found[r][c];
+}
+
+// As many as `rows`, which are at most ROWS, a power of two: three are two and one.
+template <class T, class F, int ROWS>
+inline void sum_up_to(const T* x, int64_t rows, int64_t inputs, const float* x_sums, const uint8_t* data, f32x16* sums) {
+    if (rows >= ROWS) {
+        sum_few<T, F, ROWS>(x, inputs, x_sums, data, sums);
+        rows -= ROWS, x += ROWS * inputs, x_sums += ROWS * (inputs / BLOCK), sums += ROWS * 2;
+    }
+    if constexpr (ROWS > 1)
+        if (rows) sum_up_to<T, F, ROWS / 2>(x, rows, inputs, x_sums, data, sums);
 }
 
 // Rows whose sums lie beside the unpacked weights in the first cache.
@@ -228,7 +300,8 @@ constexpr int64_t ROWS_AT_ONCE = 64;
 
 // The sums of at most ROWS_AT_ONCE rows [rows][2] with one panel.
 template <class T, class F>
-void sum_panel(const T* x, int64_t rows, int64_t inputs, const float* x_sums, const uint8_t* data, f32x16* sums) {
+[[gnu::noinline]] void sum_panel(const T* x, int64_t rows, int64_t inputs, const float* x_sums, const uint8_t* data, f32x16* sums) {
+    if (rows <= FEW_ROWS<T>) return sum_up_to<T, F, FEW_ROWS<T>>(x, rows, inputs, x_sums, data, sums);
     static thread_local Unpacked w;
     static const Unpacker<F> unpacker;
     const int64_t x_groups = inputs / BLOCK;
@@ -236,9 +309,7 @@ void sum_panel(const T* x, int64_t rows, int64_t inputs, const float* x_sums, co
     for (int64_t k = 0; k < inputs; k += NEST) {
         const int blocks = int(std::min<int64_t>(NEST, inputs - k) / BLOCK);
         unpack_blocks<F>(data + k / F::RUN * F::SIZE, blocks, unpacker, w);
-        for (int64_t r = 0; r < rows; r += MAX_ROWS)
-            add_some<T, F, MAX_ROWS>(x + r * inputs + k, rows - r, inputs, x_sums + r * x_groups + k / BLOCK, x_groups, w, blocks,
-                                     sums + 2 * r);
+        add_rows<T, F::GROUP, F::MINIMUM>(x + k, rows, inputs, x_sums + k / BLOCK, x_groups, w, blocks * F::GROUPS, sums);
     }
 }
 
