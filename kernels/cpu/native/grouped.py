@@ -41,6 +41,11 @@ class Form:
         scales = self.run // self.group + (self.run // BLOCK if self.minimum else 0) if self.nested else 0
         return PANEL * (2 * kinds + scales + self.run * self.bits // 8)
 
+    @property
+    def panel_bits(self) -> float:
+        """The bits of a weight, with its share of scales and minima."""
+        return 8 * self.panel_bytes / (PANEL * self.run)
+
     def nbytes(self, outputs: int, inputs: int) -> int:
         """Return the bytes of a matrix in panels."""
         return -(-outputs // PANEL) * (inputs // self.run) * self.panel_bytes
@@ -79,8 +84,8 @@ class Grouped:
         if self.form.nested:
             scales = scales * self._per_group(0, scales)
             minima = None if minima is None else -(minima * self._per_group(1, minima))
-        q = self.values.float().unflatten(1, (-1, self.form.group)) - self.form.zero
-        found = q * scales.unsqueeze(2)
+        q = self.values.float().view(len(self.values), -1, self.form.group) - self.form.zero
+        found: Tensor = q * scales.unsqueeze(2)
         return (found if minima is None else found + minima.unsqueeze(2)).flatten(1)
 
     def _per_group(self, kind: int, groups: Tensor) -> Tensor:
@@ -115,7 +120,7 @@ def _planes(q: Tensor, bits: int) -> Tensor:
     the bits above these. Words of two neighbouring inputs lie beside each other, and pairs of 16 outputs in a vector.
     """
     if bits == 8:
-        steps = q.unflatten(4, (16, 2)).unflatten(1, (2, LANES))  # [panels, c, lane, runs, blocks, step, half]
+        steps = q.view(len(q), 2, LANES, *q.shape[2:4], 16, 2)  # [panels, c, lane, runs, blocks, step, half]
         return steps.permute(0, 3, 4, 5, 1, 6, 2).flatten(2)
     planes = [_plane(q & 15, 4)]
     if bits > 4:
@@ -126,11 +131,11 @@ def _planes(q: Tensor, bits: int) -> Tensor:
 def _plane(q: Tensor, bits: int) -> Tensor:
     """[panels, 32, runs, blocks, 32] -> [panels, runs, blocks, bytes]"""
     per_byte = 8 // bits
-    by_word = q.unflatten(4, (-1, 2, per_byte, 2))  # inputs: vector, byte of the word, place in the byte, half
-    packed = by_word[..., 0, :].clone()
+    by_word = q.view(*q.shape[:4], -1, 2, per_byte, 2)  # inputs: vector, byte of the word, place in the byte, half
+    packed: Tensor = by_word[..., 0, :].clone()
     for place in range(1, per_byte):
         packed |= by_word[..., place, :] << place * bits
-    by_lane = packed.unflatten(1, (2, LANES))  # [panels, c, lane, runs, blocks, vector, byte, half]
+    by_lane = packed.view(len(q), 2, LANES, *packed.shape[2:])  # [panels, c, lane, runs, blocks, vector, byte, half]
     return by_lane.permute(0, 3, 4, 5, 1, 2, 7, 6).flatten(3)
 
 

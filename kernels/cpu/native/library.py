@@ -24,6 +24,7 @@ COMPILE_TIMEOUT_S = 300.0
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
 _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), one letter each
     "matrix_unit": ("i", ""),
+    "vector_level": ("i", ""),
     "team_create": ("p", "i"),
     "team_destroy": ("", "p"),
     "program_create": ("p", "pl"),
@@ -72,6 +73,14 @@ def load_library() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
     return library
+
+
+_LEVELS = ("AVX2", "AVX-512 without words", "AVX-512", "AVX-512 with bfloat16")
+
+
+def vector_level() -> str:
+    """Return the instructions by which grouped weights are widened and multiplied. Raises: as load_library."""
+    return _LEVELS[load_library().vector_level()]
 
 
 def cache_dir() -> Path:

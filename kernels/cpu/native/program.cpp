@@ -289,6 +289,19 @@ extern "C" {
 // 0: compiled without one; 1: bfloat16 is multiplied by it; 2: Linux does not grant it.
 int matrix_unit() { return !MATRIX_UNIT ? 0 : has_matrix_unit() ? 1 : 2; }
 
+// What grouped weights are multiplied by: 0: AVX2; 1: AVX-512; 2: with permutations of words; 3: with bfloat16, too.
+int vector_level() {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    return 3;
+#elif defined(__AVX512BW__)
+    return 2;
+#elif defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 Team* team_create(int num_threads) { return new Team(num_threads); }
 
 void team_destroy(Team* team) { delete team; }

@@ -103,8 +103,8 @@ class Packed:
 
 
 def pack_grouped(parts: Sequence[Rows], bias: Tensor | None = None, *, gated: bool = False) -> Linear:
-    """Return the product with a matrix whose outputs are those of all parts, packed for `Program`. Embeddings are packed
-    likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`."""
+    """Return the product with a matrix whose outputs are those of all parts, packed for `Program`. Embeddings are
+    packed likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`."""
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     order = _gated_order(outputs) if gated else None
     if bias is not None:  # a panel of the last part may begin anywhere, and is read whole
@@ -194,6 +194,7 @@ def _pack_each(linear: Linear, *, gated: bool, consume: bool, quantize: bool, dt
     for number, matrix in enumerate(weight):
         own = Linear(matrix, scales=None if linear.scales is None else linear.scales[number])
         found: Packed = pack(own, gated=gated, consume=consume, quantize=quantize, dtype=dtype).weight
+        assert found.panels is not None
         if panels is None:
             fits = consume and found.panels.shape == matrix.shape and found.panels.dtype == weight.dtype
             panels = weight if fits else found.panels.new_empty(len(weight), *found.panels.shape)

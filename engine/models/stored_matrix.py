@@ -1,0 +1,68 @@
+"""Owns a matrix that stays as a checkpoint stores it, where its parts may be stored differently.
+Never computes with it: the native kernels pack the parts, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.models.gguf_rows import GgufRows
+from kernels.cpu.native.grouped import FORMS
+
+
+@dataclass(eq=False, slots=True)
+class StoredMatrix:
+    """[outputs, inputs] in place of a weight's Tensor, until it is packed. `split` gives parts that are filled one by
+    one."""
+
+    outputs: int
+    inputs: int
+    kind: str
+    """The format, or the largest of those of its parts."""
+    dtype: torch.dtype
+    """Of the activations that it is multiplied by."""
+    device: torch.device
+    first: int = 0
+    filled: dict[int, GgufRows] = field(default_factory=dict)
+    """By their first output. Shared by all parts."""
+
+    def split(self, sizes: Sequence[int]) -> list[StoredMatrix]:
+        """Return views of these numbers of outputs."""
+        found, first = [], self.first
+        for size in sizes:
+            found.append(StoredMatrix(size, self.inputs, self.kind, self.dtype, self.device, first, self.filled))
+            first += size
+        return found
+
+    def fill(self, rows: GgufRows) -> None:
+        assert rows.shape == (self.outputs, self.inputs)
+        self.filled[self.first] = rows
+
+    def take_parts(self) -> list[GgufRows]:
+        """Return the parts in order, neighbours of one format joined, and let go of them: what is packed is not in
+        memory twice."""
+        parts: list[GgufRows] = []
+        for first in sorted(self.filled):
+            rows = self.filled.pop(first)
+            if parts and parts[-1].kind == rows.kind:
+                rows = GgufRows(rows.kind, torch.cat((parts.pop().blocks, rows.blocks)))
+            parts.append(rows)
+        assert sum(part.shape[0] for part in parts) == self.outputs
+        return parts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in panels; an upper bound where parts differ."""
+        return FORMS[self.kind].nbytes(self.outputs, self.inputs)
+
+    def numel(self) -> int:
+        return self.outputs * self.inputs
+
+    def __len__(self) -> int:
+        return self.outputs
