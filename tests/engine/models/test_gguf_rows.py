@@ -29,14 +29,14 @@ HALVES = {
 """Where the numbers of a block lie that are float16."""
 
 
-def random_rows(kind: str, outputs: int, inputs: int) -> GgufRows:
-    """Draw blocks of any bits, with finite float16 numbers."""
+def random_rows(kind: str, outputs: int, inputs: int, size: float = 0.1) -> GgufRows:
+    """Draw blocks of any bits, with finite float16 numbers of about `size`."""
     generator = seeded_generator()
     blocks = torch.randint(
         0, 256, (outputs, inputs // FORMS[kind].run, BLOCK_BYTES[kind]), generator=generator, dtype=torch.uint8
     )
     for at in HALVES[kind]:
-        drawn = (torch.randn(*blocks.shape[:2], 1, generator=generator) * 0.1).half()
+        drawn = (torch.randn(*blocks.shape[:2], 1, generator=generator) * size).half()
         blocks[..., at : at + 2] = drawn.view(torch.uint8)
     return GgufRows(kind, blocks.flatten(1))
 
