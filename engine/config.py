@@ -553,8 +553,9 @@ class EngineConfig:
     quantize: Literal["none", "int8", "stored"] = setting(
         "none",
         "In how many bits weight matrices are held. `none`: in the type of `dtype`, unless a packed checkpoint stays "
-        "as it is. `stored`: in the 4 to 8 bits of a GGUF file (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K), "
-        "embedding and LM head included, without rounding; only with the native kernels. `int8`: rounded to one byte "
+        "as it is. `stored`: in a checkpoint's own 4 to 8 bits, without rounding, and only with the native kernels: a "
+        "GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers "
+        "of AWQ, GPTQ and compressed-tensors in groups of a multiple of 32 inputs. `int8`: rounded to one byte "
         "for each weight and a scale for each output, so that a token reads half as much memory; with the native "
         "kernels, or on a GPU with Triton, where experts are not rounded, and packed weights that stay packed are left "
         "so. "

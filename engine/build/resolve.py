@@ -15,9 +15,10 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerCo
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
 from engine.models.config import CheckpointError, ModelConfig, read_json
+from engine.models.integer_rows import form_of
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.narrow import Keep, Narrow
-from engine.models.packing import Gguf, Packing
+from engine.models.packing import Packing
 from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
 from kernels.cpu.native.library import vector_level
@@ -219,7 +220,7 @@ def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep:
 
 def _way(packing: Packing, keep: Keep, wide: str) -> str:
     """Say how matrices of one packing are used. wide: how those are that are unpacked."""
-    if keep is Keep.GROUPED and isinstance(packing, Gguf):
+    if keep is Keep.GROUPED and not packing.by_output and form_of(packing) is not None:
         return f"kept as stored, and widened in registers ({vector_level()})"
     if keep is not Keep.NARROW:
         return "kept in 8 bits" if keep.by_output and packing.by_output else wide

@@ -38,6 +38,10 @@ class GgufRows:
         outputs, size = self.blocks.shape
         return outputs, size // BLOCK_BYTES[self.kind] * self.form.run
 
+    def above(self, other: GgufRows) -> GgufRows:
+        """Stack the other's outputs below these, of the same format."""
+        return GgufRows(self.kind, torch.cat((self.blocks, other.blocks)))
+
     def take(self, rows: Tensor) -> Grouped:
         blocks = self.blocks[rows].view(len(rows), -1, BLOCK_BYTES[self.kind])  # [outputs, blocks, bytes]
         if self.kind == "Q6_K":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.stored_matrix import StoredMatrix
-from kernels.cpu.native.grouped import FORMS
+from kernels.cpu.native.grouped import Form
 from kernels.forward import NARROW_GROUP, Linear
 
 
@@ -22,7 +22,7 @@ class Keep(Enum):
     BY_OUTPUT = "by output"
     """Those in int8 with a scale for each output, experts' too: the native kernels."""
     GROUPED = "grouped"
-    """These, and those in blocks of GGUF's formats: the native kernels with `quantize: stored`."""
+    """These, and those in groups of 4 to 8 bits: the native kernels with `quantize: stored`."""
     NARROW = "narrow"
     """All that kernels.forward.Linear describes, except experts': Triton."""
 
@@ -70,14 +70,14 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True)
 class InBlocks:
-    """A layout in which a matrix stays in blocks of a GGUF format."""
+    """A layout in which a matrix stays in groups of 4 to 8 bits."""
 
-    kind: str
+    form: Form
 
     def empty(self, *shape: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device | None) -> Linear:
         """Return a matrix [outputs, inputs] to be filled."""
         outputs, inputs = shape
-        return Linear(StoredMatrix(outputs, inputs, self.kind, dtype, device or torch.device("cpu")), bias)
+        return Linear(StoredMatrix(outputs, inputs, self.form, dtype, device or torch.device("cpu")), bias)
 
 
 INT8 = Narrow(torch.int8)
@@ -101,8 +101,10 @@ class Kept:
         if of_expert and not self.experts:
             return None
         found = {self.modules.get(module) for module in modules}
+        if of_expert and any(isinstance(layout, InBlocks) for layout in found):
+            return None
         if blocks := [layout for layout in found if isinstance(layout, InBlocks)]:
-            return max(blocks, key=lambda layout: FORMS[layout.kind].panel_bits) if len(blocks) == len(found) else None
+            return max(blocks, key=lambda layout: layout.form.panel_bits) if len(blocks) == len(found) else None
         layout = found.pop() if len(found) == 1 else None
         return INT8 if layout is None and self.rounded and not of_expert else layout
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError
 from engine.models.gguf_rows import GgufRows
+from engine.models.integer_rows import IntegerRows, form_of
 from engine.models.narrow import InBlocks, Narrow, num_inputs, round_by_output, take_views
 from engine.models.packing import BYTES, FP8, INT8, Gguf, Packing, Part, Unpacked
 from engine.models.quantization import Quantization
 from engine.models.stored_matrix import StoredMatrix
+from kernels.cpu.native.grouped import Rows
 
 _NARROW = (INT8, FP8, "F8_E5M2", BYTES)
 _UNUSED = ("input_scale", "input_zero_point", "output_scale", "activation_scale_ub")
@@ -126,10 +128,9 @@ def fill_packed(
         if view is None:
             continue  # the reader of the other tensors decides whether it may be left over
         if isinstance(view, StoredMatrix):
-            assert isinstance(packing, Gguf)
             parts, names = _read_parts(stored, module, packing, view.shape)
-            view.fill(GgufRows(packing.kind, parts["weight"]))
-            taken |= names
+            view.fill(_rows(stored, module, packing, parts, view))
+            taken |= names | _leftovers(stored, module, missing)
             continue
         if view.dim() != 2:
             raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is not two-dimensional.")
@@ -140,6 +141,18 @@ def fill_packed(
             raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
         taken |= names | _leftovers(stored, module, missing)
     return frozenset(taken)
+
+
+def _rows(stored: Stored, module: str, packing: Packing, parts: Mapping[str, Tensor], view: StoredMatrix) -> Rows:
+    """Return a matrix that stays in groups."""
+    if isinstance(packing, Gguf):
+        return GgufRows(packing.kind, parts["weight"])
+    form = form_of(packing)
+    assert form is not None
+    try:
+        return IntegerRows.of(packing.unpack(parts, *view.shape), form)
+    except ValueError as error:
+        raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
 
 
 def _fill(

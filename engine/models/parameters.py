@@ -117,8 +117,9 @@ def _allocate(
     bias: Tensor | None = None,
 ) -> Linear:
     if isinstance(layout, InBlocks):
-        return layout.empty(*shape, bias=bias, dtype=dtype, device=device)
-    if layout is not None and shape[-1] % 2 == 0:  # a byte may hold two inputs
+        if shape[-1] % layout.form.run == 0:
+            return layout.empty(*shape, bias=bias, dtype=dtype, device=device)
+    elif layout is not None and shape[-1] % 2 == 0:  # a byte may hold two inputs
         return layout.empty(*shape, bias=bias, device=device)
     return Linear(torch.empty(*shape, dtype=dtype, device=device), bias)
 
@@ -154,7 +155,14 @@ def _narrow_places(
         )
     of_experts = () if experts is None else _MLP_PLACES
     layouts = {place: kept.layout(needed, of_expert=place in of_experts) for place, needed in modules.items()}
+    if _turns_rows(config) and isinstance(layouts.get("qkv"), InBlocks):
+        del layouts["qkv"]
     return {place: layout for place, layout in layouts.items() if layout is not None}
+
+
+def _turns_rows(config: ModelConfig) -> bool:
+    """Whether `settle_qkv` reorders outputs, which it cannot do in blocks."""
+    return config.attention_gate or config.rope.rotated_size(config.head_dim) < config.head_dim
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -257,8 +265,8 @@ def settle(config: ModelConfig, weights: DecoderWeights) -> None:
 
 
 def _by_output(linear: Linear) -> Iterator[Tensor]:
-    """Yield the tensors of a matrix, each [outputs, ...], as numbers that torch can move. Rows in blocks keep their
-    order: models that GGUF files describe rotate whole heads."""
+    """Yield the tensors of a matrix, each [outputs, ...], as numbers that torch can move. What is in blocks keeps
+    its order."""
     for tensor in (linear.weight, linear.bias, linear.scales, linear.zeros):
         if tensor is not None and not isinstance(tensor, StoredMatrix):
             yield tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

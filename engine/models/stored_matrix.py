@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.models.gguf_rows import GgufRows
-from kernels.cpu.native.grouped import FORMS
+from kernels.cpu.native.grouped import Form, Rows
 
 
 @dataclass(eq=False, slots=True)
@@ -19,35 +18,35 @@ class StoredMatrix:
 
     outputs: int
     inputs: int
-    kind: str
-    """The format, or the largest of those of its parts."""
+    form: Form
+    """In panels, or the largest of those of its parts."""
     dtype: torch.dtype
     """Of the activations that it is multiplied by."""
     device: torch.device
     first: int = 0
-    filled: dict[int, GgufRows] = field(default_factory=dict)
+    filled: dict[int, Rows] = field(default_factory=dict)
     """By their first output. Shared by all parts."""
 
     def split(self, sizes: Sequence[int]) -> list[StoredMatrix]:
         """Return views of these numbers of outputs."""
         found, first = [], self.first
         for size in sizes:
-            found.append(StoredMatrix(size, self.inputs, self.kind, self.dtype, self.device, first, self.filled))
+            found.append(StoredMatrix(size, self.inputs, self.form, self.dtype, self.device, first, self.filled))
             first += size
         return found
 
-    def fill(self, rows: GgufRows) -> None:
+    def fill(self, rows: Rows) -> None:
         assert rows.shape == (self.outputs, self.inputs)
         self.filled[self.first] = rows
 
-    def take_parts(self) -> list[GgufRows]:
-        """Return the parts in order, neighbours of one format joined, and let go of them: what is packed is not in
+    def take_parts(self) -> list[Rows]:
+        """Return the parts in order, neighbours of one form joined, and let go of them: what is packed is not in
         memory twice."""
-        parts: list[GgufRows] = []
+        parts: list[Rows] = []
         for first in sorted(self.filled):
             rows = self.filled.pop(first)
-            if parts and parts[-1].kind == rows.kind:
-                rows = GgufRows(rows.kind, torch.cat((parts.pop().blocks, rows.blocks)))
+            if parts and parts[-1].form == rows.form:
+                rows = parts.pop().above(rows)
             parts.append(rows)
         assert sum(part.shape[0] for part in parts) == self.outputs
         return parts
@@ -59,7 +58,7 @@ class StoredMatrix:
     @property
     def nbytes(self) -> int:
         """The bytes in panels; an upper bound where parts differ."""
-        return FORMS[self.kind].nbytes(self.outputs, self.inputs)
+        return self.form.nbytes(self.outputs, self.inputs)
 
     def numel(self) -> int:
         return self.outputs * self.inputs

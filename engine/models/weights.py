@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
+from engine.models.integer_rows import form_of
 from engine.models.narrow import INT8, NARROW_PARTS, InBlocks, Keep, Kept, Narrow, round_by_output
 from engine.models.packed_weights import Stored, fill_packed, find_packed, groups_in_order
 from engine.models.packing import Gguf, Packing
@@ -120,14 +121,20 @@ def _gated_apart(modules: Mapping[str, Narrow | InBlocks]) -> list[str]:
 
 
 def _layout(stored: Stored, module: str, packing: Packing, keep: Keep) -> Narrow | InBlocks | None:
-    if keep is Keep.GROUPED and isinstance(packing, Gguf):
-        return InBlocks(packing.kind)
+    if keep is Keep.GROUPED and not packing.by_output:
+        form = form_of(packing)
+        return InBlocks(form) if form is not None and groups_in_order(stored, module, _group(packing)) else None
     if keep.by_output:
         return INT8 if packing.by_output else None
     layout = packing.narrow(zeros=f"{module}.weight_zero_point" in stored.files)
     if keep is Keep.NOTHING or isinstance(layout, str) or layout.why_not is not None:
         return None
     return layout if groups_in_order(stored, module, layout.group) else None
+
+
+def _group(packing: Packing) -> int | None:
+    layout = packing.narrow(zeros=True)
+    return layout.group if isinstance(layout, Narrow) else None
 
 
 def _with_rounded_head(weights: DecoderWeights) -> DecoderWeights:

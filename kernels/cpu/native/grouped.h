@@ -14,26 +14,32 @@ constexpr int64_t AHEAD_OF_FEW = 4096, AHEAD_OF_BLOCKS = 8192;  // bytes ahead
 constexpr int STEPS = BLOCK / 2;    // a step has two inputs, in the halves of a lane's 32 bits
 
 // How a panel of 32 outputs lies in memory. Mirrored in grouped.py, where the order of its parts is drawn.
-template <int B, int Z, int G, bool M, bool N>
+enum Scales { HALVES, NESTED, FLOATS };  // float16; bytes in units of a float16 for 256 inputs; float32
+
+template <int B, int Z, int G, bool M, Scales S = HALVES, int R = BLOCK>
 struct Form {
     static constexpr int BITS = B, ZERO = Z, GROUP = G;  // w = scale * (q - ZERO) + minimum, for GROUP inputs
     static constexpr bool MINIMUM = M;
-    static constexpr bool NESTED = N;  // scales and minima are bytes, in units of a float16 for 256 inputs
-    static constexpr int RUN = N ? NEST : BLOCK, BLOCKS = RUN / BLOCK, GROUPS = BLOCK / G;
+    static constexpr Scales SCALES = S;
+    static constexpr int RUN = R, BLOCKS = RUN / BLOCK, GROUPS = BLOCK / G;  // inputs that are stored together
     static constexpr int64_t PLANES = BITS * BLOCK * PANEL / 8;
-    static constexpr int64_t UNITS = PANEL * 2 * (M ? 2 : 1);  // or scales and minima themselves
-    static constexpr int64_t BYTES = N ? PANEL * BLOCKS * (GROUPS + (M ? 1 : 0)) : 0;
+    static constexpr int64_t UNITS = PANEL * (S == FLOATS ? 4 : 2) * (M ? 2 : 1);  // or scales and minima themselves
+    static constexpr int64_t BYTES = S == NESTED ? PANEL * BLOCKS * (GROUPS + (M ? 1 : 0)) : 0;
     static constexpr int64_t SIZE = UNITS + BYTES + BLOCKS * PLANES;  // of a run
 };
 
-using Q4_0 = Form<4, 8, 32, false, false>;
-using Q4_1 = Form<4, 0, 32, true, false>;
-using Q5_0 = Form<5, 16, 32, false, false>;
-using Q5_1 = Form<5, 0, 32, true, false>;
-using Q8_0 = Form<8, 0, 32, false, false>;
-using Q4_K = Form<4, 0, 32, true, true>;
-using Q5_K = Form<5, 0, 32, true, true>;
-using Q6_K = Form<6, 32, 16, false, true>;
+using Q4_0 = Form<4, 8, 32, false>;
+using Q4_1 = Form<4, 0, 32, true>;
+using Q5_0 = Form<5, 16, 32, false>;
+using Q5_1 = Form<5, 0, 32, true>;
+using Q8_0 = Form<8, 0, 32, false>;
+using Q4_K = Form<4, 0, 32, true, NESTED, NEST>;
+using Q5_K = Form<5, 0, 32, true, NESTED, NEST>;
+using Q6_K = Form<6, 32, 16, false, NESTED, NEST>;
+using Int4By32 = Form<4, 8, 32, true, FLOATS, 32>;
+using Int4By128 = Form<4, 8, 32, true, FLOATS, 128>;
+using Int8By32 = Form<8, 0, 32, true, FLOATS, 32>;
+using Int8By128 = Form<8, 0, 32, true, FLOATS, 128>;
 
 // Calls work(form) with the one of this number.
 template <class Work>
@@ -47,6 +53,10 @@ inline void with_form(int64_t number, const Work& work) {
         case 5: return work(Q4_K{});
         case 6: return work(Q5_K{});
         case 7: return work(Q6_K{});
+        case 8: return work(Int4By32{});
+        case 9: return work(Int4By128{});
+        case 10: return work(Int8By32{});
+        case 11: return work(Int8By128{});
     }
 }
 
@@ -159,9 +169,15 @@ struct Unpacked {
 template <class F>
 inline void unpack_scales(const uint8_t* run, int block, f32x16* scales, f32x16* minima) {
     for (int c = 0; c < 2; c++) {
+        if constexpr (F::SCALES == FLOATS) {
+            const auto* floats = reinterpret_cast<const float*>(run) + c * LANES;
+            scales[c] = load(floats);
+            minima[c] = load(floats + PANEL);
+            continue;
+        }
         const f32x16 unit = load_half(run + c * 2 * LANES);
         const f32x16 other = F::MINIMUM ? load_half(run + (2 + c) * 2 * LANES) : unit;
-        if constexpr (F::NESTED) {
+        if constexpr (F::SCALES == NESTED) {
             const uint8_t* bytes = run + F::UNITS + c * LANES;
             for (int g = 0; g < F::GROUPS; g++)
                 scales[g * 2 + c] = unit * load_bytes(bytes + (block * F::GROUPS + g) * PANEL);

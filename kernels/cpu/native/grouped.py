@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +28,20 @@ class Form:
     minimum: bool = False
     nested: bool = False
     """Whether scales and minima are bytes, in units of a float16 for 256 inputs. The minimum is then subtracted."""
+    floats: int = 0
+    """How many inputs share a scale and a minimum of float32. 0: scales are float16, or nested."""
 
     @property
     def run(self) -> int:
         """How many inputs are stored together: a matrix has a multiple of them."""
-        return NEST if self.nested else BLOCK
+        return self.floats or (NEST if self.nested else BLOCK)
 
     @property
     def panel_bytes(self) -> int:
         """The bytes of a run of 32 outputs."""
         kinds = 2 if self.minimum else 1
         scales = self.run // self.group + (self.run // BLOCK if self.minimum else 0) if self.nested else 0
-        return PANEL * (2 * kinds + scales + self.run * self.bits // 8)
+        return PANEL * ((4 if self.floats else 2) * kinds + scales + self.run * self.bits // 8)
 
     @property
     def panel_bits(self) -> float:
@@ -62,6 +64,13 @@ FORMS = {
     "Q6_K": Form(7, 6, 32, 16, nested=True),
 }
 """By the names that GGUF files give them."""
+INTEGERS = {
+    (4, 32): Form(8, 4, 8, 32, minimum=True, floats=32),
+    (4, 128): Form(9, 4, 8, 32, minimum=True, floats=128),
+    (8, 32): Form(10, 8, 0, 32, minimum=True, floats=32),
+    (8, 128): Form(11, 8, 0, 32, minimum=True, floats=128),
+}
+"""By bits, and how many inputs share a scale: packed integers of other files, whose zero points make minima."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +81,7 @@ class Grouped:
     values: Tensor
     """[outputs, inputs] uint8: q. In 8 bits int8."""
     scales: Tensor
-    """[outputs, groups] float16; nested: int8"""
+    """[outputs, groups] float16; nested: int8; floats: [outputs, runs] float32"""
     minima: Tensor | None = None
     """[outputs, groups], as `scales`"""
     units: tuple[Tensor, ...] = ()
@@ -81,12 +90,17 @@ class Grouped:
     def weight(self) -> Tensor:
         """Return what the numbers stand for. # [outputs, inputs] float32"""
         scales, minima = self.scales.float(), None if self.minima is None else self.minima.float()
+        if self.form.floats:
+            scales, minima = (self._spread(each) for each in (scales, minima) if each is not None)
         if self.form.nested:
             scales = scales * self._per_group(0, scales)
             minima = None if minima is None else -(minima * self._per_group(1, minima))
         q = self.values.float().view(len(self.values), -1, self.form.group) - self.form.zero
         found: Tensor = q * scales.unsqueeze(2)
         return (found if minima is None else found + minima.unsqueeze(2)).flatten(1)
+
+    def _spread(self, by_run: Tensor) -> Tensor:
+        return by_run.repeat_interleave(self.form.run // self.form.group, 1)
 
     def _per_group(self, kind: int, groups: Tensor) -> Tensor:
         units = self.units[kind].float()
@@ -151,6 +165,9 @@ class Rows(Protocol):
 
     def take(self, rows: Tensor) -> Grouped:
         """Return these outputs, in this order."""
+
+    def above(self, other: Any) -> Rows:
+        """Stack the outputs of another of the same kind and form below these."""
 
 
 @dataclass(frozen=True, slots=True)

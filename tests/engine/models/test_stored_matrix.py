@@ -160,7 +160,9 @@ def test_the_log_says_which_formats_stay_and_by_what_they_are_multiplied(tmp_pat
 
 @pytest.mark.parametrize("kernels", ["torch_cpu", "reference"])
 def test_other_kernels_than_the_native_ones_are_refused(kernels: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="only the native kernels compute with weights as GGUF files have them"):
+    with pytest.raises(
+        ConfigError, match="only the native kernels compute with weights in a checkpoint's own 4 to 8 bits"
+    ):
         check_executor(converted(tmp_path), config(quantize="stored", kernels=kernels))
 
 
@@ -181,19 +183,20 @@ def test_a_file_has_a_directory_for_each_form(tmp_path: Path, monkeypatch: pytes
 
 
 def test_parts_are_filled_by_themselves_and_neighbours_of_one_format_joined() -> None:
-    matrix = StoredMatrix(70, 256, "Q6_K", torch.float32, torch.device("cpu"))
+    matrix = StoredMatrix(70, 256, FORMS["Q6_K"], torch.float32, torch.device("cpu"))
     parts = [random_rows(kind, outputs, 256) for kind, outputs in (("Q4_0", 32), ("Q4_0", 33), ("Q6_K", 5))]
     for view, rows in reversed(list(zip(matrix.split([32, 33, 5]), parts, strict=True))):
         view.fill(rows)
     first, second = matrix.take_parts()
-    assert (first.kind, second.kind) == ("Q4_0", "Q6_K")
+    assert (first.form, second.form) == (FORMS["Q4_0"], FORMS["Q6_K"])
+    assert isinstance(first, GgufRows)
     assert torch.equal(first.blocks, torch.cat((parts[0].blocks, parts[1].blocks)))
     assert not matrix.filled
     assert matrix.nbytes == FORMS["Q6_K"].nbytes(70, 256)
 
 
 def test_a_matrix_that_was_not_filled_whole_is_a_bug() -> None:
-    matrix = StoredMatrix(64, 256, "Q4_0", torch.float32, torch.device("cpu"))
+    matrix = StoredMatrix(64, 256, FORMS["Q4_0"], torch.float32, torch.device("cpu"))
     matrix.split([32, 32])[1].fill(GgufRows("Q4_0", random_rows("Q4_0", 32, 256).blocks))
     with pytest.raises(AssertionError):
         matrix.take_parts()

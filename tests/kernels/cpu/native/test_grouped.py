@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from kernels.cpu.native.grouped import FORMS, Form, Grouped, panels_of
+from kernels.cpu.native.grouped import FORMS as OF_GGUF
+from kernels.cpu.native.grouped import INTEGERS, Form, Grouped, Rows, panels_of
 from kernels.cpu.native.program import Program, StepRows, Team, pack_grouped
 from kernels.forward import GELU
 from tests.kernels.cpu.native.test_program import DTYPES, close, record, tokens_only
@@ -24,6 +25,7 @@ from tests.support.compiler import needs_compiler
 
 pytestmark = needs_compiler
 
+FORMS = OF_GGUF | {f"{bits} bits, {group} inputs": form for (bits, group), form in INTEGERS.items()}
 MIXED = ["Q4_K", "Q6_K", "Q4_1"]
 
 
@@ -47,6 +49,9 @@ class Whole:
         outputs, inputs = self.grouped.values.shape
         return outputs, inputs
 
+    def above(self, other: object) -> Rows:
+        raise NotImplementedError
+
     def take(self, rows: Tensor) -> Grouped:
         own = self.grouped
         minima = None if own.minima is None else own.minima[rows]
@@ -63,6 +68,10 @@ def draw(name: str, outputs: int, inputs: int, generator: Generator) -> Whole:
         return (torch.randn(outputs, count, generator=generator) * size).half()
 
     size = 2.0 / (1 << form.bits)
+    if form.floats:
+        scales, minima = (halves(inputs // form.run, each).float() for each in (size, 1.0))
+        values = values.view(torch.int8) if form.bits == 8 else values
+        return Whole(Grouped(form=form, values=values, scales=scales, minima=minima))
     if not form.nested:
         minima = halves(groups, 1.0) if form.minimum else None
         whole = Grouped(form=form, values=values, scales=halves(groups, size), minima=minima)
