@@ -21,7 +21,7 @@ class StoredMatrix:
     form: Form
     """In panels, or the largest of those of its parts."""
     dtype: torch.dtype
-    """Of the activations that it is multiplied by."""
+    """The type of the activations that it is multiplied by."""
     device: torch.device
     first: int = 0
     filled: dict[int, Rows] = field(default_factory=dict)
