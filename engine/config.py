@@ -551,11 +551,15 @@ class EngineConfig:
         "Type of activations, and of weights and KV cache unless these have fewer bits. `auto`: `bfloat16` where the "
         "device multiplies it natively, otherwise `float32`. `float16`: only on a GPU.",
     )
-    quantize: Literal["none", "int8"] = setting(
+    quantize: Literal["none", "int8", "stored"] = setting(
         "none",
-        "How weight matrices are rounded while they are loaded. `none`: not at all. `int8`: to one byte for each "
-        "weight and a scale for each output, so that a token reads half as much memory; with the native kernels, or "
-        "on a GPU with Triton, where experts are not rounded, and packed weights that stay packed are left so. "
+        "In how many bits weight matrices are held. `none`: in the type of `dtype`, unless a packed checkpoint stays "
+        "as it is. `stored`: in a checkpoint's own 4 to 8 bits, without rounding, and only with the native kernels: a "
+        "GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers "
+        "of AWQ, GPTQ and compressed-tensors in groups of a multiple of 32 inputs. `int8`: rounded to one byte "
+        "for each weight and a scale for each output, so that a token reads half as much memory; with the native "
+        "kernels, or on a GPU with Triton, where experts are not rounded, and packed weights that stay packed are left "
+        "so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
@@ -732,6 +736,11 @@ class EngineConfig:
                 f"({self.block_size}): a prefix hit needs KV and state that end at the same position."
             )
 
+    @property
+    def stored(self) -> bool:
+        """Whether a GGUF file's matrices are kept in its blocks."""
+        return self.quantize == "stored"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
@@ -882,7 +891,7 @@ def _free_tokens(config: EngineConfig, on_cpu: bool, eight_bits: bool) -> int:
     """Return the default of SpeculativeConfig.free_tokens."""
     if not on_cpu:
         return FREE_TOKENS_ON_GPU
-    return FREE_TOKENS_OF_INT8 if eight_bits or config.quantize == "int8" else FREE_TOKENS_ON_CPU
+    return FREE_TOKENS_OF_INT8 if eight_bits or config.quantize != "none" else FREE_TOKENS_ON_CPU
 
 
 def _speculative(

@@ -107,7 +107,8 @@ NO_DRAFT_MODEL = _setting("no draft model", "speculative.method", partial(ne, "d
 DRAFT_MODEL_NAME = _setting("a draft model's name", "speculative.model", _NOT_NONE)
 DRAFT_MODEL_COST = _setting("a draft model's cost", "speculative.model_cost", _NOT_NONE)
 
-QUANTIZE = _setting("weights rounded to int8", "quantize", partial(ne, "none"))
+QUANTIZE = _setting("weights rounded to int8", "quantize", partial(eq, "int8"))
+STORED = _setting("weights in a checkpoint's own bits", "quantize", partial(eq, "stored"))
 BATCH_INVARIANT = _setting("batch invariance", "batch_invariant", bool)
 NARROW_KV = _setting("KV cache in 8 bits", "kv_cache_dtype", partial(ne, "auto"))
 FP8_KV = _setting("KV cache in fp8", "kv_cache_dtype", partial(eq, "fp8_e4m3"))
@@ -205,6 +206,12 @@ RULES = (
     Rule((FP8_KV,), (NATIVE,), "the native kernels do not support an fp8 KV cache, only int8"),
     Rule((NARROW_KV,), (REFERENCE,), "the reference kernels support only an unquantized KV cache"),
     Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels compute with int8 weights"),
+    Rule(
+        (STORED,),
+        (TORCH_CPU, REFERENCE),
+        "on a CPU, only the native kernels compute with weights in a checkpoint's own 4 to 8 bits",
+    ),
+    Rule((STORED,), (GPU,), "on a GPU, packed weights stay as they are without it"),
     Rule((QUANTIZE,), (TORCH_PRODUCTS,), "without Triton, a GPU does not compute with int8 weights"),
     Rule(
         (BATCH_INVARIANT,),

@@ -17,9 +17,13 @@ ROOT = Path(__file__).parents[1]
 EXCUSED = {
     "tests/engine/batch/test_logit_controls.py": "multiplies no matrices",
     "tests/engine/build/test_model.py": "multiplies no matrices",
+    "tests/engine/models/test_gguf_rows.py": "multiplies no matrices",
+    "tests/engine/models/test_integer_rows.py": "multiplies no matrices where it compares bits",
     "tests/engine/models/test_narrow.py": "multiplies no matrices",
     "tests/engine/models/test_rope.py": "multiplies no matrices",
+    "tests/engine/models/test_stored_matrix.py": "multiplies no matrices where it compares bits",
     "tests/engine/models/test_weights.py": "multiplies no matrices",
+    "tests/kernels/cpu/native/test_grouped.py": "has a slow test that compiles our kernels for each kind of processor",
     "tests/kernels/cpu/native/test_program.py": "has a slow test that compiles our kernels for each kind of processor",
     "tests/kernels/triton/test_elementwise.py": "multiplies no matrices",
     "tests/kernels/triton/test_far_offsets.py": "multiplies the same numbers in the same shapes, from two places",

@@ -125,7 +125,7 @@ def python_share(
 
 
 def _settings(name: str) -> dict[str, Any]:
-    return {"kernels": "native", "quantize": "int8"} if name == "int8" else {"kernels": name}
+    return {"kernels": "native", "quantize": name} if name in ("int8", "stored") else {"kernels": name}
 
 
 def _summary(times: Sequence[float]) -> dict[str, float]:
@@ -161,7 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_num_seqs=max(EngineConfig().max_num_seqs, options.loop),
         speculative=SpeculativeConfig(method="none"),
     )
-    made = {name: create_executor(model, dataclasses.replace(config, **_settings(name))) for name in options.kernels}
+    made = {}
+    for name in options.kernels:
+        own = dataclasses.replace(config, **_settings(name))
+        named = prepare_model(options.model, progress=False, stored=True) if own.stored else model
+        made[name] = create_executor(named, own)
     resolved = next(iter(made.values()))[1]
     generator = random.Random(options.seed)
 
@@ -225,7 +229,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--kernels",
         nargs="+",
         default=["native", "torch_cpu"],
-        help="kernels to compare; int8 is native with weights rounded to 8 bits",
+        help="kernels to compare; int8 is native with weights rounded to 8 bits, stored with a GGUF file's own",
     )
     parser.add_argument("--context", type=int, default=200, help="cached tokens of each row (%(default)s)")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32], help="numbers of decode rows to measure")

@@ -12,7 +12,7 @@ from engine import features
 from engine.batch.grammar import read_grammars
 from engine.build.draft import DraftCheckpoint, check_length, read_draft
 from engine.build.facts import facts_of
-from engine.build.host_fit import HostBudget, host_use
+from engine.build.host_fit import HostBudget, host_use, kept_on_cpu
 from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import block_bytes, resolve, resolve_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
@@ -25,7 +25,6 @@ from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.eager import EagerModel
-from engine.models.narrow import Keep
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
@@ -159,7 +158,7 @@ def _builder(
         config=config,
         resolved=resolved,
         runner=_runner(config, resolved, kernels),
-        keep=Keep.BY_OUTPUT if kernels.name == NATIVE else Keep.NOTHING,
+        keep=kept_on_cpu(config, native=kernels.name == NATIVE),
     )
 
 

@@ -39,7 +39,7 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
     if config.speculative.method != "draft_model" or name is None:
         return None
     try:
-        directory = prepare_model(name, weights=config.load_format != "dummy")
+        directory = prepare_model(name, weights=config.load_format != "dummy", stored=config.stored)
         draft = read_model_config(directory)
     except ModelError as error:  # the text names a model: say which of the two
         raise ModelError(f"speculative.model is {name}: {error}") from error

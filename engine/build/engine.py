@@ -68,7 +68,11 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
         return resolved
     from engine.build.executor import check_executor
 
-    return check_executor(prepare_model(model, weights=config.load_format != "dummy", progress=False), config, engines)
+    return check_executor(
+        prepare_model(model, weights=config.load_format != "dummy", progress=False, stored=config.stored),
+        config,
+        engines,
+    )
 
 
 def _build_torch(
@@ -80,7 +84,7 @@ def _build_torch(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.build.executor import create_executor
 
-    model_dir = prepare_model(model, weights=config.load_format != "dummy")
+    model_dir = prepare_model(model, weights=config.load_format != "dummy", stored=config.stored)
     executor, resolved = create_executor(model_dir, config, engines)
     step_times = measured_step_times(executor, model_dir, config, resolved) if resolved.targets.any else None
     return executor, resolved, step_times

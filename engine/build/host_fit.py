@@ -15,7 +15,7 @@ from engine.models.description import ModelConfig
 from engine.models.kv_cache import blocks_in
 from engine.models.narrow import Keep
 from engine.models.vision_weights import allocate_vision, vision_table
-from engine.models.weights import weight_bytes
+from engine.models.weights import embedding_in_blocks, weight_bytes
 
 GIB = 2**30
 KV_SHARE = 0.8
@@ -137,12 +137,12 @@ def host_use(
     Raises:
         CheckpointError: a checkpoint's files cannot be read.
     """
-    model, keep = checkpoints[0][1], Keep.BY_OUTPUT if native else Keep.NOTHING
+    model, keep = checkpoints[0][1], kept_on_cpu(config, native=native)
     stored = config.load_format != "dummy"
     return HostUse(
         weights=sum(
             weight_bytes(directory if stored else None, checkpoint, dtype, keep=keep)
-            + (_head_bytes(checkpoint, dtype) if native and checkpoint.tie_word_embeddings else 0)
+            + (_head_bytes(checkpoint, dtype, keep) if native and checkpoint.tie_word_embeddings else 0)
             for directory, checkpoint in checkpoints
         )
         + _vision_bytes(model, dtype),
@@ -152,7 +152,17 @@ def host_use(
     )
 
 
-def _head_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+def kept_on_cpu(config: EngineConfig, *, native: bool) -> Keep:
+    """Return which packed matrices a CPU's kernels use as they are stored."""
+    if not native:
+        return Keep.NOTHING
+    return Keep.GROUPED if config.stored else Keep.BY_OUTPUT
+
+
+def _head_bytes(model: ModelConfig, dtype: torch.dtype, keep: Keep) -> int:
+    """Return the bytes of a tied LM head beside the embedding. In blocks, both are the same memory."""
+    if keep is Keep.GROUPED and embedding_in_blocks(model):
+        return 0
     return model.vocab_size * model.hidden_size * dtype.itemsize
 
 

@@ -10,16 +10,18 @@ from pathlib import Path
 import torch
 
 from engine.build.facts import facts_of
-from engine.build.host_fit import HostBudget
+from engine.build.host_fit import HostBudget, kept_on_cpu
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
 from engine.models.config import CheckpointError, ModelConfig, read_json
+from engine.models.integer_rows import form_of
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.narrow import Keep, Narrow
 from engine.models.packing import Packing
 from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
+from kernels.cpu.native.library import vector_level
 from kernels.cpu.processor import cpu_flags
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is Arm's
@@ -83,7 +85,7 @@ def resolve(
         }
         | ({"recurrent_state": memory_summary(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
-        | _weights(model, config, dtype, keep or (Keep.BY_OUTPUT if same_bits else Keep.NOTHING)),
+        | _weights(model, config, dtype, keep or kept_on_cpu(config, native=same_bits)),
     )
 
 
@@ -218,8 +220,10 @@ def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep:
 
 def _way(packing: Packing, keep: Keep, wide: str) -> str:
     """Say how matrices of one packing are used. wide: how those are that are unpacked."""
+    if keep is Keep.GROUPED and not packing.by_output and form_of(packing) is not None:
+        return f"kept as stored, and widened in registers ({vector_level()})"
     if keep is not Keep.NARROW:
-        return "kept in 8 bits" if keep is Keep.BY_OUTPUT and packing.by_output else wide
+        return "kept in 8 bits" if keep.by_output and packing.by_output else wide
     layout = packing.narrow(zeros=False)
     why_not = layout if isinstance(layout, str) else layout.why_not
     if why_not is not None:

@@ -1,9 +1,10 @@
-"""Owns converting a GGUF file to a Hugging Face model directory: names, row order, bf16 weights.
+"""Owns converting a GGUF file to a Hugging Face model directory: names, row order, weights in bf16 or as they are.
 Never guesses: a tensor that is missing, unknown or not of the config's shape is refused by name."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ from engine.checkpoints.model_cache import ModelError, byte_bar, say
 _VALUES_PER_CHUNK = 1 << 24  # 64 MiB of float32: converting needs this much memory, however large the model
 
 
-def convert_gguf(path: Path, directory: Path, progress: bool) -> None:
+STORED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""The types of matrices that the engine can use as they are."""
+
+
+def convert_gguf(path: Path, directory: Path, progress: bool, *, stored: bool = False) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer's files into `directory`.
+
+    stored: matrices of STORED_TYPES stay rows of blocks, in the order of Hugging Face's rows; `quantization_config`
+    names their types. All other tensors become bfloat16.
 
     Raises:
         ModelError: the file is damaged or describes a model that cannot be represented. The message names the tensor or
@@ -31,9 +39,19 @@ def convert_gguf(path: Path, directory: Path, progress: bool) -> None:
     config = build_config(gguf)
     names = tensor_names(gguf, config)
     write_tokenizer(gguf, directory)
+    kinds = _kinds(gguf, names) if stored else {}
+    if kinds:
+        types = {names[name].removesuffix(".weight"): kind for name, kind in kinds.items()}
+        config["quantization_config"] = {"quant_method": "gguf", "types": types}
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", _generation_config(gguf))
-    _write_weights(directory / "model.safetensors", gguf, config, names, progress)
+    _write_weights(directory / "model.safetensors", gguf, config, names, kinds, progress)
+
+
+def _kinds(gguf: GGUFFile, names: dict[str, str]) -> dict[str, str]:
+    """Return the types of the matrices that stay as they are."""
+    found = {name: gguf.tensors[name].tensor_type.name for name in names if len(gguf.shape(name)) == 2}
+    return {name: kind for name, kind in found.items() if kind in STORED_TYPES}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -122,29 +140,38 @@ def to_bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _chunks(gguf: GGUFFile, name: str, config: dict[str, Any]) -> Iterator[bytes]:
-    """A tensor's bfloat16 bytes in Hugging Face's row order, a few rows at a time."""
+def _chunks(gguf: GGUFFile, name: str, config: dict[str, Any], *, stored: bool) -> Iterator[bytes]:
+    """A tensor's bytes in Hugging Face's row order, a few rows at a time: as stored, or in bfloat16."""
     num_rows = gguf.shape(name)[0]
     order = row_order(name, config)
     step = max(1, _VALUES_PER_CHUNK * num_rows // gguf.num_values(name))
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
-        yield to_bfloat16(gguf.values(name, rows if order is None else order[rows])).tobytes()
+        values = gguf.values(
+            name, rows if order is None else order[rows]
+        )  # all are looked at, for any that is not finite
+        if stored:
+            yield gguf.blocks(name, rows if order is None else order[rows]).tobytes()
+        else:
+            yield to_bfloat16(values).tobytes()
 
 
-def _write_weights(path: Path, gguf: GGUFFile, config: dict[str, Any], names: dict[str, str], progress: bool) -> None:
+def _write_weights(
+    path: Path, gguf: GGUFFile, config: dict[str, Any], names: dict[str, str], kinds: dict[str, str], progress: bool
+) -> None:
     """Stream all tensors into one safetensors file. The format is written by hand: safetensors' own writer needs every
     tensor in memory, knows no bfloat16 in numpy, and has changed its arguments between releases."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, hf_name in names.items():
-        start, end = end, end + 2 * gguf.num_values(name)
-        header[hf_name] = {"dtype": "BF16", "shape": gguf.shape(name), "data_offsets": [start, end]}
+        shape = gguf.blocks(name).shape if name in kinds else gguf.shape(name)
+        start, end = end, end + math.prod(shape) * (1 if name in kinds else 2)
+        header[hf_name] = {"dtype": "U8" if name in kinds else "BF16", "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the data that follows must be aligned
     with path.open("wb") as file, byte_bar("Converting tensors", end, progress) as bar:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
-            for chunk in _chunks(gguf, name, config):
+            for chunk in _chunks(gguf, name, config, stored=name in kinds):
                 file.write(chunk)
                 bar.update(len(chunk))

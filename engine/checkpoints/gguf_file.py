@@ -88,5 +88,9 @@ class GGUFFile:
             raise ModelError(f"{self.path}: tensor {name} holds values that are not finite: the file is damaged.")
         return values
 
+    def blocks(self, name: str, rows: Any = slice(None)) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Rows of a tensor as they are packed. # [rows, bytes]"""
+        return np.asarray(self.tensors[name].data[rows]).view(np.uint8)
+
     def num_values(self, name: str) -> int:
         return math.prod(self.shape(name))

@@ -20,7 +20,9 @@ _CONVERSION = "v1"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
-def prepare_model(model: str, *, progress: bool = True, verify: bool = False, weights: bool = True) -> Path:
+def prepare_model(
+    model: str, *, progress: bool = True, verify: bool = False, weights: bool = True, stored: bool = False
+) -> Path:
     """Return a directory with config.json, safetensors weights, tokenizer.json and tokenizer_config.json.
 
     Args:
@@ -30,24 +32,25 @@ def prepare_model(model: str, *, progress: bool = True, verify: bool = False, we
         verify: read converted files whole and compare their SHA-256 with those recorded when they were made.
             Directories and hub ids have no such record; their weights' headers and sizes are always checked.
         weights: false requires only config.json in a local directory, for `load_format: dummy`.
+        stored: a GGUF file's matrices stay in its blocks, for `quantize: stored`: a directory of its own.
 
     Raises:
         ModelError: `model` has none of the four forms, or cannot be read, downloaded, converted or cached.
     """
     try:
-        directory = _resolve(model, progress, verify, weights)
+        directory = _resolve(model, progress, verify, weights, stored)
     except OSError as error:
         raise ModelError(f"{model} cannot be read: {error}") from error
     say(f"Model {model} is ready in {directory}", progress)
     return directory
 
 
-def _resolve(model: str, progress: bool, verify: bool, weights: bool) -> Path:
+def _resolve(model: str, progress: bool, verify: bool, weights: bool, stored: bool) -> Path:
     if model == DEFAULT_MODEL:
-        return _prepare_default(progress, verify)
+        return _prepare_default(progress, verify, stored)
     path = Path(model).expanduser()
     if model.endswith(".gguf"):
-        return _prepare_gguf(path, progress, verify)
+        return _prepare_gguf(path, progress, verify, stored)
     if model and path.is_dir():
         return (check_model_directory if weights else check_shape_directory)(path.absolute())
     if match := _HUB_ID.fullmatch(model):
@@ -58,7 +61,7 @@ def _resolve(model: str, progress: bool, verify: bool, weights: bool) -> Path:
     )
 
 
-def _prepare_gguf(path: Path, progress: bool, verify: bool) -> Path:
+def _prepare_gguf(path: Path, progress: bool, verify: bool, stored: bool) -> Path:
     if not path.is_file():
         raise ModelError(f"{path} is not there: expected a GGUF file.")
     path = path.absolute()
@@ -68,25 +71,25 @@ def _prepare_gguf(path: Path, progress: bool, verify: bool) -> Path:
             convert_gguf,  # imports numpy and gguf, needed only to convert
         )
 
-        convert_gguf(path, directory, progress)
+        convert_gguf(path, directory, progress, stored=stored)
 
-    return prepared(_gguf_key(sha256_of(path, progress)), str(path), fill, verify=verify, progress=progress)
+    return prepared(_gguf_key(sha256_of(path, progress), stored), str(path), fill, verify=verify, progress=progress)
 
 
-def _prepare_default(progress: bool, verify: bool) -> Path:
+def _prepare_default(progress: bool, verify: bool, stored: bool) -> Path:
     def fill(directory: Path) -> None:
         from engine.checkpoints.gguf_convert import convert_gguf
 
         with download_default_gguf(directory, progress) as path:
-            convert_gguf(path, directory, progress)
+            convert_gguf(path, directory, progress, stored=stored)
 
-    return prepared(_gguf_key(DEFAULT_GGUF_SHA256), DEFAULT_MODEL, fill, verify=verify, progress=progress)
+    return prepared(_gguf_key(DEFAULT_GGUF_SHA256, stored), DEFAULT_MODEL, fill, verify=verify, progress=progress)
 
 
-def _gguf_key(sha256: str) -> str:
+def _gguf_key(sha256: str, stored: bool) -> str:
     """The cache key of a GGUF file: the same for a file by path and for the packaged default, so they share a
     directory."""
-    return f"gguf-{sha256[:32]}-{_CONVERSION}"
+    return f"gguf-{sha256[:32]}-{'stored-' * stored}{_CONVERSION}"
 
 
 def main(arguments: list[str] | None = None) -> int:

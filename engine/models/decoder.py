@@ -25,14 +25,11 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
         self.config = config
         self.weights = weights
+        self.dtype: torch.dtype = weights.embedding.dtype  # which a packed embedding no longer says
         self._turns = {layer.rope: self._turns_of(layer.rope, max_model_len) for layer in config.layers}
         self._heads = HeadShape(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
         # Rounded to the embedding's type, as when checkpoints were trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype).item()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weights.embedding.dtype
 
     def _turns_of(self, rope: RopeConfig | None, max_model_len: int) -> tuple[Tensor, Tensor | float]:
         """Return the inverse frequencies of a rotation, and the factor of its cos and sin."""

@@ -10,6 +10,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from engine.models.stored_matrix import StoredMatrix
+from kernels.cpu.native.grouped import Form
 from kernels.forward import NARROW_GROUP, Linear
 
 
@@ -19,8 +21,14 @@ class Keep(Enum):
     NOTHING = "nothing"
     BY_OUTPUT = "by output"
     """Those in int8 with a scale for each output, experts' too: the native kernels."""
+    GROUPED = "grouped"
+    """These, and those in groups of 4 to 8 bits: the native kernels with `quantize: stored`."""
     NARROW = "narrow"
     """All that kernels.forward.Linear describes, except experts': Triton."""
+
+    @property
+    def by_output(self) -> bool:
+        return self in (Keep.BY_OUTPUT, Keep.GROUPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,18 @@ class Narrow:
         return (weight.dtype, by_group, has_zeros) == (self.dtype, self.group is not None, self.zeros)
 
 
+@dataclass(frozen=True, slots=True)
+class InBlocks:
+    """A layout in which a matrix stays in groups of 4 to 8 bits."""
+
+    form: Form
+
+    def empty(self, *shape: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device | None) -> Linear:
+        """Return a matrix [outputs, inputs] to be filled."""
+        outputs, inputs = shape
+        return Linear(StoredMatrix(outputs, inputs, self.form, dtype, device or torch.device("cpu")), bias)
+
+
 INT8 = Narrow(torch.int8)
 """The layout to which matrices are rounded: a scale for each output."""
 
@@ -68,19 +88,23 @@ INT8 = Narrow(torch.int8)
 class Kept:
     """What a model's weights are allocated for."""
 
-    modules: Mapping[str, Narrow] = field(default_factory=dict)
+    modules: Mapping[str, Narrow | InBlocks] = field(default_factory=dict)
     """The layouts of modules, by their names in the checkpoint. A stacked matrix has one only if all its modules have
-    the same."""
+    the same, or all are in blocks."""
     experts: bool = True
     """Whether experts' matrices have them, too."""
     rounded: bool = False
     """Whether all other matrices, except experts', have INT8."""
 
-    def layout(self, modules: list[str], *, of_expert: bool) -> Narrow | None:
+    def layout(self, modules: list[str], *, of_expert: bool) -> Narrow | InBlocks | None:
         """Return the layout of a matrix that is stacked from these modules; None: it has the type of activations."""
         if of_expert and not self.experts:
             return None
         found = {self.modules.get(module) for module in modules}
+        if of_expert and any(isinstance(layout, InBlocks) for layout in found):
+            return None
+        if blocks := [layout for layout in found if isinstance(layout, InBlocks)]:
+            return max(blocks, key=lambda layout: layout.form.panel_bits) if len(blocks) == len(found) else None
         layout = found.pop() if len(found) == 1 else None
         return INT8 if layout is None and self.rounded and not of_expert else layout
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +16,11 @@ from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.parameters import DecoderWeights
+from engine.models.stored_matrix import StoredMatrix
 from engine.step import RowSampling, StepPlan
-from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack
+from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped
 from kernels.cpu.native.sampling import DrawnRow, draw_rows
+from kernels.forward import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +126,28 @@ class NativeModel:
 
 
 def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:
-    """Pack weights in place. A tied LM head is copied instead, because the embedding must stay readable by row."""
+    """Pack weights in place. A tied LM head is copied instead, because the embedding must stay readable by row; in
+    blocks, the embedding is read from the LM head's panels."""
     tied = weights.lm_head.weight is weights.embedding
-    as_asked = partial(pack, quantize=quantize, dtype=weights.embedding.dtype)
-    in_place = partial(as_asked, consume=True)
-    return replace(
-        weights,
-        layers=tuple(
-            replace(
-                layer,
-                qkv=in_place(layer.qkv),
-                output=in_place(layer.output),
-                gate_up=in_place(layer.gate_up, gated=True),
-                down=in_place(layer.down),
-            )
-            for layer in weights.layers
-        ),
-        lm_head=as_asked(weights.lm_head, consume=not tied),
+    dtype: torch.dtype = weights.embedding.dtype
+
+    def packed(linear: Linear, *, gated: bool = False, consume: bool = True) -> Linear:
+        if isinstance(linear.weight, StoredMatrix):
+            return pack_grouped(linear.weight.take_parts(), linear.bias, gated=gated)
+        return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype)
+
+    layers = tuple(
+        replace(
+            layer,
+            qkv=packed(layer.qkv),
+            output=packed(layer.output),
+            gate_up=packed(layer.gate_up, gated=True),
+            down=packed(layer.down),
+        )
+        for layer in weights.layers
     )
+    head = packed(weights.lm_head, consume=not tied)
+    embedding = weights.embedding
+    if isinstance(embedding, StoredMatrix):
+        embedding = head.weight if tied else pack_grouped(embedding.take_parts()).weight
+    return replace(weights, embedding=embedding, layers=layers, lm_head=head)

@@ -16,11 +16,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import CheckpointError
-from engine.models.narrow import Narrow, num_inputs, round_by_output, take_views
-from engine.models.packing import FP8, INT8, Packing, Part, Unpacked
+from engine.models.gguf_rows import GgufRows
+from engine.models.integer_rows import IntegerRows, form_of
+from engine.models.narrow import InBlocks, Narrow, num_inputs, round_by_output, take_views
+from engine.models.packing import BYTES, FP8, INT8, Gguf, Packing, Part, Unpacked
 from engine.models.quantization import Quantization
+from engine.models.stored_matrix import StoredMatrix
+from kernels.cpu.native.grouped import Rows
 
-_NARROW = (INT8, FP8, "F8_E5M2")
+_NARROW = (INT8, FP8, "F8_E5M2", BYTES)
 _UNUSED = ("input_scale", "input_zero_point", "output_scale", "activation_scale_ub")
 """Scales for rounding activations. Ignored, because activations are not rounded here."""
 _T = TypeVar("_T")
@@ -101,12 +105,15 @@ def groups_in_order(stored: Stored, module: str, group: int | None) -> bool:
     return bool((found == torch.arange(found.numel(), device=found.device) // group).all())
 
 
-_ANY_SIZE = (32, 32)
+_ANY_SIZE = (256, 256)
 """Any matrix size will do, because the names of the parts do not depend on it."""
 
 
 def fill_packed(
-    stored: Stored, packed: Mapping[str, Packing], layouts: Mapping[str, Narrow], missing: dict[str, Tensor]
+    stored: Stored,
+    packed: Mapping[str, Packing],
+    layouts: Mapping[str, Narrow | InBlocks],
+    missing: dict[str, Tensor],
 ) -> frozenset[str]:
     """Fill those weights of `missing` that are packed, and remove them from it. Return the names of the tensors used.
 
@@ -120,9 +127,14 @@ def fill_packed(
         view, *narrow = take_views(module, missing)
         if view is None:
             continue  # the reader of the other tensors decides whether it may be left over
+        if isinstance(view, StoredMatrix):
+            parts, names = _read_parts(stored, module, packing, view.shape)
+            view.fill(_rows(stored, module, packing, parts, view))
+            taken |= names | _leftovers(stored, module, missing)
+            continue
         if view.dim() != 2:
             raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is not two-dimensional.")
-        parts, names = _read_parts(stored, module, packing, view)
+        parts, names = _read_parts(stored, module, packing, (len(view), num_inputs(view)))
         try:
             _fill(packing.unpack(parts, len(view), num_inputs(view)), layouts.get(module), view, *narrow)
         except ValueError as error:
@@ -131,11 +143,25 @@ def fill_packed(
     return frozenset(taken)
 
 
-def _fill(unpacked: Unpacked, layout: Narrow | None, view: Tensor, scales: Tensor | None, zeros: Tensor | None) -> None:
+def _rows(stored: Stored, module: str, packing: Packing, parts: Mapping[str, Tensor], view: StoredMatrix) -> Rows:
+    """Return a matrix that stays in groups."""
+    if isinstance(packing, Gguf):
+        return GgufRows(packing.kind, parts["weight"])
+    form = form_of(packing)
+    assert form is not None
+    try:
+        return IntegerRows.of(packing.unpack(parts, *view.shape), form)
+    except ValueError as error:
+        raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
+
+
+def _fill(
+    unpacked: Unpacked, layout: Narrow | InBlocks | None, view: Tensor, scales: Tensor | None, zeros: Tensor | None
+) -> None:
     """Fill one matrix. layout: as the values are stored; None: they cannot be kept."""
     if scales is None:
         view.copy_(unpacked.weight())
-    elif layout is None or not layout.describes(view, scales, zeros):
+    elif not isinstance(layout, Narrow) or not layout.describes(view, scales, zeros):
         _copy((view, scales), round_by_output(unpacked.weight()))
     else:
         _copy((view, scales, zeros), unpacked.as_stored(layout))
@@ -147,10 +173,12 @@ def _copy(views: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> N
             view.view(tensor.shape).copy_(tensor)
 
 
-def _read_parts(stored: Stored, module: str, packing: Packing, view: Tensor) -> tuple[dict[str, Tensor], set[str]]:
-    """Read the parts of one matrix. Return them by part, and their full names."""
+def _read_parts(
+    stored: Stored, module: str, packing: Packing, shape: tuple[int, int]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Read the parts of one matrix [outputs, inputs]. Return them by part, and their full names."""
     try:
-        wanted = packing.parts(len(view), num_inputs(view))
+        wanted = packing.parts(*shape)
     except ValueError as error:
         raise CheckpointError(f"{module} cannot be packed ({packing.summary}): {error}.") from error
     parts: dict[str, Tensor] = {}

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.models.gguf_rows import GgufRows, row_bytes
 from engine.models.narrow import Narrow
 
-INT8, INT32, FP8 = "I8", "I32", "F8_E4M3"
+INT8, INT32, FP8, BYTES = "I8", "I32", "F8_E4M3", "U8"
 """Types, as safetensors spells them."""
 _SCALES = ("F16", "BF16", "F32")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -281,6 +282,38 @@ class Awq:
         )
         scales = parts["scales"].float().view(-1, outputs).T
         return Unpacked(values.float(), 0, scales, rows, columns, zeros.float())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gguf:
+    """Rows of blocks as in a GGUF file, in Hugging Face's order (`engine.checkpoints.gguf_convert`)."""
+
+    kind: str
+
+    @property
+    def summary(self) -> str:
+        return f"gguf {self.kind}"
+
+    @property
+    def main(self) -> str:
+        return "weight"
+
+    @property
+    def by_output(self) -> bool:
+        return False
+
+    def narrow(self, *, zeros: bool) -> Narrow | str:
+        return "only the native kernels compute with blocks of GGUF's formats"
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        return {"weight": Part((outputs, row_bytes(self.kind, inputs)), (BYTES,))}
+
+    def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
+        """Unpack to the weights themselves: their minima are no whole numbers of scales."""
+        rows = GgufRows(self.kind, parts["weight"])
+        values = rows.take(torch.arange(outputs, device=parts["weight"].device)).weight()
+        once, every = (torch.zeros(size, dtype=torch.int64, device=values.device) for size in (outputs, inputs))
+        return Unpacked(values, 0, torch.ones(1, 1, device=values.device), once, every)
 
 
 def bits_of(packed: Tensor, bits: int) -> Tensor:

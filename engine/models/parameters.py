@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.models.description import LayerConfig, LinearAttention, ModelConfig
-from engine.models.narrow import NARROW_PARTS, Kept, Narrow
+from engine.models.narrow import NARROW_PARTS, InBlocks, Kept, Narrow
 from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
+from engine.models.stored_matrix import StoredMatrix
 from kernels.forward import Linear
 
 
@@ -61,7 +63,7 @@ class LayerWeights:
 class DecoderWeights:
     """All weights of one decoder. If the checkpoint ties them, the weight of `lm_head` is `embedding` itself."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Any  # [vocab, hidden] Tensor, or a backend's packed form of it
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
     lm_head: Linear  # [vocab, hidden]
@@ -73,7 +75,7 @@ def allocate(
     """Allocate tensors of the right shapes with undefined contents. device: None means the CPU. kept: which matrices
     have fewer bits."""
     kept = kept or Kept()
-    embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+    embedding = _allocate_embedding(config, dtype, device, kept)
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(
@@ -81,17 +83,45 @@ def allocate(
             for number, layer in enumerate(config.layers)
         ),
         norm=torch.empty(config.hidden_size, dtype=_norm_dtype(config, dtype), device=device),
-        lm_head=_allocate_head(config, embedding, kept),
+        lm_head=Linear(embedding) if config.tie_word_embeddings else _allocate_head(config, dtype, device, kept),
     )
 
 
-def _allocate_head(config: ModelConfig, embedding: Tensor, kept: Kept) -> Linear:
-    if config.tie_word_embeddings:
-        return Linear(embedding)
-    layout = kept.layout(["lm_head"], of_expert=False)
-    if layout is None:
-        return Linear(torch.empty_like(embedding))
-    return layout.empty(*embedding.shape, bias=None, device=embedding.device)
+def embedding_name(config: ModelConfig) -> str:
+    """Return the embedding's name in the checkpoint, without `.weight`."""
+    (name,) = (name for name, place in FAMILIES[config.architecture].names.items() if place == "embedding")
+    return name
+
+
+def _allocate_embedding(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept
+) -> Tensor | StoredMatrix:
+    layout, shape = kept.modules.get(embedding_name(config)), (config.vocab_size, config.hidden_size)
+    if isinstance(layout, InBlocks):
+        found: StoredMatrix = layout.empty(*shape, bias=None, dtype=dtype, device=device).weight
+        return found
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _allocate_head(config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept) -> Linear:
+    return _allocate(
+        kept.layout(["lm_head"], of_expert=False), config.vocab_size, config.hidden_size, dtype=dtype, device=device
+    )
+
+
+def _allocate(
+    layout: Narrow | InBlocks | None,
+    *shape: int,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    bias: Tensor | None = None,
+) -> Linear:
+    if isinstance(layout, InBlocks):
+        if shape[-1] % layout.form.run == 0:
+            return layout.empty(*shape, bias=bias, dtype=dtype, device=device)
+    elif layout is not None and shape[-1] % 2 == 0:  # a byte may hold two inputs
+        return layout.empty(*shape, bias=bias, device=device)
+    return Linear(torch.empty(*shape, dtype=dtype, device=device), bias)
 
 
 _MATRIX_OF = {
@@ -107,7 +137,9 @@ _MATRIX_OF = {
 _ATTENTION_PLACES = ("qkv", "q", "k", "v", "output")
 
 
-def _narrow_places(config: ModelConfig, number: int, layer_config: LayerConfig, kept: Kept) -> Mapping[str, Narrow]:
+def _narrow_places(
+    config: ModelConfig, number: int, layer_config: LayerConfig, kept: Kept
+) -> Mapping[str, Narrow | InBlocks]:
     """Return the layouts of those of a layer's matrices that have fewer bits."""
     modules: dict[str, list[str]] = {}
     experts, unused = layer_config.experts, "linear_" if layer_config.linear is None else _ATTENTION_PLACES
@@ -123,7 +155,14 @@ def _narrow_places(config: ModelConfig, number: int, layer_config: LayerConfig, 
         )
     of_experts = () if experts is None else _MLP_PLACES
     layouts = {place: kept.layout(needed, of_expert=place in of_experts) for place, needed in modules.items()}
+    if _turns_rows(config) and isinstance(layouts.get("qkv"), InBlocks):
+        del layouts["qkv"]
     return {place: layout for place, layout in layouts.items() if layout is not None}
+
+
+def _turns_rows(config: ModelConfig) -> bool:
+    """Whether `settle_qkv` reorders outputs, which it cannot do in blocks."""
+    return config.attention_gate or config.rope.rotated_size(config.head_dim) < config.head_dim
 
 
 def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -137,7 +176,7 @@ def _allocate_layer(
     layer_config: LayerConfig,
     dtype: torch.dtype,
     device: torch.device | None,
-    narrow: Mapping[str, Narrow],
+    narrow: Mapping[str, Narrow | InBlocks],
 ) -> LayerWeights:
     hidden, head_dim = config.hidden_size, config.head_dim
     experts, attends = layer_config.experts, layer_config.linear is None
@@ -146,9 +185,7 @@ def _allocate_layer(
 
     def linear(*shape: int, bias: bool, place: str = "") -> Linear:
         own = torch.empty(shape[-2], dtype=dtype, device=device) if bias else None
-        if place in narrow and shape[-1] % 2 == 0:  # a byte may hold two inputs
-            return narrow[place].empty(*shape, bias=own, device=device)
-        return Linear(torch.empty(*shape, dtype=dtype, device=device), own)
+        return _allocate(narrow.get(place), *shape, dtype=dtype, device=device, bias=own)
 
     def norm(size: int = hidden) -> Tensor:
         return torch.empty(size, dtype=_norm_dtype(config, dtype), device=device)
@@ -228,9 +265,10 @@ def settle(config: ModelConfig, weights: DecoderWeights) -> None:
 
 
 def _by_output(linear: Linear) -> Iterator[Tensor]:
-    """Yield the tensors of a matrix, each [outputs, ...], as numbers that torch can move."""
+    """Yield the tensors of a matrix, each [outputs, ...], as numbers that torch can move. What is in blocks keeps
+    its order."""
     for tensor in (linear.weight, linear.bias, linear.scales, linear.zeros):
-        if tensor is not None:
+        if tensor is not None and not isinstance(tensor, StoredMatrix):
             yield tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
@@ -309,7 +347,9 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
     for number, (layer_config, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
         for name, view in _layer_table(config, layer_config, layer, of_layers).items():
             table[name.replace("{layer}", str(number))] = view
-    named, needed = (sum(map(Tensor.numel, tensors)) for tensors in (table.values(), _tensors(config, weights)))
+    named, needed = (
+        sum(tensor.numel() for tensor in tensors) for tensors in (table.values(), _tensors(config, weights))
+    )
     assert named == needed, f"{config.architecture} names {named} of the model's {needed} numbers"
     return table
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.packing import FP8, INT8, INT32, Awq, Gptq, Grid, Packing
+from engine.models.gguf_rows import BLOCK_BYTES
+from engine.models.packing import FP8, INT8, INT32, Awq, Gguf, Gptq, Grid, Packing
 from engine.models.values import Fields, section
 
 SUPPORTED = (
@@ -127,11 +128,20 @@ def _compressed_tensors(found: Fields) -> Quantization:
     return Quantization(groups=tuple(read), ignored=_patterns(found, method, "ignore"), activations=activations)
 
 
+def _gguf(found: Fields) -> Quantization:
+    """Read the types of a GGUF file's matrices, which `engine.checkpoints.gguf_convert` lists by module."""
+    modules: dict[str, list[str]] = {}
+    for module, kind in _object(found, "gguf", "types").items():
+        modules.setdefault(_one_of({module: kind}, "gguf", module, *BLOCK_BYTES), []).append(module)
+    return Quantization(groups=tuple((tuple(names), Gguf(kind=kind)) for kind, names in modules.items()))
+
+
 _METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "gguf": _gguf,
 }
 
 

@@ -16,10 +16,19 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
-from engine.models.narrow import INT8, NARROW_PARTS, Keep, Kept, Narrow, round_by_output
+from engine.models.integer_rows import form_of
+from engine.models.narrow import INT8, NARROW_PARTS, InBlocks, Keep, Kept, Narrow, round_by_output
 from engine.models.packed_weights import Stored, fill_packed, find_packed, groups_in_order
-from engine.models.packing import Packing
-from engine.models.parameters import DecoderWeights, allocate, checkpoint_table, num_bytes, settle, stacked_table
+from engine.models.packing import Gguf, Packing
+from engine.models.parameters import (
+    DecoderWeights,
+    allocate,
+    checkpoint_table,
+    embedding_name,
+    num_bytes,
+    settle,
+    stacked_table,
+)
 from engine.models.registry import FAMILIES
 from kernels.forward import Linear
 
@@ -88,16 +97,44 @@ def _kept(stored: Stored, packed: Mapping[str, Packing], keep: Keep, rounded: bo
     """Return which matrices stay as they are stored."""
     layouts = {module: _layout(stored, module, packing, keep) for module, packing in packed.items()}
     modules = {module: layout for module, layout in layouts.items() if layout is not None}
-    return Kept(modules=modules, experts=keep is Keep.BY_OUTPUT, rounded=rounded)
+    for module in _gated_apart(modules):
+        del modules[module]
+    return Kept(modules=modules, experts=keep.by_output, rounded=rounded)
 
 
-def _layout(stored: Stored, module: str, packing: Packing, keep: Keep) -> Narrow | None:
-    if keep is Keep.BY_OUTPUT:
+def embedding_in_blocks(config: ModelConfig) -> bool:
+    """Whether the checkpoint has the embedding in blocks of a GGUF format."""
+    quantization = config.quantization
+    return quantization is not None and isinstance(quantization.packing(embedding_name(config)), Gguf)
+
+
+def _gated_apart(modules: Mapping[str, Narrow | InBlocks]) -> list[str]:
+    """Return the halves of gated matrices in blocks of two formats, which no panel can have beside each other."""
+    pairs = [(gate, gate.replace("gate_proj", "up_proj")) for gate in modules if gate.endswith("gate_proj")]
+    return [
+        name
+        for pair in pairs
+        if modules[pair[0]] != modules.get(pair[1])
+        for name in pair
+        if isinstance(modules.get(name), InBlocks)
+    ]
+
+
+def _layout(stored: Stored, module: str, packing: Packing, keep: Keep) -> Narrow | InBlocks | None:
+    if keep is Keep.GROUPED and not packing.by_output:
+        form = form_of(packing)
+        return InBlocks(form) if form is not None and groups_in_order(stored, module, _group(packing)) else None
+    if keep.by_output:
         return INT8 if packing.by_output else None
     layout = packing.narrow(zeros=f"{module}.weight_zero_point" in stored.files)
     if keep is Keep.NOTHING or isinstance(layout, str) or layout.why_not is not None:
         return None
     return layout if groups_in_order(stored, module, layout.group) else None
+
+
+def _group(packing: Packing) -> int | None:
+    layout = packing.narrow(zeros=True)
+    return layout.group if isinstance(layout, Narrow) else None
 
 
 def _with_rounded_head(weights: DecoderWeights) -> DecoderWeights:

@@ -110,6 +110,7 @@ def _prepare(application: Application) -> None:
     for setting, model in models.items():
         try:
             if model is not None:
-                prepare_model(model, weights=settings.engine.load_format != "dummy")
+                engine = settings.engine
+                prepare_model(model, weights=engine.load_format != "dummy", stored=engine.stored)
         except ModelError as error:
             raise application.refused(f"args.{setting}: {error}", *setting.split(".")) from error

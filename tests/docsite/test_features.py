@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "A number of drafts": {"num_speculative_tokens": 4},
     "Overlapped steps": {"overlap": True},
     "Weights rounded to 8 bits": {"quantize": "int8"},
+    "A checkpoint's own bits": {"quantize": "stored"},
     "KV cache in int8": {"kv_cache_dtype": "int8"},
     "KV cache in fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "Batch invariance": {"batch_invariant": True},

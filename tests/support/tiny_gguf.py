@@ -121,16 +121,21 @@ def write_gguf(
     arch: str = "llama",
     tensors: dict[str, np.ndarray] | None = None,
     quantized: dict[str, gguf.GGMLQuantizationType] | None = None,
+    blocks: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a GGUF file. `changes` are metadata keys with `__` for `.`; None removes a key."""
+    """Write a GGUF file. `changes` are metadata keys with `__` for `.`; None removes a key. blocks: rows of bytes to be
+    written for a tensor, with their type."""
     writer = gguf.GGUFWriter(path, arch)
     fields = metadata(arch) | {key.replace("__", "."): value for key, value in changes.items()}
     for key, value in fields.items():
         _add(writer, key, value)
     for name, values in (gguf_tensors(arch, hf_weights(arch)) if tensors is None else tensors).items():
         kind = (quantized or {}).get(name)
-        if kind is None:
+        if blocks and name in blocks:
+            rows, kind = blocks[name]
+            writer.add_tensor(name, rows, raw_dtype=kind)
+        elif kind is None:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)

@@ -24,6 +24,7 @@ COMPILE_TIMEOUT_S = 300.0
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
 _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), one letter each
     "matrix_unit": ("i", ""),
+    "vector_level": ("i", ""),
     "team_create": ("p", "i"),
     "team_destroy": ("", "p"),
     "program_create": ("p", "pl"),
@@ -32,10 +33,11 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "pack_panels": ("", "ipllp"),
     "quantize_panels": ("", "ipllpp"),
     "program_embed": ("", "pipllfp"),
+    "program_embed_grouped": ("", "pipllfp"),
     "program_gather": ("", "piplp"),
     "program_norm": ("", "pippipflp"),
-    "program_linear": ("", "pippppllpii"),
-    "program_gated": ("", "pippppllip"),
+    "program_linear": ("", "pippppllplppii"),
+    "program_gated": ("", "pippppllplpip"),
     "program_rotations": ("", "ppplp"),
     "program_rotate_and_cache": ("", "pipppfpllllppip"),
     "program_attention": ("", "piplllppiflp"),
@@ -71,6 +73,14 @@ def load_library() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
     return library
+
+
+_LEVELS = ("AVX2", "AVX-512 without words", "AVX-512", "AVX-512 with bfloat16")
+
+
+def vector_level() -> str:
+    """Return the instructions by which grouped weights are widened and multiplied. Raises: as load_library."""
+    return _LEVELS[load_library().vector_level()]
 
 
 def cache_dir() -> Path:

@@ -7,22 +7,28 @@
 #include <type_traits>
 #include <vector>
 
+#include "grouped.h"
 #include "tiles.h"
 #include "vector.h"
 
 // Weights [N, K] are stored as panels of 32 outputs, [N / 32][K / PAIR][32][PAIR]: a step of the sum reads 128 bytes in a
 // row, and a panel of a small model stays in the first cache while all rows pass by it. In bfloat16 it is two tiles of the
 // matrix unit beside each other, too: 32 inputs of 16 outputs each.
-constexpr int PANEL = 2 * LANES;
-
 template <class T>
 struct Linear {
     const void* panels;   // of T, or of bytes where there are scales
     const float* scales;  // [padded N], what an output is multiplied by, or null
     const float* bias;    // [padded N], or null
     int64_t inputs, outputs;
+    const GroupedPanel* grouped = nullptr;  // [num_grouped], instead of `panels` and `scales`
+    int64_t num_grouped = 0;
+    float* input_sums = nullptr;  // [rows, inputs / 32], or null where no panel has minima
 
-    int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
+    int64_t num_panels() const { return grouped ? num_grouped : (outputs + PANEL - 1) / PANEL; }
+
+    // Where a panel's outputs begin, and where those end that it may have.
+    int64_t begin(int64_t panel) const { return grouped ? grouped[panel].first : panel * PANEL; }
+    int64_t end(int64_t panel) const { return grouped ? grouped[panel].first + grouped[panel].count : outputs; }
 
     template <class W>
     const W* panel(int64_t i) const {
@@ -302,6 +308,7 @@ void multiply_by_tiles(const bf16* x, int64_t rows, const Linear<bf16>& linear, 
 
 template <class T, class Store>
 void multiply(const T* x, int64_t rows, const Linear<T>& linear, int64_t first, int64_t last, const Store& s) {
+    if (linear.grouped) return multiply_grouped(x, rows, linear.inputs, linear.input_sums, linear.grouped, first, last, s);
 #if MATRIX_UNIT
     if constexpr (std::is_same_v<T, bf16>)
         if (has_matrix_unit()) return multiply_by_tiles(x, rows, linear, first, last, s);

@@ -55,11 +55,11 @@ static int64_t count_rows(const Step& step, int rows) { return rows == SAMPLED ?
 
 template <class T, class Out>
 static void store_panel(Out* out, const Linear<T>& linear, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
-    const int64_t n = panel * PANEL;
+    const int64_t n = linear.begin(panel), end = linear.end(panel);
     if (linear.scales) a *= load(linear.scales + n), b *= load(linear.scales + n + LANES);
     if (linear.bias) a += load(linear.bias + n), b += load(linear.bias + n + LANES);
     Out* to = out + row * linear.outputs + n;
-    if (n + PANEL <= linear.outputs) {
+    if (n + PANEL <= end) {
         store(to, a);
         store(to + LANES, b);
         return;
@@ -67,7 +67,7 @@ static void store_panel(Out* out, const Linear<T>& linear, int64_t row, int64_t 
     Out found[PANEL];
     store(found, a);
     store(found + LANES, b);
-    std::copy(found, found + (linear.outputs - n), to);
+    std::copy(found, found + (end - n), to);
 }
 
 // SiLU, x / (1 + exp(-x)); or GELU by tanh (arXiv 1606.08415), which is x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))).
@@ -97,6 +97,11 @@ template <class T, class Store>
 static void add_product(Program* program, const T* x, Linear<T> linear, int rows, Store store_sums) {
     program->add([=] {
         const int64_t num_rows = count_rows(program->step, rows);
+        if (linear.input_sums)
+            program->team.share(num_rows, [&](int64_t first, int64_t last) {
+                for (int64_t row = first; row < last; row++)
+                    sum_inputs(x + row * linear.inputs, linear.inputs, linear.input_sums + row * (linear.inputs / BLOCK));
+            });
         program->team.share(linear.num_panels(), [&](int64_t first, int64_t last) {
             multiply<T>(x, num_rows, linear, first, last, [&](int64_t row, int64_t panel, f32x16 a, f32x16 b) {
                 store_sums(linear, row, panel, a, b);
@@ -140,6 +145,16 @@ static void add_embed(Program* program, const T* table, int64_t count, int64_t s
     program->add_each_token([=](const Step& step, int64_t token) {
         const T* from = table + step.token_ids[token] * size;
         std::copy(from, from + size, out + token * size);
+    });
+}
+
+// The same, with a table [count, size] in groups.
+template <class T>
+static void add_grouped_embed(Program* program, const GroupedPanel* panels, int64_t count, int64_t size, float scale, T* out) {
+    program->num_token_ids = std::min(program->num_token_ids, count);
+    program->add_each_token([=](const Step& step, int64_t token) {
+        const int64_t id = step.token_ids[token];
+        unpack_row(panels[id / PANEL], id % PANEL, size, scale, out + token * size);
     });
 }
 
@@ -274,6 +289,19 @@ extern "C" {
 // 0: compiled without one; 1: bfloat16 is multiplied by it; 2: Linux does not grant it.
 int matrix_unit() { return !MATRIX_UNIT ? 0 : has_matrix_unit() ? 1 : 2; }
 
+// What grouped weights are multiplied by: 0: AVX2; 1: AVX-512; 2: with permutations of words; 3: with bfloat16, too.
+int vector_level() {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    return 3;
+#elif defined(__AVX512BW__)
+    return 2;
+#elif defined(__AVX512F__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 Team* team_create(int num_threads) { return new Team(num_threads); }
 
 void team_destroy(Team* team) { delete team; }
@@ -293,6 +321,11 @@ void program_embed(Program* program, int wide, const void* table, int64_t count,
     BY_TYPE(add_embed<T>, (program, as<T>(table), count, size, scale, as<T>(out)));
 }
 
+void program_embed_grouped(Program* program, int wide, const GroupedPanel* panels, int64_t count, int64_t size, float scale,
+                           void* out) {
+    BY_TYPE(add_grouped_embed<T>, (program, panels, count, size, scale, as<T>(out)));
+}
+
 void program_gather(Program* program, int wide, const void* x, int64_t size, void* out) {
     BY_TYPE(add_gather<T>, (program, as<T>(x), size, as<T>(out)));
 }
@@ -307,13 +340,23 @@ void quantize_panels(int wide, const void* weight, int64_t outputs, int64_t inpu
 }
 
 void program_linear(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,
-                    int64_t inputs, int64_t outputs, void* out, int wide_out, int rows) {
-    BY_TYPE(add_linear<T>, (program, as<T>(x), Linear<T>{panels, scales, bias, inputs, outputs}, out, wide_out, rows));
+                    int64_t inputs, int64_t outputs, const GroupedPanel* grouped, int64_t num_grouped, float* input_sums, void* out,
+                    int wide_out, int rows) {
+    const auto add = [&]<class T>(const T* from) {
+        const Linear<T> linear{panels, scales, bias, inputs, outputs, grouped, num_grouped, input_sums};
+        add_linear<T>(program, from, linear, out, wide_out, rows);
+    };
+    BY_TYPE(add, (as<T>(x)));
 }
 
 void program_gated(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,
-                   int64_t inputs, int64_t outputs, int gelu, void* out) {
-    BY_TYPE(add_gated<T>, (program, as<T>(x), Linear<T>{panels, scales, bias, inputs, outputs}, gelu, as<T>(out)));
+                   int64_t inputs, int64_t outputs, const GroupedPanel* grouped, int64_t num_grouped, float* input_sums, int gelu,
+                   void* out) {
+    const auto add = [&]<class T>(const T* from) {
+        const Linear<T> linear{panels, scales, bias, inputs, outputs, grouped, num_grouped, input_sums};
+        add_gated<T>(program, from, linear, gelu, as<T>(out));
+    };
+    BY_TYPE(add, (as<T>(x)));
 }
 
 void program_rotations(Program* program, const float* frequencies, const float* factors, int64_t half, float* out) {

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.cpu.native.grouped import BLOCK, LANES, PANEL, Panels, Rows, panels_of
 from kernels.cpu.native.library import load_library
 from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
 from kernels.rows.integers import joined
 
-# The same as in linear.h, vector.h and cache.h.
-PANEL = 32
-LANES = 16
 MAX_HEAD_DIM = 256
+"""The same as in cache.h."""
 
 UNLIMITED = 1 << 40
 """A window that is never reached, in tokens."""
@@ -91,14 +90,26 @@ class Team:
 class Packed:
     """Weights in panels, as linear.h reads them."""
 
-    panels: Tensor
-    """[ceil(outputs / 32) * 32, inputs], int8 where there are scales"""
+    panels: Tensor | None
+    """[ceil(outputs / 32) * 32, inputs], int8 where there are scales. None: see `groups`"""
     scales: Tensor | None
     """[ceil(outputs / 32) * 32] float32: the factor of each output"""
     bias: Tensor | None
     """[ceil(outputs / 32) * 32] float32"""
     inputs: int
     outputs: int
+    groups: Panels | None = None
+    """Weights of 4 to 8 bits in groups"""
+
+
+def pack_grouped(parts: Sequence[Rows], bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+    """Return the product with a matrix whose outputs are those of all parts, packed for `Program`. Embeddings are
+    packed likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`."""
+    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    order = _gated_order(outputs) if gated else None
+    if bias is not None:  # a panel of the last part may begin anywhere, and is read whole
+        bias = torch.nn.functional.pad(bias.float() if order is None else bias.float()[order], (0, PANEL))
+    return Linear(Packed(None, None, bias, inputs, outputs, panels_of(parts, order)))
 
 
 def pack(
@@ -183,6 +194,7 @@ def _pack_each(linear: Linear, *, gated: bool, consume: bool, quantize: bool, dt
     for number, matrix in enumerate(weight):
         own = Linear(matrix, scales=None if linear.scales is None else linear.scales[number])
         found: Packed = pack(own, gated=gated, consume=consume, quantize=quantize, dtype=dtype).weight
+        assert found.panels is not None
         if panels is None:
             fits = consume and found.panels.shape == matrix.shape and found.panels.dtype == weight.dtype
             panels = weight if fits else found.panels.new_empty(len(weight), *found.panels.shape)
@@ -249,8 +261,14 @@ class Program:
 
     # --- recording --------------------------------------------------------------------------------------------------
 
-    def embed(self, table: Tensor, scale: float = 1.0) -> Buffer:
-        out = self._new(table.shape[1])
+    def embed(self, table: Tensor | Packed, scale: float = 1.0) -> Buffer:
+        out = self._new(table.shape[1] if isinstance(table, Tensor) else table.inputs)
+        if isinstance(table, Packed):
+            groups, _ = self._keep_groups(table)
+            self._library.program_embed_grouped(
+                self._handle, self._wide, groups, table.outputs, table.inputs, scale, out.address
+            )
+            return out
         self._library.program_embed(self._handle, self._wide, self._keep(table), *table.shape, scale, out.address)
         return out
 
@@ -291,6 +309,8 @@ class Program:
             *self._keep_weights(packed),
             packed.inputs,
             packed.outputs,
+            *self._keep_groups(packed),
+            self._input_sums(packed, out),
             int(activation == GELU),
             out.address,
         )
@@ -391,6 +411,8 @@ class Program:
             *self._keep_weights(packed),
             packed.inputs,
             packed.outputs,
+            *self._keep_groups(packed),
+            self._input_sums(packed, out),
             out.address,
             int(out.tensor.dtype == torch.float32),
             int(sampled),
@@ -410,6 +432,20 @@ class Program:
     def _keep_weights(self, packed: Packed) -> tuple[int | None, ...]:
         parts = (packed.panels, packed.scales, packed.bias)
         return tuple(None if part is None else self._keep(part) for part in parts)
+
+    def _keep_groups(self, packed: Packed) -> tuple[int | None, int]:
+        """Return the address of a grouped matrix's panels, and their number."""
+        if packed.groups is None:
+            return None, 0
+        for part in packed.groups.data:
+            self._keep(part)
+        return self._keep(packed.groups.table), len(packed.groups.table)
+
+    def _input_sums(self, packed: Packed, out: Buffer) -> int | None:
+        """Reserve memory for what minima are multiplied by."""
+        if packed.groups is None or not packed.groups.minima:
+            return None
+        return self._new(packed.inputs // BLOCK, torch.float32, len(out.tensor)).address
 
     def _keep(self, tensor: Tensor) -> int:
         assert tensor.is_contiguous()

@@ -14,6 +14,7 @@ using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
+constexpr int PANEL = 2 * LANES;  // outputs whose weights lie together
 
 struct bf16 {
     uint16_t bits;

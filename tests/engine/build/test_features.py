@@ -44,6 +44,7 @@ VALUES: dict[Feature, Any] = {
     features.DRAFT_MODEL_NAME: "small",
     features.DRAFT_MODEL_COST: 0.5,
     features.QUANTIZE: "int8",
+    features.STORED: "stored",
     features.BATCH_INVARIANT: True,
     features.NARROW_KV: "int8",
     features.FP8_KV: "fp8_e4m3",

@@ -53,9 +53,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     made: list[Path] = []
     convert = gguf_convert.convert_gguf
 
-    def counted(path: Path, directory: Path, progress: bool) -> None:
+    def counted(path: Path, directory: Path, progress: bool, *, stored: bool) -> None:
         made.append(path)
-        convert(path, directory, progress)
+        convert(path, directory, progress, stored=stored)
 
     monkeypatch.setattr(gguf_convert, "convert_gguf", counted)
     return made

@@ -1,0 +1,117 @@
+"""Owns the comparison of packed integers that stay in groups with the same weights unpacked, for each format.
+Never trusts the reader's own arithmetic: tests/support/packed_models.py writes every format number by number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models.config import read_model_config
+from engine.models.integer_rows import IntegerRows, form_of
+from engine.models.narrow import Keep
+from engine.models.packing import Awq, Gptq, Grid, Packing, Unpacked
+from engine.models.stored_matrix import StoredMatrix
+from engine.models.weights import load_weights
+from kernels.cpu.native.grouped import INTEGERS
+from tests.engine.models.test_packed_weights import logits
+from tests.kernels.rows import seeded_generator
+from tests.support import packed_models, tiny_models
+from tests.support.compiler import needs_compiler
+from tests.support.packed_models import Format, awq, gptq, int_quantized, pack_quantized, save_packed
+
+KEPT = {
+    "gptq of 4 bits": gptq(4, 32, ordered=False, zeros=True),
+    "gptq of 8 bits": gptq(8, 64, ordered=False, zeros=True),
+    "gptq of 4 bits by output": gptq(4, None, ordered=False, zeros=False),
+    "awq": awq(128),
+    "integers in groups": int_quantized(32),
+    "packed, 4 bits": pack_quantized(4, 128, zeros=False),
+    "packed, 4 bits with zero points": pack_quantized(4, 64, zeros=True),
+    "packed, 4 bits in a stored order": pack_quantized(4, 32, zeros=False, actorder="weight"),
+    "packed, 8 bits": pack_quantized(8, 128, zeros=True),
+}
+APART = {
+    "groups of 16": pack_quantized(4, 16, zeros=False),
+    "groups out of order": pack_quantized(4, 32, zeros=False, actorder="group"),
+}
+
+
+def save(
+    directory: Path, form: Format, monkeypatch: pytest.MonkeyPatch, kind: str = "llama", hidden: int = 128
+) -> Path:
+    for name, size in {"hidden_size": hidden, "intermediate_size": 256, "num_attention_heads": 8}.items():
+        monkeypatch.setitem(tiny_models.SHAPE, name, size)
+    monkeypatch.setitem(packed_models.FORMATS, "this", form)
+    save_packed(directory / "packed", directory / "plain", "this", kind)
+    return directory
+
+
+def stays(directory: Path) -> list[bool]:
+    """Return which matrices stay in groups."""
+    weights = load_weights(directory, read_model_config(directory), torch.float32, keep=Keep.GROUPED)
+    matrices = [linear for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return [isinstance(linear.weight, StoredMatrix) for linear in matrices]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KEPT)
+def test_logits_are_those_of_the_same_weights_stored_plainly(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, KEPT[name], monkeypatch)
+    assert all(stays(tmp_path / "packed"))
+    got = logits(tmp_path / "packed", "native", quantize="stored")
+    torch.testing.assert_close(got, logits(tmp_path / "plain", "reference"), rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", APART)
+def test_groups_that_no_panel_has_are_unpacked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, APART[name], monkeypatch)
+    assert not any(stays(tmp_path / "packed"))
+    got = logits(tmp_path / "packed", "native", quantize="stored")
+    torch.testing.assert_close(got, logits(tmp_path / "plain", "reference"), rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+def test_a_projection_whose_heads_are_turned_in_part_is_unpacked_as_one_of_no_whole_blocks_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its outputs are reordered after they are read, which is done in a tensor. The next one has 48 inputs."""
+    save(tmp_path, KEPT["gptq of 4 bits"], monkeypatch, "phi3", hidden=96)
+    assert stays(tmp_path / "packed")[:4] == [False, False, True, True]
+    got = logits(tmp_path / "packed", "native", quantize="stored")
+    torch.testing.assert_close(got, logits(tmp_path / "plain", "reference"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("least", [-8, 0])
+@pytest.mark.parametrize("run", [32, 128])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_group_stands_for_the_numbers_of_its_format_to_the_bit(least: int, run: int, zeros: bool) -> None:
+    generator, groups = seeded_generator(), 256 // run
+    values = torch.randint(least, least + 16, (37, 256), generator=generator).float()
+    scales = torch.randn(37, groups, generator=generator).half().float()
+    points = torch.randint(least, least + 16, (37, groups), generator=generator).float() if zeros else None
+    unpacked = Unpacked(values, least, scales, torch.arange(37), torch.arange(256) // run, points)
+    rows = IntegerRows.of(unpacked, INTEGERS[4, run])
+    order = torch.randperm(37, generator=generator)
+    assert torch.equal(rows.take(order).weight(), unpacked.weight()[order])
+
+
+@pytest.mark.parametrize(
+    ("packing", "form"),
+    [
+        (Awq(group_size=128), (4, 128)),
+        (Awq(group_size=None), (4, 32)),
+        (Awq(group_size=96), (4, 32)),
+        (Awq(group_size=48), None),
+        (Gptq(bits=8, group_size=256, ordered=False, zeros_less_one=True), (8, 128)),
+        (Gptq(bits=4, group_size=128, ordered=True, zeros_less_one=True), None),
+        (Grid(summary="", kind="F8_E4M3", cell=(128, 128)), None),
+    ],
+    ids=str,
+)
+def test_only_groups_of_whole_blocks_in_order_stay(packing: Packing, form: tuple[int, int] | None) -> None:
+    assert form_of(packing) == (None if form is None else INTEGERS[form])
