@@ -1,5 +1,5 @@
 """Implements the operations in C++, and records a model's forward pass once: a step is then one call.
 
-`library` compiles `program.cpp` and its headers for this machine, `program` records a model's operations and runs them,
+`library` compiles the C++ here for this machine, `program` records a model's operations and runs them,
 and `sampling` draws tokens. Importing this package imports and compiles nothing.
 """

@@ -12,13 +12,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 from kernels.cpu.processor import cpu_flags
 
 SOURCE_DIR = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-pthread", "-Wno-psabi")
 COMPILE_TIMEOUT_S = 300.0
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
@@ -105,8 +106,15 @@ def _compiled() -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            sources = sorted(SOURCE_DIR.glob("*.cpp"))
+            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+            with ThreadPoolExecutor(len(sources)) as pool:  # each takes a core for some seconds
+                commands = zip(sources, objects, strict=True)
+                jobs = [pool.submit(_run, [*compiler, *FLAGS, "-c", str(one), "-o", str(to)]) for one, to in commands]
+            for job in jobs:
+                job.result()
             made = Path(scratch) / target.name
-            _run([*compiler, *FLAGS, str(SOURCE_DIR / "program.cpp"), "-o", str(made)])
+            _run([*compiler, *FLAGS, "-shared", *map(str, objects), "-o", str(made)])
             made.replace(target)
     except OSError as error:
         raise NoLibraryError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error

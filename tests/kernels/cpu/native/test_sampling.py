@@ -61,7 +61,9 @@ def probe(tmp_path_factory: pytest.TempPathFactory, team: Team) -> ctypes.CDLL:
     directory: Path = tmp_path_factory.mktemp("probe")
     source, library = directory / "probe.cpp", directory / "probe.so"
     source.write_text(PROBE)
-    subprocess.run([*_compiler(), *FLAGS, f"-I{SOURCE_DIR}", str(source), "-o", str(library)], check=True, timeout=120)
+    subprocess.run(
+        [*_compiler(), *FLAGS, "-shared", f"-I{SOURCE_DIR}", str(source), "-o", str(library)], check=True, timeout=120
+    )
     found = ctypes.CDLL(str(library))
     found.probe_uniform.restype = ctypes.c_double
     found.probe_uniform.argtypes = [ctypes.c_int64, ctypes.c_int64]
