@@ -90,8 +90,7 @@ def allocate(
 def embedding_name(config: ModelConfig) -> str:
     """Return the embedding's name in the checkpoint, without `.weight`; "" if its family has forgotten it."""
     names = (name for name, place in FAMILIES[config.architecture].names.items() if place == "embedding")
-    name = next(names, "")
-    return name
+    return next(names, "")
 
 
 def _allocate_embedding(

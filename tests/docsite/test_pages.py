@@ -35,6 +35,7 @@ FIGURES = {
     "chunking.md": ("mixed load", "mixed_load.json", bench_mixed),
     "memory-reservation.md": ("kv tight", "kv_tight.json", bench_memory),
     "step-time.md": ("engine step", "engine_step.json", bench_step),
+    "stored-weights.md": ("engine step stored", "engine_step_stored.json", bench_step),
     "step-model.md": ("step model", "step_model.json", bench_step_model),
     "targets.md": ("targets", "targets.json", bench_targets),
     "drafts.md": ("drafts", "speculation.json", bench_speculation),
@@ -85,6 +86,14 @@ def test_the_figures_are_of_valid_measurements() -> None:
     assert all(cell["valid"] for name in measured for cell in document(name)["cells"])
     ours = [cell for cell in document("transport.json")["cells"] if cell["path"].startswith("ours")]
     assert all(cell["num_errors"] == 0 for cell in ours)
+
+
+def test_the_documented_speed_of_stored_weights_is_what_was_measured() -> None:
+    found = document("engine_step_stored.json")["cells"]
+    cells = {(cell["step"], cell["size"], cell["kernels"]): cell["ms_p50"] for cell in found}
+    text = (DOCS / "benchmarks" / "stored-weights.md").read_text(encoding="utf-8")
+    share = cells["decode", 1, "stored"] / cells["decode", 1, "native"]
+    assert f"takes {share:.0%}".replace("%", " %") in text
 
 
 def test_the_documented_slowdown_between_commits_is_the_largest_that_was_measured() -> None:
