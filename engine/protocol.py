@@ -79,8 +79,10 @@ def why_late(subject: str, takes_s: float, left_s: float, deadline_s: float | No
     """
     if takes_s <= SURELY_LATE * left_s:
         return None
-    asked_s = left_s if deadline_s is None else deadline_s
-    return f"{subject} takes about {takes_s:.1f} s, and its deadline is {asked_s:g} s"
+    takes = f"{subject} takes about {takes_s:.{1 if takes_s >= 0.1 else 3}f} s"
+    if deadline_s is None or left_s >= 0.9 * deadline_s:  # little has passed
+        return f"{takes}, and its deadline is {deadline_s or left_s:g} s"
+    return f"{takes}, and of its deadline of {deadline_s:g} s {max(left_s, 0.0):.3f} s are left"
 
 
 DraftMethod = Literal["grammar", "ngram", "suffix", "draft_model"]
@@ -288,7 +290,7 @@ class TimeCause(StrEnum):
     GRAMMAR = "grammar"
     """Its grammar was compiled, or a step waited for a grammar's mask."""
     INPUTS = "inputs"
-    """Inputs such as images were fetched or encoded, its own or, in the same steps, others'."""
+    """Inputs such as images were prepared or encoded, its own or, in the same steps, others'."""
     QUEUE = "queue"
     """It waited for its turn: others were before it."""
     MEMORY = "memory"
@@ -448,12 +450,14 @@ class LoadSnapshot:
     reserve_margin: float
     """Standard deviations of expected memory that admission keeps free (`reserve_mode: learned`); 0 in other modes."""
     step_times: StepCorrection | None = None
-    """Set if the engine predicts step times, which it does where it has targets. So are the next two."""
+    """Set if the engine predicts step times, which it does where it has targets. So are the next three."""
     queued_prefill_s: float | None = None
     """Predicted seconds until the prompts that wait or are partly computed are prefilled. Memory or seats that they
     have to wait for are not part of it."""
     prefill_costs: PrefillCosts | None = None
     """By these, others predict how long a new prompt takes here."""
+    idle_prefill_costs: PrefillCosts | None = None
+    """By these, how long it takes if the engine does nothing else: the least that it can take."""
     graph_hits: Mapping[str, int] = field(default_factory=dict)
     """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
     graph_misses: Mapping[str, int] = field(default_factory=dict)

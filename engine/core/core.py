@@ -129,6 +129,7 @@ class EngineCore:
             step_times=None if self._step_times is None else self._step_times.correction,
             queued_prefill_s=None if costs is None else scheduler.queued_prefill_s(costs),
             prefill_costs=costs,
+            idle_prefill_costs=scheduler.idle_prefill_costs(),
             graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
         )

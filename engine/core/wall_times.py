@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from typing import NamedTuple
 
 from engine.protocol import EngineTimes, TimeCause
@@ -47,8 +48,9 @@ class Shares(NamedTuple):
     """The same, for lack of memory."""
 
     def beside_waiting(self, *, for_memory: bool) -> Shares:
-        """Return the shares of a step during which requests waited, if any did. `for_memory`: the first of them did."""
-        seconds = sum(self)
+        """Return the shares of a step during which requests waited, if any did. `for_memory`: the first of them did.
+        What slowed the step down slowed them down as well."""
+        seconds = sum(self) - self.excess
         return self._replace(for_memory=seconds) if for_memory else self._replace(for_turn=seconds)
 
     def plus(self, other: Shares) -> Shares:
@@ -71,7 +73,10 @@ class Chunk(NamedTuple):
 
 def chunks_of(rows: Sequence[PlannedRow], epochs: Sequence[int]) -> list[Chunk]:
     """Return the chunks of a step whose requests still have what was computed. `epochs`: those of the rows' requests
-    when the step was launched."""
+    when the step was launched. Takes O(chunks): they stand behind the decode rows."""
+    chunks = takewhile(
+        lambda pair: pair[0].kind is not RowKind.DECODE, zip(reversed(rows), reversed(epochs), strict=True)
+    )
     return [
         Chunk(
             row.request.request_id,
@@ -79,8 +84,8 @@ def chunks_of(rows: Sequence[PlannedRow], epochs: Sequence[int]) -> list[Chunk]:
             row.start + row.num_tokens,
             row.kind is RowKind.LAST,
         )
-        for row, epoch in zip(rows, epochs, strict=True)
-        if row.kind is not RowKind.DECODE and row.request.epoch == epoch
+        for row, epoch in chunks
+        if row.request.epoch == epoch
     ]
 
 
@@ -146,6 +151,8 @@ class WallTimes:
     """
 
     _sum: Shares = field(default_factory=Shares)
+    _last: tuple[float, Shares] = (-math.inf, Shares())
+    """When the last step ended, and the sums before it."""
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     def open(
@@ -160,7 +167,10 @@ class WallTimes:
         """Begin an account. `since`: when the request was handed over. `ahead`: requests and prompt tokens before it.
         `spent`: what was spent on it before `since`."""
         phase = Phase.WAITING if prepared else Phase.PREPARING
-        self._accounts[request_id] = _Account(phase, since, self._sum, dict(spent), *ahead)
+        ended, before = self._last
+        if since >= ended:  # or else it came while the last step ran, and waited for its end
+            before = self._sum
+        self._accounts[request_id] = _Account(phase, since, before, dict(spent), *ahead)
 
     def prepared(self, request_id: str, now: float) -> None:
         """Note that the request waits for its turn from now on. Does nothing for unknown requests."""
@@ -181,6 +191,7 @@ class WallTimes:
 
     def step(self, took: Shares, chunks: Sequence[Chunk], costs: Costs, now: float) -> None:
         """Add a step that ended now, by its shares and by what its parts were predicted to cost."""
+        self._last = now, self._sum
         self._sum = self._sum.plus(took)
         for number, chunk in enumerate(chunks):
             account = self._accounts.get(chunk.request_id)
@@ -223,7 +234,8 @@ def _meaning(phase: Phase, shares: Shares, prefill: _Prefill) -> list[tuple[Time
     if phase is Phase.PREEMPTED:
         return [(TimeCause.PREEMPTION, 1.0)]
     if phase is Phase.WAITING:
-        return [(TimeCause.QUEUE, shares.for_turn), (TimeCause.MEMORY, shares.for_memory)]
+        slow = (TimeCause.SLOW_STEPS, shares.excess)
+        return [(TimeCause.QUEUE, shares.for_turn), (TimeCause.MEMORY, shares.for_memory), slow]
     common = [
         (TimeCause.INPUTS, shares.inputs),
         (TimeCause.GRAMMAR, shares.grammar),

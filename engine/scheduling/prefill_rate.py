@@ -30,6 +30,7 @@ class PrefillRate:
         self._decodes = DecodeRows()
         self._num_steps = 0
         self._costs: tuple[tuple[int, int], PrefillCosts] | None = None  # with what they were predicted for
+        self._idle: tuple[int, PrefillCosts] | None = None  # likewise
 
     def note(self, step: StepPlan, work: StepWork) -> None:
         """Note a step, with its whole work."""
@@ -42,6 +43,14 @@ class PrefillRate:
         if self._costs is None or self._costs[0] != state:
             self._costs = state, self._predict(num_decoding)
         return self._costs[1]
+
+    def idle_costs(self) -> PrefillCosts:
+        """Predict what prefill takes if nothing else runs."""
+        state = self._num_steps // MOST_STEPS
+        if self._idle is None or self._idle[0] != state:
+            most = max(min(self._config.max_prefill_tokens, self._config.max_num_batched_tokens), 1)
+            self._idle = state, prefill_costs(self._model.now, StepWork(0), math.inf, most)
+        return self._idle[1]
 
     def _predict(self, num_decoding: int) -> PrefillCosts:
         config = self._config

@@ -80,6 +80,10 @@ class Scheduler:
         """Predict what prefill takes beside the requests that decode now; None without predictions."""
         return None if self._prefill_rate is None else self._prefill_rate.costs(len(self.decoding))
 
+    def idle_prefill_costs(self) -> PrefillCosts | None:
+        """Predict what prefill takes if nothing else runs; None without predictions."""
+        return None if self._prefill_rate is None else self._prefill_rate.idle_costs()
+
     def queued_prefill_s(self, costs: PrefillCosts) -> float:
         """Predict when the prompts that wait or are partly computed are prefilled. Takes O(partly computed)."""
         partial = [(request.scheduled, request.target) for request in self.prefilling.values()]

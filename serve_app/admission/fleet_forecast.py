@@ -1,4 +1,4 @@
-"""Owns what the engines predict about first tokens, by their last reports, for the gate before them.
+"""Owns what the engines predict about prompts, by their last reports, for the gate before them.
 Never asks an engine: the router writes it. It is a module of its own for the same reason as engines.engine_count."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class EngineForecast:
     """When, by the wall clock of its machine."""
     queued_s: float
     """Seconds until the prompts that it had then are computed."""
-    costs: PrefillCosts
+    idle_costs: PrefillCosts
+    """What a prompt takes if the engine does nothing else."""
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds that are left of those: they pass by themselves."""
@@ -40,18 +41,18 @@ class FleetForecast:
         """Return the seconds until the first engine has computed the prompts that it has. `now_s`: wall clock."""
         return min(engine.wait_s(now_s) for engine in self.engines)
 
-    def first_token_s(self, submission: Submission, now_s: float, enough_s: float) -> float:
-        """Return the least predicted time to the prompt's first token among the engines. Caches are looked at only if
-        it would take more than `enough_s` without them: that costs milliseconds."""
+    def prompt_s(self, submission: Submission, enough_s: float) -> float:
+        """Return the least predicted time that the prompt takes in any engine, if that does nothing else: who waits
+        for whom is the engine's affair. Caches are looked at only if it would take more than `enough_s` without them:
+        that costs milliseconds."""
         num_tokens = len(submission.prompt_token_ids)
-        waits = [(engine, engine.wait_s(now_s)) for engine in self.engines]
-        cold_s = min(wait_s + engine.costs.seconds(0, num_tokens) for engine, wait_s in waits)
+        cold_s = min(engine.idle_costs.seconds(0, num_tokens) for engine in self.engines)
         if cold_s <= enough_s:
             return cold_s
         cached = self.cached_tokens(submission)
         return min(
-            wait_s + engine.costs.seconds(min(cached.get(engine.engine, 0), num_tokens - 1), num_tokens)
-            for engine, wait_s in waits
+            engine.idle_costs.seconds(min(cached.get(engine.engine, 0), num_tokens - 1), num_tokens)
+            for engine in self.engines
         )
 
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.http.asgi import ClientGone
 from serve_app.api.request_facts import EndedRequest, RequestFacts, Trace
-from serve_app.api.timing.recent import RecentTimes
+from serve_app.api.timing.recent import PATIENCE_S, RecentTimes
 from serve_app.api.timing.split import EndedTimes
 from serve_app.auth.keys import tenant_of
 from serve_app.engines.engine_client import StreamRecord
@@ -25,9 +25,6 @@ TIMES = "chunkserve.times"
 """Key of the request's RequestTimes in the scope."""
 FACTS = "chunkserve.facts"
 """Key of the request's RequestFacts in the scope."""
-PATIENCE_S = 0.2
-"""How long a trace waits for an engine to say where its time went, which takes a step if the reader ended the
-answer."""
 
 
 class MeasuresRequests:
@@ -59,9 +56,10 @@ class MeasuresRequests:
 
     def _ended(self, request: _Request, outcome: Outcome, error: Exception | None = None) -> None:
         self._recorder.ended(request.times, outcome, error)
+        request.times.has_left = outcome == "client_gone"
         facts, now = request.facts, request.times.now()
-        record = None if facts.choices is None else facts.choices.last_record
-        ended = EndedTimes(facts.answer_id, request.scope[REQUEST_ID], outcome, request.times, now, record)
+        record, leader = (None, None) if facts.choices is None else facts.choices.last_records
+        ended = EndedTimes(facts.answer_id, request.scope[REQUEST_ID], outcome, request.times, now, record, leader)
         self._recent.add(ended, tenant_of(request.scope).name)
         if self._trace is not None:
             told = EndedRequest(request.scope, request.times, facts, outcome, error, ended)

@@ -176,20 +176,20 @@ class Migration:
         clock = asyncio.get_running_loop().time
         progress = _Progress(_pinned(submission, self.max_model_len), clock())
         avoid: list[str] = []
-        heard = begun = clock()
+        heard: float | None = None  # the last news of an engine that was lost
         while True:
-            if progress.num_attempts:
-                record.before_loss_s += heard - begun
-                record.lost_s += clock() - heard
-            heard = begun = clock()
+            begun = clock()
+            if heard is not None:
+                record.lost_s += begun - heard
+            heard = begun
             attempt = start(progress.rest(begun), tuple(avoid))
             try:
                 events = await self._first(attempt, progress.deadline)
                 progress.deadline = None
                 while True:
-                    heard = clock()
                     if accepted := progress.accept(events):
                         yield accepted
+                    heard = clock()  # only now: until then its reader may have waited for a client
                     match events[-1]:
                         case Failed(code=code, message=text) if code in _ELSEWHERE:
                             raise EngineError(code, text)
@@ -197,7 +197,10 @@ class Migration:
                             return
                     events = await attempt.take()
             except EngineError as error:
+                if progress.lost_engine(error):
+                    record.before_loss_s += heard - begun
                 if not progress.can_move(error) or progress.num_attempts > self.max_migrations:
+                    record.lost_s += clock() - heard if progress.lost_engine(error) else 0.0
                     self.counts.failed_migrations += progress.lost_engine(error)
                     raise
                 avoid += [attempt.replica_id] if attempt.replica_id else []

@@ -315,7 +315,7 @@ class IngressReplica:
 
     async def timing(self, name: str, tenant: str) -> bytes:
         """See EngineClient.timing; broadcast to every ingress replica."""
-        return encode(FoundTiming(self._recent_times.find(name, tenant)))
+        return encode(FoundTiming(await self._recent_times.find(name, tenant)))
 
     async def abort(self, name: str) -> bool:
         """See EngineClient.abort; broadcast to every ingress replica."""

@@ -193,7 +193,8 @@ class Fleet:
             report = replica.report
             if report is None or report.prefill_costs is None:
                 return ()
-            found.append(EngineForecast(name, report.taken_at_s, report.queued_prefill_s or 0.0, report.prefill_costs))
+            least = report.idle_prefill_costs or PrefillCosts(0.0, 0.0)
+            found.append(EngineForecast(name, report.taken_at_s, report.queued_prefill_s or 0.0, least))
         return tuple(found)
 
     def forget(self, replica_id: str) -> None:

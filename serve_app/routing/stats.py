@@ -53,6 +53,8 @@ class RoutingReport:
     an earlier version."""
     prefill_costs: PrefillCosts | None = None
     """By these, a new prompt's time is predicted; None likewise."""
+    idle_prefill_costs: PrefillCosts | None = None
+    """By these, the least time of a new prompt; None likewise."""
 
 
 def adapter_key(digest: str) -> bytes:
@@ -78,6 +80,8 @@ def encode(
     predicted: dict[str, float] = {}
     if load.queued_prefill_s is not None and (costs := load.prefill_costs) is not None:
         predicted = {"queued_prefill_s": load.queued_prefill_s, "token_s": costs.token_s, "pair_s": costs.pair_s}
+        if (idle := load.idle_prefill_costs) is not None:
+            predicted |= {"idle_token_s": idle.token_s, "idle_pair_s": idle.pair_s}
     return {
         **predicted,
         "format": _FORMAT,
@@ -158,6 +162,9 @@ def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
         adapter_keys=frozenset(_keys(stats.get("adapters", b""))),
         queued_prefill_s=stats.get("queued_prefill_s"),
         prefill_costs=PrefillCosts(stats["token_s"], stats["pair_s"]) if "token_s" in stats else None,
+        idle_prefill_costs=(
+            PrefillCosts(stats["idle_token_s"], stats["idle_pair_s"]) if "idle_token_s" in stats else None
+        ),
     )
 
 

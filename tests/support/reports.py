@@ -36,6 +36,7 @@ def snapshot(
         reserve_margin=0.5,
         queued_prefill_s=None if costs is None else queued_s,
         prefill_costs=costs,
+        idle_prefill_costs=costs,
     )
 
 

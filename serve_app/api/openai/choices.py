@@ -92,12 +92,18 @@ class Choices:
         return sorted(moves, key=lambda move: move.at)
 
     @property
-    def last_record(self) -> StreamRecord:
-        """That of the choice that was complete last; of one that is not, if there is one."""
-        records = [completion.record for completion in self._all if completion.record.given is not None]
-        if not records:
-            return self._all[0].record
-        return max(records, key=lambda record: math.inf if record.returned is None else record.returned)
+    def last_records(self) -> tuple[StreamRecord, StreamRecord | None]:
+        """That of the choice that was complete last, or of one that is not, if there is one; and that of the first
+        choice of the same prompt, if it is another."""
+        given = [(one, group) for group in self._groups for one in group if one.record.given is not None]
+        if not given:
+            return self._all[0].record, None
+
+        def returned(one: Completion) -> float:
+            return math.inf if one.record.returned is None else one.record.returned
+
+        last, group = max(given, key=lambda pair: returned(pair[0]))
+        return last.record, None if group[0] is last else group[0].record
 
     def pieces(self) -> AsyncGenerator[Indexed, None]:
         """Yield the pieces of all choices as they come. Closing this generator aborts the choices that have not ended.

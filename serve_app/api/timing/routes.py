@@ -23,7 +23,7 @@ class TimingRoute:
 
     async def get_timing(self, request: Request) -> Response:
         name, tenant = request.path_params["request_id"], tenant_of(request.scope).name
-        timing = self.recent.find(name, tenant) or await self.client.timing(name, tenant)
+        timing = await self.recent.find(name, tenant) or await self.client.timing(name, tenant)
         if timing is None:
             text = "No request of that id and key has ended lately: it still runs, is forgotten, or was never here."
             raise ApiError(404, text, param="request_id", code="request_not_found")

@@ -18,7 +18,7 @@ MIGRATION, CLIENT, UNRECORDED = "migration", "client", "unrecorded"
 
 ABOUT: Mapping[str, str] = {
     UPLOAD: "The client sent its body.",
-    SERVER: "The ingress replica read the request, made its tokens, and wrote the answer.",
+    SERVER: "The ingress replica read the request with its images and grammars, made its tokens, and wrote the answer.",
     GATE: "It waited at the gate for a place with the engines.",
     NETWORK: "Calls and tokens travelled between the ingress replica and the engine, or waited for one of them.",
     MIGRATION: "Its engine was lost, and another one had to go on.",
@@ -26,8 +26,8 @@ ABOUT: Mapping[str, str] = {
     UNRECORDED: "An engine worked on it that has not told on what.",
     TimeCause.ADAPTER: "The engine loaded its adapter.",
     TimeCause.GRAMMAR: "Its grammar was compiled, or steps waited for grammars.",
-    TimeCause.INPUTS: "Images were fetched or encoded.",
-    TimeCause.QUEUE: "It waited in the engine, behind other requests.",
+    TimeCause.INPUTS: "Images were encoded.",
+    TimeCause.QUEUE: "It waited for its turn in an engine, behind other requests.",
     TimeCause.MEMORY: "It waited because the engine's KV cache was full.",
     TimeCause.PREFILL: "Its prompt was computed.",
     TimeCause.PREFILL_BESIDE_PROMPTS: "While its prompt was computed, so were other prompts.",
@@ -57,14 +57,22 @@ class EndedTimes:
     ended: float
     record: StreamRecord | None
     """That of its answer, of several the one that ended last; None if it did not get to an engine."""
+    leader: StreamRecord | None = None
+    """That of the first answer to the same prompt, for which the others wait; None if it is the same."""
+
+    @property
+    def awaits_engine(self) -> bool:
+        """Whether the answer was ended by its reader, so that its engine has not told yet where its time went."""
+        return self.record is not None and self.record.is_complete and self.record.times is None
 
     def timing(self) -> Timing:
         wall_s = self.ended - self.times.arrived
-        seconds = wall_seconds(self.times, self.ended, self.record)
+        seconds = wall_seconds(self.times, self.ended, self.record, self.leader)
         parts = sorted(
             (_part(cause, value, wall_s) for cause, value in seconds.items() if value > 0), key=lambda part: -part.ms
         )
-        first, engine = self.times.first_token, None if self.record is None else self.record.times
+        first, told = self.times.first_token, self.leader or self.record
+        engine = None if told is None else told.times
         return Timing(
             id=self.answer_id,
             request_id=self.request_id,
@@ -78,8 +86,10 @@ class EndedTimes:
         )
 
 
-def wall_seconds(times: RequestTimes, ended: float, record: StreamRecord | None) -> Seconds:
-    """Return the seconds of each cause, whose sum is the wall time.
+def wall_seconds(
+    times: RequestTimes, ended: float, record: StreamRecord | None, leader: StreamRecord | None = None
+) -> Seconds:
+    """Return the seconds of each cause, whose sum is the wall time. `leader`: see EndedTimes.
 
     arrived     read        at the gate    given                     returned        ended
     | upload    | server    | gate  | server | engine, network, ...  | server, client |
@@ -92,15 +102,36 @@ def wall_seconds(times: RequestTimes, ended: float, record: StreamRecord | None)
         seconds[SERVER] = ended - read - times.gate_s
         return seconds
     seconds[SERVER] = times.given - read - times.gate_s
-    seconds[TimeCause.PREFILL] = record.given - times.given  # other answers to the same prompt wait for the first's
     returned = ended if record.returned is None else record.returned
     within_s = times.unread_s if record.returned is None else record.unread_s
-    for cause, value in _with_engines(record, returned - record.given, within_s).items():
-        seconds[cause] += value
+    for part in (
+        _behind_leader(leader, record.given - times.given),
+        _before_a_turn(times, record, returned) or _with_engines(record, returned - record.given, within_s),
+    ):
+        for cause, value in part.items():
+            seconds[cause] += value
     unread_s = min(times.unread_s - within_s, ended - returned)
     seconds[CLIENT] += unread_s
     seconds[SERVER] += ended - returned - unread_s
     return seconds
+
+
+def _behind_leader(leader: StreamRecord | None, seconds: float) -> Seconds:
+    """Divide the time in which an answer waited for the first answer to its prompt, until that was computed."""
+    told = {} if leader is None or leader.times is None else leader.times.seconds
+    causes = {cause: value for cause, value in told.items() if cause not in _OF_ANSWERS}
+    total_s = sum(causes.values())
+    if total_s <= 0:
+        return {TimeCause.PREFILL: seconds}
+    return {cause: seconds * value / total_s for cause, value in causes.items()}
+
+
+def _before_a_turn(times: RequestTimes, record: StreamRecord, returned: float) -> Seconds | None:
+    """Return the time of a request whose client left before any engine began with it; None for all others."""
+    if record.times is not None or record.is_over or times.scheduled is not None or not times.has_left:
+        return None
+    assert record.given is not None
+    return {TimeCause.QUEUE: returned - record.given}
 
 
 def _with_engines(record: StreamRecord, window_s: float, unread_s: float) -> Seconds:
@@ -110,8 +141,9 @@ def _with_engines(record: StreamRecord, window_s: float, unread_s: float) -> Sec
     seconds[MIGRATION] = min(record.lost_s, window_s)
     seconds[UNRECORDED] = min(record.before_loss_s, window_s - seconds[MIGRATION])
     left_s = window_s - seconds[MIGRATION] - seconds[UNRECORDED]
-    if record.times is None:
-        seconds[UNRECORDED] += left_s
+    if record.times is None:  # an engine that was lost, or a client that was given up or left
+        seconds[CLIENT] = min(unread_s, left_s)
+        seconds[UNRECORDED] += left_s - seconds[CLIENT]
         return seconds
     told_s = sum(record.times.seconds.values())
     scale = min(left_s / told_s, 1.0) if told_s > 0 else 0.0  # an engine goes on for a step after a stop string

@@ -255,3 +255,28 @@ def test_a_step_that_waits_for_grammars_says_so() -> None:
     costs = predict([decode_work(2, 9)], [], Prediction(COSTS))
     took = split(0.311, costs, grammar_s=0.3)
     assert took == pytest.approx(Shares(answer=0.010, answers=0.001, grammar=0.3))
+
+
+def test_steps_that_stand_still_are_named_by_those_that_wait_too() -> None:
+    """Regression: what waited for a seat, or came while a step stood still, was told that others were before it."""
+    factors = iter([1.0, 1.0, 500.0])
+    core = TimedCore(COSTS, noise=lambda: next(factors, 1.0))
+    core.send("running", [1, 2, 3], max_tokens=20, ignore_eos=True)
+    run_until(core, lambda: len(core.took) == 2)
+    request = create_request(Submission("late", (1, 2, 3), SamplingParams(max_tokens=1)), core.config, 99)
+    began = core.now
+    core.keep(core.step())  # it stands for five seconds
+    core.keep(core.submit(request, handed_over=began + 0.01))
+    core.run()
+    assert slowed_by(core, "running")[0] is TimeCause.SLOW_STEPS
+    assert slowed_by(core, "late")[0] is TimeCause.SLOW_STEPS
+
+
+def test_steps_that_stand_still_are_named_by_those_that_lack_a_seat() -> None:
+    factors = iter([1.0, 500.0])
+    core = TimedCore(COSTS, noise=lambda: next(factors, 1.0), max_num_seqs=1)
+    core.send("running", [1, 2, 3], max_tokens=5, ignore_eos=True)
+    core.keep(core.step())
+    core.send("waiting", [1, 2, 3], max_tokens=1)
+    core.run()
+    assert slowed_by(core, "waiting")[:2] == [TimeCause.SLOW_STEPS, TimeCause.QUEUE]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.core.core import _trace
 from engine.observer import ComputedStep
 from engine.scheduling.step_time import StepCosts
 from engine.step import RowKind, ScheduledRequest, StepPlan
@@ -31,6 +31,10 @@ COSTS = StepCosts((1, 8, 64), (0.010, 0.012, 0.040), 0.0002, 1e-6, 4e-7, 0.001)
 
 def row(kind: RowKind, start: int, count: int) -> ScheduledRequest:
     return ScheduledRequest("r", kind, start, (1,) * count, (0,), None)
+
+
+def trace(step: ComputedStep) -> None:
+    logging.getLogger("engine").info("%s", step.line)
 
 
 def cell(step: str, size: int, ms: float, context: int = 200) -> dict[str, Any]:
@@ -85,9 +89,9 @@ def test_a_servers_log_of_its_steps_is_as_good_as_a_bench(caplog: pytest.LogCapt
     kinds = [(decodes, tokens) for decodes in (0, 1, 5, 9) for tokens in (0, 17, 128) if decodes or tokens]
     for decodes, tokens in kinds:
         for off in (0.5, 1.5) * 5:
-            _trace(step(decodes, tokens, off * (0.01 + 0.002 * decodes + 0.001 * tokens)))
-    _trace(step(3, 0, 9.9))
-    _trace(step(2, 300, 9.9))
+            trace(step(decodes, tokens, off * (0.01 + 0.002 * decodes + 0.001 * tokens)))
+    trace(step(3, 0, 9.9))
+    trace(step(2, 300, 9.9))
     path = tmp_path / "serve.log"
     path.write_text("\n".join(["no step", *(f"(Engine pid=1) INFO {line}" for line in caplog.messages)]))
     model, error = measured(path)

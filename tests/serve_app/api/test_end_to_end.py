@@ -246,6 +246,7 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
         "step_times": None,
         "queued_prefill_s": None,
         "prefill_costs": None,
+        "idle_prefill_costs": None,
         "graph_hits": {},
         "graph_misses": {},
     }
@@ -258,7 +259,7 @@ async def test_load_names_how_predicted_step_times_are_corrected_and_what_prefil
     (load,) = (await Exchange(app, "GET", "/load").finish()).json["engines"]
     assert load["step_times"] == {"scale": 1.0, "extra_s": 0.0, "deviation": 0.0}
     assert load["queued_prefill_s"] == 0
-    assert load["prefill_costs"].keys() == {"token_s", "pair_s"}
+    assert load["prefill_costs"].keys() == load["idle_prefill_costs"].keys() == {"token_s", "pair_s"}
     engine.shutdown()
 
 

@@ -15,6 +15,7 @@ from engine.core.core import EngineCore
 from engine.models.encoding import EncodingModel
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.api.timing.recent import RecentTimes
 from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake
 from serve_app.settings.images import ImageSettings
@@ -36,7 +37,8 @@ def test_a_burst_of_images_leaves_no_growth(tmp_path: Path) -> None:
     engine = AsyncEngine(EngineCore(executor, resolved))
     images = ImageIntake(resolved.inputs[0], ImageSettings())
     served = ServedModel(id="tiny", max_model_len=512, created=0, images=images)
-    app = create_app(LocalClient(engine), Tokenizer.from_dir(tmp_path), served)
+    times = RecentTimes(most=NUM_REQUESTS)  # full after a burst
+    app = create_app(LocalClient(engine), Tokenizer.from_dir(tmp_path), served, recent_times=times)
 
     async def burst(number: int) -> None:
         seeds = range(number * NUM_REQUESTS, (number + 1) * NUM_REQUESTS)

@@ -76,7 +76,7 @@ def test_predicted_times_are_packed_only_by_an_engine_that_predicts() -> None:
     costs = PrefillCosts(0.002, 1e-6)
     report = decode(stats(7.0, queued=90, queued_s=0.5, costs=costs))
     assert report is not None
-    assert (report.queued_prefill_s, report.prefill_costs) == (0.5, costs)
+    assert (report.queued_prefill_s, report.prefill_costs, report.idle_prefill_costs) == (0.5, costs, costs)
     packed = stats(7.0, queued=90)
     assert not {"queued_prefill_s", "token_s", "pair_s"} & packed.keys()
     report = decode(packed)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from starlette.types import ASGIApp
 
-from engine.protocol import EngineError, EngineTimes, ErrorCode, Event, Submission, TimeCause
+from engine.protocol import EngineError, EngineTimes, ErrorCode, Event, SamplingParams, Submission, TimeCause
 from serve_app.admission.gate import Gate
 from serve_app.api import ingress
 from serve_app.api.generation.submission import prepare_chat
@@ -190,6 +190,7 @@ def engines_account(window_s: float, record: StreamRecord, *, unread_s: float = 
     """Return the seconds of a request that spent all but nothing outside the engines, without causes of none."""
     times = RequestTimes.__new__(RequestTimes)
     times.arrived, times.read_at, times.given, times.gate_s, times.unread_s = 1.0, 1.0, 1.0, 0.0, unread_s
+    times.scheduled, times.has_left = 1.0, False
     record.given, record.returned, record.unread_s = 1.0, 1.0 + window_s, unread_s
     return {cause: value for cause, value in wall_seconds(times, 1.0 + window_s, record).items() if value > 1e-9}
 
@@ -270,19 +271,18 @@ async def test_another_tenants_request_is_as_unknown_as_one_that_never_was() -> 
         assert (await ask(app, name)).status == 401
 
 
+def ended(answer_id: str | None, request_id: str) -> EndedTimes:
+    times = RequestTimes()
+    times.has_body()
+    return EndedTimes(answer_id, request_id, "complete", times, times.now(), None)
+
+
 async def test_requests_of_other_ingress_replicas_are_found_through_the_client() -> None:
-    app = app_for(client := ScriptedClient([scheduled()], tokens("Bonjour"), END))
+    app = app_for(ScriptedClient([scheduled()], tokens("Bonjour"), END))
     await post(app, CHAT, ("x-request-id", "mine")).finish()
     elsewhere = app_for(other := ScriptedClient())
     assert (await ask(elsewhere, "mine")).status == 404
-    recent = RecentTimes()
-    del client
-    times = RequestTimes()
-    times.has_body()
-    recent.add(EndedTimes("chatcmpl-1", "theirs", "complete", times, times.now(), None), "")
-    found = recent.find("theirs", "")
-    assert found is not None
-    other.timings_elsewhere["theirs", ""] = found
+    other.timings_elsewhere["theirs", ""] = ended("chatcmpl-1", "theirs").timing()
     assert (await ask(elsewhere, "theirs")).json["id"] == "chatcmpl-1"
 
 
@@ -300,12 +300,97 @@ async def test_requests_that_fail_or_lose_their_client_are_kept_too() -> None:
 
 async def test_the_oldest_requests_are_forgotten_and_the_last_of_a_name_counts() -> None:
     recent = RecentTimes(most=2)
-    times = RequestTimes()
     for number, name in enumerate(("a", "b", "b", "c")):
-        recent.add(EndedTimes(f"id-{number}", name, "complete", times, times.now(), None), "")
-    assert [recent.find(name, "") is not None for name in ("a", "b", "c")] == [False, True, True]
-    found = recent.find("b", "")
+        recent.add(ended(f"id-{number}", name), "")
+    assert [await recent.find(name, "") is not None for name in ("a", "b", "c")] == [False, True, True]
+    found = await recent.find("b", "")
     assert found is not None
     assert found.id == "id-2"
-    assert recent.find("id-1", "") is None
-    assert len(recent._by_name) == 4
+    assert await recent.find("id-1", "") is None
+
+
+async def test_one_tenants_requests_push_none_of_anothers_out() -> None:
+    """Regression: who saw its own requests forgotten could count those of others."""
+    recent = RecentTimes(most=2)
+    recent.add(ended("hers", "a"), "ann")
+    for number in range(9):
+        recent.add(ended(f"his-{number}", "b"), "bob")
+    assert await recent.find("hers", "ann") is not None
+    assert await recent.find("hers", "bob") is None
+
+
+async def test_an_answers_id_cannot_be_taken_by_another_requests_name() -> None:
+    recent = RecentTimes()
+    recent.add(ended("chatcmpl-1", "a"), "")
+    recent.add(ended(None, "chatcmpl-1"), "")
+    found = await recent.find("chatcmpl-1", "")
+    assert found is not None
+    assert found.request_id == "a"
+
+
+# --- regressions: who was blamed -------------------------------------------------------------------------------------
+
+
+async def first_cause(app: ASGIApp, name: str) -> str:
+    timing = (await ask(app, name)).json
+    return str(timing["slowed_by"][0]["cause"])
+
+
+def test_what_a_prompts_first_answer_waited_for_is_no_prefill_of_the_others() -> None:
+    told = EngineTimes({TimeCause.QUEUE: 6.0, TimeCause.PREFILL: 2.0, TimeCause.DECODE: 9.0}, 9, 100)
+    times = RequestTimes.__new__(RequestTimes)
+    times.arrived = times.read_at = times.given = 1.0
+    times.gate_s = times.unread_s = 0.0
+    last = StreamRecord(given=5.0, returned=6.0, times=EngineTimes({TimeCause.DECODE: 1.0}))
+    found = wall_seconds(times, 6.0, last, StreamRecord(given=1.0, returned=8.0, times=told))
+    causes = {cause: value for cause, value in found.items() if value > 1e-9}
+    assert causes == pytest.approx({TimeCause.QUEUE: 3.0, TimeCause.PREFILL: 1.0, TimeCause.DECODE: 1.0})
+
+
+async def test_a_client_that_is_given_up_because_it_reads_nothing_is_named(leap: Leap) -> None:
+    app = app_for(ScriptedClient([scheduled()], tokens("Bon"), asyncio.Event()))
+    exchange = post(app, STREAM, ("x-request-id", "stalled"))
+    exchange.may_send.clear()
+    await until(lambda: exchange.has_sent)
+    leap()
+    exchange.broken = True
+    exchange.may_send.set()
+    await asyncio.wait([exchange.task])
+    assert await first_cause(app, "stalled") == "client"
+
+
+async def test_a_client_that_leaves_before_its_turn_learns_that_it_waited(leap: Leap) -> None:
+    app = app_for(client := ScriptedClient(asyncio.Event()))
+    exchange = post(app, STREAM, ("x-request-id", "left"))
+    await client.started.wait()
+    leap()
+    exchange.disconnect()
+    await asyncio.wait([exchange.task])
+    assert await first_cause(app, "left") == "queue"
+
+
+async def test_an_answer_that_a_stop_string_ended_is_explained_once_its_engine_has_told() -> None:
+    recent, record = RecentTimes(), StreamRecord(is_complete=True)
+    times = RequestTimes()
+    times.has_body()
+    times.given_to_engine()
+    record.given = record.returned = times.now()
+    recent.add(EndedTimes("id", "r", "complete", times, times.now(), record), "")
+    asked = asyncio.ensure_future(recent.find("id", ""))
+    await asyncio.sleep(0)
+    record.times = EngineTimes({TimeCause.DECODE: 1.0}, 7, 70)
+    found = await asked
+    assert found is not None
+    assert found.ahead is not None
+    assert found.ahead.requests == 7
+
+
+async def test_engines_that_are_lost_one_after_the_other_are_a_migration_even_if_none_goes_on(leap: Leap) -> None:
+    lost = EngineError(ErrorCode.ENGINE_DEAD, "")
+    scripts: list[list[Step]] = [[[scheduled()], tokens("Bon"), lost], [leap, lost]]
+    record = StreamRecord()
+    submission = Submission("r", (1, 2, 3), SamplingParams(max_tokens=9))
+    with pytest.raises(EngineError):
+        async for _ in Migration(1, 60.0, 4096).stream(submission, lambda *_: _Call(scripts.pop(0)), record):
+            pass
+    assert record.lost_s == pytest.approx(LONG_S, abs=1)
