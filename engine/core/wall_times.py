@@ -5,9 +5,10 @@ Never reads a clock, and costs nothing for a row that decodes: what many request
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import reduce
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -283,8 +284,8 @@ def predict(works: Sequence[StepWork], chunks: Sequence[Chunk], prediction: Pred
     if not works:
         return Costs(0.0, 0.0, 0.0, 0.0, (), 0.0)
     cost = _assumed if prediction is None else prediction.seconds
-    work = _sum(works)
-    decodes = _less(work, _sum(chunk.work for chunk in chunks))._replace(encoded=0)
+    work = reduce(StepWork.plus, works)
+    decodes = reduce(StepWork.minus, (chunk.work for chunk in chunks), work)._replace(encoded=0)
     whole = cost(work._replace(encoded=0))
     inputs = cost(work) - whole
     rows = answer = 0.0
@@ -315,14 +316,6 @@ def split(seconds: float, costs: Costs, *, grammar_s: float = 0.0) -> Shares:
         grammar=grammar_s,
         excess=0.0 if costs.encodes else excess,
     )
-
-
-def _sum(works: Iterable[StepWork]) -> StepWork:
-    return StepWork(*map(sum, zip(StepWork(0), *works, strict=True)))
-
-
-def _less(work: StepWork, other: StepWork) -> StepWork:
-    return StepWork(*(one - two for one, two in zip(work, other, strict=True)))
 
 
 def _assumed(work: StepWork) -> float:

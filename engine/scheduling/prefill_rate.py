@@ -75,7 +75,7 @@ class DecodeRows:
             num_rows -= 1
         if num_rows:
             self._num_rows = num_rows
-            self._work = StepWork(*(whole - part for whole, part in zip(work[:4], prefill[:4], strict=True)))
+            self._work = work.minus(prefill)._replace(encoded=0)
 
     def work(self, num_rows: int) -> StepWork:
         """Return the work of so many rows that are like the last ones."""

@@ -40,6 +40,9 @@ class StepWork(NamedTuple):
     def plus(self, other: StepWork) -> StepWork:
         return StepWork(*map(sum, zip(self, other, strict=True)))
 
+    def minus(self, other: StepWork) -> StepWork:
+        return StepWork(*(one - two for one, two in zip(self, other, strict=True)))
+
 
 def decode_work(num_rows: int, context: int) -> StepWork:
     """Return the work of `num_rows` decode rows of one token after `context` others."""

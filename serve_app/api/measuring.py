@@ -14,7 +14,6 @@ from serve_app.api.request_facts import EndedRequest, RequestFacts, Trace
 from serve_app.api.timing.recent import PATIENCE_S, RecentTimes
 from serve_app.api.timing.split import EndedTimes
 from serve_app.auth.keys import tenant_of
-from serve_app.engines.engine_client import StreamRecord
 from serve_app.errors.refusal import REQUEST_ID
 from serve_app.metrics.ingress_recorder import IngressRecorder, Outcome
 from serve_app.metrics.request_times import RequestTimes
@@ -56,18 +55,16 @@ class MeasuresRequests:
 
     def _ended(self, request: _Request, outcome: Outcome, error: Exception | None = None) -> None:
         self._recorder.ended(request.times, outcome, error)
-        request.times.has_left = outcome == "client_gone"
         facts, now = request.facts, request.times.now()
         record, leader = (None, None) if facts.choices is None else facts.choices.last_records
         ended = EndedTimes(facts.answer_id, request.scope[REQUEST_ID], outcome, request.times, now, record, leader)
         self._recent.add(ended, tenant_of(request.scope).name)
         if self._trace is not None:
-            told = EndedRequest(request.scope, request.times, facts, outcome, error, ended)
-            self._write_trace(told, record)
+            self._write_trace(EndedRequest(request.scope, facts, error, ended))
 
-    def _write_trace(self, ended: EndedRequest, record: StreamRecord | None) -> None:
+    def _write_trace(self, ended: EndedRequest) -> None:
         """Write the trace now, or in a moment if the engine is about to say where its time went."""
-        if record is not None and record.is_complete and not record.is_over:
+        if ended.wall.awaits_engine:
             asyncio.get_running_loop().call_later(PATIENCE_S, self._write, ended)
         else:
             self._write(ended)

@@ -36,12 +36,17 @@ class EndedRequest:
     """A request that is over. `error`: the client got it instead of an answer."""
 
     scope: Scope
-    times: RequestTimes
     facts: RequestFacts
-    outcome: Outcome
     error: Exception | None
     wall: EndedTimes
-    """Its times once more, as the answer to where they went needs them."""
+
+    @property
+    def times(self) -> RequestTimes:
+        return self.wall.times
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.wall.outcome
 
 
 Trace = Callable[[EndedRequest], None]

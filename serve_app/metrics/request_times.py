@@ -17,7 +17,7 @@ class RequestTimes:
 
     __slots__ = (
         *("now", "arrived", "read_at", "gate_begun", "gate_s", "given", "scheduled", "first_token", "returned_at"),
-        *("unread_s", "deadline_at", "num_choices", "has_left", "_num_open"),
+        *("unread_s", "deadline_at", "num_choices", "_num_open"),
     )
 
     def __init__(self) -> None:
@@ -36,8 +36,6 @@ class RequestTimes:
         """When the body was read."""
         self.unread_s = 0.0
         """How long sending has waited for the client."""
-        self.has_left = False
-        """Whether the client left before it had its answer."""
         self._num_open = 0  # answers that are not complete
 
     @contextmanager

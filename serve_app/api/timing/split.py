@@ -63,11 +63,13 @@ class EndedTimes:
     @property
     def awaits_engine(self) -> bool:
         """Whether the answer was ended by its reader, so that its engine has not told yet where its time went."""
-        return self.record is not None and self.record.is_complete and self.record.times is None
+        record = self.record
+        return record is not None and record.is_complete and not record.is_over and record.times is None
 
     def timing(self) -> Timing:
         wall_s = self.ended - self.times.arrived
-        seconds = wall_seconds(self.times, self.ended, self.record, self.leader)
+        left = self.outcome == "client_gone"
+        seconds = wall_seconds(self.times, self.ended, self.record, self.leader, client_left=left)
         parts = sorted(
             (_part(cause, value, wall_s) for cause, value in seconds.items() if value > 0), key=lambda part: -part.ms
         )
@@ -87,9 +89,15 @@ class EndedTimes:
 
 
 def wall_seconds(
-    times: RequestTimes, ended: float, record: StreamRecord | None, leader: StreamRecord | None = None
+    times: RequestTimes,
+    ended: float,
+    record: StreamRecord | None,
+    leader: StreamRecord | None = None,
+    *,
+    client_left: bool = False,
 ) -> Seconds:
-    """Return the seconds of each cause, whose sum is the wall time. `leader`: see EndedTimes.
+    """Return the seconds of each cause, whose sum is the wall time. `leader`: see EndedTimes. `client_left`: before it
+    had its answer.
 
     arrived     read        at the gate    given                     returned        ended
     | upload    | server    | gate  | server | engine, network, ...  | server, client |
@@ -104,9 +112,12 @@ def wall_seconds(
     seconds[SERVER] = times.given - read - times.gate_s
     returned = ended if record.returned is None else record.returned
     within_s = times.unread_s if record.returned is None else record.unread_s
+    if client_left and times.scheduled is None and record.times is None:
+        seconds[TimeCause.QUEUE] = ended - times.given  # no engine has begun, and none will tell
+        return seconds
     for part in (
         _behind_leader(leader, record.given - times.given),
-        _before_a_turn(times, record, returned) or _with_engines(record, returned - record.given, within_s),
+        _with_engines(record, returned - record.given, within_s),
     ):
         for cause, value in part.items():
             seconds[cause] += value
@@ -124,14 +135,6 @@ def _behind_leader(leader: StreamRecord | None, seconds: float) -> Seconds:
     if total_s <= 0:
         return {TimeCause.PREFILL: seconds}
     return {cause: seconds * value / total_s for cause, value in causes.items()}
-
-
-def _before_a_turn(times: RequestTimes, record: StreamRecord, returned: float) -> Seconds | None:
-    """Return the time of a request whose client left before any engine began with it; None for all others."""
-    if record.times is not None or record.is_over or times.scheduled is not None or not times.has_left:
-        return None
-    assert record.given is not None
-    return {TimeCause.QUEUE: returned - record.given}
 
 
 def _with_engines(record: StreamRecord, window_s: float, unread_s: float) -> Seconds:

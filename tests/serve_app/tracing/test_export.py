@@ -81,7 +81,7 @@ async def test_the_console_gets_a_line_of_json_for_each_span(capsys: pytest.Capt
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     times = Turned()
     wall = EndedTimes(None, "r-1", "client_gone", times, times.now(), None)
-    tracer(EndedRequest(scope, times, RequestFacts(), "client_gone", None, wall))
+    tracer(EndedRequest(scope, RequestFacts(), None, wall))
     tracer.flush()
     tracer.shutdown()
     (line,) = capsys.readouterr().out.splitlines()

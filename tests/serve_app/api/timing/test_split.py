@@ -190,7 +190,6 @@ def engines_account(window_s: float, record: StreamRecord, *, unread_s: float = 
     """Return the seconds of a request that spent all but nothing outside the engines, without causes of none."""
     times = RequestTimes.__new__(RequestTimes)
     times.arrived, times.read_at, times.given, times.gate_s, times.unread_s = 1.0, 1.0, 1.0, 0.0, unread_s
-    times.scheduled, times.has_left = 1.0, False
     record.given, record.returned, record.unread_s = 1.0, 1.0 + window_s, unread_s
     return {cause: value for cause, value in wall_seconds(times, 1.0 + window_s, record).items() if value > 1e-9}
 
