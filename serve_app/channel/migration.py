@@ -197,11 +197,11 @@ class Migration:
                             return
                     events = await attempt.take()
             except EngineError as error:
-                if progress.lost_engine(error):
-                    record.before_loss_s += heard - begun
+                is_loss = progress.lost_engine(error)
+                record.before_loss_s += is_loss * (heard - begun)
                 if not progress.can_move(error) or progress.num_attempts > self.max_migrations:
-                    record.lost_s += clock() - heard if progress.lost_engine(error) else 0.0
-                    self.counts.failed_migrations += progress.lost_engine(error)
+                    record.lost_s += is_loss * (clock() - heard)
+                    self.counts.failed_migrations += is_loss
                     raise
                 avoid += [attempt.replica_id] if attempt.replica_id else []
                 failure = error.code
