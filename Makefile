@@ -113,8 +113,10 @@ simulate: install ## run a named load on simulated engines: make simulate SCENAR
 find-rate: install ## find the highest rate at which a server keeps its limits: make find-rate LOAD="--goal ttft:500,tpot:50"
 	$(BIN)/python -m loadtest.find_rate --url $(URL) $(LOAD)
 
-bench-peers: model $(PEERS_VENV)/installed ## compare with vLLM and Ray Serve LLM on this machine (three quarters of an hour; installs them, 4 GB); BENCH="--rounds 1"
-	$(BIN)/python -m benchmarks.peers.run --peers-venv $(PEERS_VENV) $(BENCH)
+COMPARISON ?= run
+bench-peers: model $(PEERS_VENV)/installed ## compare with vLLM and Ray Serve LLM on this machine (three quarters of an hour; installs them, 4 GB), or with COMPARISON=beside streams beside long prompts with vLLM, or with COMPARISON=llama_cpp with llama.cpp (builds it); BENCH="--rounds 1"
+	$(if $(filter llama_cpp,$(COMPARISON)),[ -x $(PEERS_VENV)/bin/llama-server ] || PYTHON=$(PYTHON) benchmarks/peers/llama_cpp.sh $(PEERS_VENV))
+	$(BIN)/python -m benchmarks.peers.$(COMPARISON) --peers-venv $(PEERS_VENV) $(BENCH)
 
 $(PEERS_VENV)/installed: benchmarks/peers/env.sh
 	PYTHON=$(PYTHON) benchmarks/peers/env.sh $(PEERS_VENV)

@@ -70,6 +70,8 @@ PROGRAMS = (
     "benchmarks.routing",
     "benchmarks.transport.run",
     "benchmarks.peers.run",
+    "benchmarks.peers.beside",
+    "benchmarks.peers.llama_cpp",
     "benchmarks.peers.chart",
     "tests.gpu.first_hour",
     "k8s.drain",

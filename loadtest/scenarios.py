@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 import statistics
 import time
@@ -130,6 +131,18 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
+def beside(streams: int, tokens: int) -> Mixed:
+    """Return streams beside three long prompts of `tokens` words, which come as fast whatever their length."""
+    return Mixed(
+        streams, prompt=48, answer=400, long_requests=3, long_prompt=tokens, long_answer=4, every_s=tokens / 500,
+        lead_s=3.0,
+    )  # fmt: skip
+
+
+BESIDE = {f"beside-{streams}-{tokens}": beside(streams, tokens) for streams in (4, 16) for tokens in (1500, 3000)}
+"""Loads of benchmarks/peers/beside.py."""
+
+
 def measure(scenario: Scenario, port: int, model: str, seed: int) -> tuple[Figures, list[str]]:
     """Run a load against a server on this machine, and return its figures and its errors."""
     outcome = asyncio.run(_run(scenario, port, model, seed))
@@ -157,8 +170,8 @@ def text(draw: random.Random, words: int) -> str:
 def figures(outcome: Outcome) -> Figures:
     """Return the figures of a load: the median time to first text and the median time per token after it, in
     milliseconds; the output tokens a second of the whole load; its duration in seconds. With long prompts also their
-    median time to first text, and the longest gap between two texts of one stream that ended while a long prompt was
-    in flight, in milliseconds."""
+    median time to first text, and the gaps between two texts of one stream that ended while a long prompt was in
+    flight, in milliseconds: the median, the 99th percentile and the longest."""
     everything = [*outcome.answers, *outcome.long]
     output = sum(answer.output_tokens for answer in everything)
     found: Figures = {
@@ -171,8 +184,12 @@ def figures(outcome: Outcome) -> Figures:
     found |= _median_ms("ttft_ms", [answer.ttft_s for answer in outcome.answers if answer.arrivals])
     found |= _median_ms("tpot_ms", [answer.tpot_s for answer in outcome.answers if _has_pace(answer)])
     found |= _median_ms("long_ttft_ms", [answer.ttft_s for answer in outcome.long if answer.arrivals])
-    if outcome.window and (gaps := list(_gaps(outcome.answers, *outcome.window))):
-        found["longest_gap_ms"] = 1e3 * max(gaps)
+    if outcome.window and (gaps := sorted(_gaps(outcome.answers, *outcome.window))):
+        found |= {
+            "gap_p50_ms": 1e3 * statistics.median(gaps),
+            "gap_p99_ms": 1e3 * gaps[math.ceil(0.99 * len(gaps)) - 1],
+            "longest_gap_ms": 1e3 * gaps[-1],
+        }
     return found
 
 

@@ -21,11 +21,16 @@ from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core.calibration import GREEDY, calibrate, run_timed
 from engine.scheduling.step_prediction import StepTimeModel
-from engine.scheduling.step_time import work_of
+from engine.scheduling.step_time import StepCosts, work_of
 from engine.step import Executor, RowKind, ScheduledRequest, StepPlan
 
 KINDS = ("decode", "prefill", "mixed")
+BETWEEN = "between"
+PARTS = ("first", BETWEEN, "last")
 MAX_ROWS, MAX_CHUNK, MAX_CONTEXT = 32, 480, 3000
+
+Error = dict[str, float]
+"""By model: predicted ÷ measured seconds - 1."""
 
 
 def draw_step(kind: str, draw: random.Random, config: ResolvedConfig) -> StepPlan:
@@ -64,41 +69,58 @@ def drawn_steps(draw: random.Random, config: ResolvedConfig) -> Iterator[tuple[s
 
 
 def study(
-    executor: Executor, config: ResolvedConfig, draw: random.Random, *, steps: int, seconds: float
+    executor: Executor, config: ResolvedConfig, draw: random.Random, *, steps: int, seconds: float, busy: float = 1.0
 ) -> dict[str, Any]:
-    """Calibrate, then predict and run drawn steps for `seconds`: the first `steps` and the last are compared."""
+    """Calibrate, then predict and run drawn steps: `steps` of them at once, others until `seconds` have passed, and
+    `steps` more. Between, the engine computes for a share `busy` of the time, and rests otherwise."""
     began = time.perf_counter()
     found = calibrate(executor, config)
     took = time.perf_counter() - began
     model = StepTimeModel(found.costs, deviation=found.deviation)
-    errors: list[tuple[str, dict[str, float]]] = []  # kind of step, error by model
-    until = time.perf_counter() + seconds
-    for kind, plan in drawn_steps(draw, config):
-        work = work_of(plan)
-        fitted, corrected = found.costs.seconds(work), model.now.seconds(work)
-        measured = run_timed(executor, plan)
-        model.observe(work, measured)
-        errors.append((kind, {"fitted": fitted / measured - 1, "corrected": corrected / measured - 1}))
-        if len(errors) >= 2 * steps and time.perf_counter() > until:
-            break
-    cells = []
-    for name, part in (("first", errors[:steps]), ("last", errors[-steps:])):
-        for kind in (*KINDS, "all"):
-            own = [error for of_kind, error in part if kind in (of_kind, "all")]
-            cells += [
-                {"steps": name, "kind": kind, "model": which, **_spread([abs(error[which]) for error in own])}
-                for which in ("fitted", "corrected")
-            ]
+    began, num_steps = time.perf_counter(), 0
+    cells: list[dict[str, Any]] = []
+    for name in PARTS:
+        errors: list[tuple[str, Error]] = []
+        for kind, plan in drawn_steps(draw, config):
+            passed = time.perf_counter() - began
+            if passed >= seconds if name == BETWEEN else len(errors) == steps:
+                break
+            measured, error = _predicted(executor, plan, found.costs, model)
+            errors.append((kind, error))
+            if name == BETWEEN:
+                time.sleep(measured * (1 / busy - 1))
+        num_steps += len(errors)
+        cells += _cells(name, errors)
     return {
         "calibration_s": took,
         "shapes": len(found.steps),
         "deviation": found.deviation,
         "costs": found.costs.document(),
-        "num_steps": len(errors),
+        "num_steps": num_steps,
+        "seconds": time.perf_counter() - began,
+        "busy": busy,
         "scale": model.now.scale,
         "extra_ms": model.now.extra_s * 1000,
         "cells": cells,
     }
+
+
+def _predicted(executor: Executor, plan: StepPlan, fitted: StepCosts, model: StepTimeModel) -> tuple[float, Error]:
+    """Run a step, and let the model learn from it. Returns its seconds, and how far both predictions were from them."""
+    work = work_of(plan)
+    predicted = {"fitted": fitted.seconds(work), "corrected": model.now.seconds(work)}
+    measured = run_timed(executor, plan)
+    model.observe(work, measured)
+    return measured, {name: seconds / measured - 1 for name, seconds in predicted.items()}
+
+
+def _cells(part: str, errors: Sequence[tuple[str, Error]]) -> Iterator[dict[str, Any]]:
+    for kind in (*KINDS, "all"):
+        own = [error for of_kind, error in errors if kind in (of_kind, "all")]
+        if len(own) > 1:
+            for which in ("fitted", "corrected"):
+                spread = _spread([abs(error[which]) for error in own])
+                yield {"steps": part, "kind": kind, "model": which, **spread}
 
 
 def _spread(errors: Sequence[float]) -> dict[str, float]:
@@ -129,7 +151,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
     executor, resolved = create_executor(model, config)
     try:
-        found = study(executor, resolved, random.Random(options.seed), steps=options.steps, seconds=options.seconds)
+        found = study(
+            executor,
+            resolved,
+            random.Random(options.seed),
+            steps=options.steps,
+            seconds=options.seconds,
+            busy=options.busy,
+        )
     finally:
         executor.shutdown()
     document = {
@@ -160,7 +189,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--blocks", type=int, default=4000, help="KV blocks of 16 tokens (%(default)s)")
     parser.add_argument("--steps", type=int, default=400, help="steps compared at the begin and end (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to run steps (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="when the steps at the end begin at the earliest (%(default)s)"
+    )
+    parser.add_argument(
+        "--busy", type=float, default=1.0, help="share of the time to compute between the two (%(default)s)"
+    )
     parser.add_argument(
         "--seed",
         type=int,

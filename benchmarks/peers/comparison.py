@@ -138,7 +138,7 @@ def _figures_table(document: Document) -> str:
     names = document["servers"]
     lines = [f"| | {' | '.join(SERVERS[name].title for name in names)} |", "|---" * (len(names) + 1) + "|"]
     for row in ROWS:
-        cells = [_shown(figure(document, name, row), row.digits) for name in names]
+        cells = [shown(figure(document, name, row), row.digits) for name in names]
         lines.append(f"| {row.title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -150,26 +150,28 @@ def _ratios_table(document: Document, ours: str) -> str:
         vllm = ratio(document, row, best, ours) if best else None
         ray_llm = ratio(document, row, RAY_LLM, ours)
         setting = f", {SERVERS[best].title}" if best and vllm else ""
-        cells = [_shown(vllm, 2) + setting, _verdict(row.of_vllm, vllm), _shown(ray_llm, 2)]
-        lines.append(f"| {row.title} | {' | '.join(cells)} | {_verdict(row.of_ray_llm, ray_llm)} |")
+        cells = [shown(vllm, 2) + setting, verdict(row.of_vllm, vllm), shown(ray_llm, 2)]
+        lines.append(f"| {row.title} | {' | '.join(cells)} | {verdict(row.of_ray_llm, ray_llm)} |")
     return "\n".join(lines)
 
 
 def _aims_of_ours(document: Document) -> str:
     rows = [(row, figure(document, OURS, row)) for row in ROWS if row.alone]
     return "\n".join(
-        f"- {row.title}: {_shown(found, row.digits)}, aim {_verdict(row.alone, found)}" for row, found in rows
+        f"- {row.title}: {shown(found, row.digits)}, aim {verdict(row.alone, found)}" for row, found in rows
     )
 
 
-def _shown(found: Spread | None, digits: int) -> str:
+def shown(found: Spread | None, digits: int) -> str:
+    """Render median, minimum and maximum as a cell of a table."""
     if found is None:
         return "–"
     median, least, most = (f"{value:.{digits}f}" for value in found)
     return f"{median} ({least}–{most})"
 
 
-def _verdict(aim: Aim | None, found: Spread | None) -> str:
+def verdict(aim: Aim | None, found: Spread | None) -> str:
+    """Render an aim and whether the median meets it; empty if there is none."""
     if aim is None:
         return ""
     if found is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.comparison import Document, table
-from benchmarks.peers.servers import SERVERS, NotInstalled, Setup, served_model
+from benchmarks.peers.servers import SERVERS, USUAL, NotInstalled, Setup, served_model
 from loadtest.completions import Client
 from loadtest.scenarios import SCENARIOS, Scenario, measure, warm_up
 from loadtest.server import ROOT, Server, machine
@@ -78,10 +78,18 @@ def _memory(server: Server, setup: Setup) -> Life:
 
 
 def compare(
-    names: Sequence[str], setup: Setup, scenarios: Scenarios, rounds: int, seed: int, keep: Callable[[Document], object]
+    names: Sequence[str],
+    setup: Setup,
+    scenarios: Scenarios,
+    rounds: int,
+    seed: int,
+    keep: Callable[[Document], object],
+    *,
+    short: bool = False,
 ) -> Document:
     """Measure all servers in turn, every other round in the opposite order. A server that failed is not tried again.
-    `keep` gets the document after each round: a run takes long, and an interruption must not lose its results."""
+    `keep` gets the document after each round: a run takes long, and an interruption must not lose its results.
+    short: the loads are too short for figures that count."""
     draw = random.Random(seed)
     failed: dict[str, str] = {}
     lives: list[dict[str, Life]] = []
@@ -91,7 +99,7 @@ def compare(
         "peers": setup.versions(),
         "model": setup.config["applications"][0]["args"]["model"],
         "seed": seed,
-        "short": scenarios != {name: SCENARIOS[name] for name in scenarios},
+        "short": short,
         "scenarios": {name: dataclasses.asdict(scenario) for name, scenario in scenarios.items()},
         "servers": list(names),
         "failed": failed,
@@ -146,18 +154,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Compare this server with vLLM and Ray Serve LLM on this machine: each server in turn, round by "
         "round, under the same loads. If a server cannot be started, the run names it and fails.",
     )
+    options = parsed(parser, arguments, list(USUAL), SCENARIOS, RESULTS)
+    document = compared(options, SCENARIOS)
+    print(table(document), end="\n\n")
+    return reported(document)
+
+
+def parsed(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    servers: Sequence[str],
+    scenarios: Scenarios,
+    out: Path,
+) -> argparse.Namespace:
+    """Read the options of a comparison, which by default has these servers and all of these loads."""
     parser.add_argument(
         "--servers",
         nargs="+",
         choices=list(SERVERS),
-        default=list(SERVERS),
-        help="servers to compare; all if not given",
+        default=list(servers),
+        help="servers to compare (%(default)s)",
     )
     parser.add_argument(
         "--scenarios",
         nargs="+",
-        choices=list(SCENARIOS),
-        default=list(SCENARIOS),
+        choices=list(scenarios),
+        default=list(scenarios),
         help="loads to run; all if not given",
     )
     parser.add_argument("--short", action="store_true", help="run a little of each load, to see that it works")
@@ -171,23 +193,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers-venv", type=Path, default=ROOT / ".venv-peers", help="virtual environment with the other servers"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the results")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, default=out, help="file for the results")
+    return parser.parse_args(arguments)
+
+
+def compared(options: argparse.Namespace, scenarios: Scenarios) -> Document:
+    """Measure what the options ask for, and keep it in their file after each round."""
     setup = Setup.of_this_repository(options.peers_venv)
-    chosen = {name: SCENARIOS[name] for name in options.scenarios}
-    scenarios = {name: scenario.warm_up for name, scenario in chosen.items()} if options.short else chosen
+    chosen = {name: scenarios[name] for name in options.scenarios}
+    if options.short:
+        chosen = {name: scenario.warm_up for name, scenario in chosen.items()}
 
     def keep(document: Document) -> None:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
 
-    document = compare(options.servers, setup, scenarios, options.rounds, options.seed, keep)
-    print(table(document), end="\n\n")
+    return compare(options.servers, setup, chosen, options.rounds, options.seed, keep, short=options.short)
+
+
+def reported(document: Document) -> int:
+    """Say what failed, and print the document as the last line. Returns the exit status: 1 if anything failed."""
     for failure in failures(document):
         _say(f"FAILED: {failure}")
     print(json.dumps(document))
     return 1 if failures(document) else 0
 
 
+def end_with_sigterm() -> None:
+    """End the running server, too, when this process is ended."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # the running server is ended, too
+    end_with_sigterm()
     sys.exit(main())

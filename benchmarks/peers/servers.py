@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from engine.checkpoints.default_model import download_default_gguf
 from loadtest.server import ROOT, Server, free_port, launched, starting
 
 _VERSIONS = """
@@ -59,16 +61,24 @@ class Setup:
     def weights_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.model_dir.glob("*.safetensors"))
 
-    def installed(self, name: str) -> Path:
-        """Return the path of a program in the peers' environment.
+    def installed(self, name: str, by: str = "make bench-peers") -> Path:
+        """Return the path of a program in the peers' environment, where `by` installs it.
 
         Raises:
             NotInstalled: the program is not there.
         """
         program = self.venv / "bin" / name
         if not program.exists():
-            raise NotInstalled(f"no {name} in {self.venv.name}: `make bench-peers` installs it")
+            raise NotInstalled(f"no {name} in {self.venv.name}: `{by}` installs it")
         return program
+
+    def gguf(self) -> Path:
+        """Return the file that the default model is made from, which is downloaded to the peers' environment once."""
+        kept = self.venv / "default.gguf"
+        if not kept.exists():
+            with download_default_gguf(self.venv, progress=False) as file:
+                file.rename(kept)
+        return kept
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the peers' packages; empty if none is installed."""
@@ -110,6 +120,13 @@ def chunkserve_no_drafts(setup: Setup) -> AbstractContextManager[Server]:
     return starting(config, {"PYTHONPATH": str(ROOT)})
 
 
+def chunkserve_stored(setup: Setup) -> AbstractContextManager[Server]:
+    """Start the same server without drafts, and with weights computed as their file stores them."""
+    config = copy.deepcopy(setup.config)
+    _args(config)["engine"] |= {"speculative": {"method": "none"}, "quantize": "stored"}
+    return starting(config, {"PYTHONPATH": str(ROOT)})
+
+
 @contextmanager
 def vllm(setup: Setup, *flags: str) -> Iterator[Server]:
     port = free_port()
@@ -123,6 +140,22 @@ def vllm(setup: Setup, *flags: str) -> Iterator[Server]:
 def vllm_512(setup: Setup) -> AbstractContextManager[Server]:
     """Start vLLM with smaller steps: running streams pause for a shorter time, and first tokens come later."""
     return vllm(setup, "--max-num-batched-tokens", "512")
+
+
+def vllm_128(setup: Setup) -> AbstractContextManager[Server]:
+    """Start vLLM with steps as small as ours are beside streams. A step must hold a token for each sequence."""
+    return vllm(setup, "--max-num-batched-tokens", "128", "--max-num-seqs", "64")
+
+
+@contextmanager
+def llama_cpp(setup: Setup) -> Iterator[Server]:
+    """Start llama.cpp's own server on the file that our model is made from, with a slot for each of 16 clients."""
+    port = free_port()
+    of_load = ("--threads", str(os.cpu_count()), "--parallel", "16", "--ctx-size", str(16 * 2560))
+    address = ("--host", "127.0.0.1", "--port", str(port), "--alias", "peer")
+    command = (str(setup.installed("llama-server", "benchmarks/peers/llama_cpp.sh")), "--model", str(setup.gguf()))
+    with _launched((*command, *of_load, *address), port, {}) as server:
+        yield server
 
 
 @contextmanager
@@ -159,10 +192,15 @@ class Contender:
 SERVERS = {
     "chunkserve": Contender("chunkserve", chunkserve),
     "chunkserve-no-drafts": Contender("chunkserve, no drafts", chunkserve_no_drafts),
+    "chunkserve-stored": Contender("chunkserve, weights as stored", chunkserve_stored),
     "vllm": Contender("vLLM", vllm),
     "vllm-512": Contender("vLLM, 512 a step", vllm_512),
+    "vllm-128": Contender("vLLM, 128 a step", vllm_128),
+    "llama-cpp": Contender("llama.cpp", llama_cpp),
     "ray-llm": Contender("Ray Serve LLM", ray_llm, ready_path="/v1/models"),  # it has no /health
 }
+USUAL = ("chunkserve", "chunkserve-no-drafts", "vllm", "vllm-512", "ray-llm")
+"""What docs/benchmarks/peers.md compares."""
 
 
 def served_model(server: Server) -> str:

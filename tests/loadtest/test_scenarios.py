@@ -65,6 +65,12 @@ def test_the_longest_gap_is_within_a_stream_and_ends_while_long_prompts_are_in_h
     assert found["ttft_ms"] == pytest.approx(1e3 * (7.0 + 8.0) / 2)  # the tokens of the streams alone
 
 
+def test_of_a_hundred_gaps_beside_long_prompts_one_is_longer_than_the_99th_percentile() -> None:
+    arrivals = tuple(sum(range(number)) / 1e3 for number in range(1, 102))  # gaps of 1 to 100 ms
+    found = figures(Outcome([completion(arrivals)], 20.0, [completion((7.5,), sent=7.0)], (0.0, 10.0)))
+    assert [round(found[name], 6) for name in ("gap_p50_ms", "gap_p99_ms", "longest_gap_ms")] == [50.5, 99, 100]
+
+
 def test_a_load_whose_streams_ended_before_the_long_prompts_came_is_no_short_gap() -> None:
     outcome = Outcome([completion((1.0, 2.0))], 9.0, [completion((7.5,))], (6.0, 10.0))
     assert "longest_gap_ms" not in figures(outcome)

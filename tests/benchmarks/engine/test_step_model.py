@@ -33,6 +33,22 @@ def test_the_last_line_is_one_document_with_errors_of_both_models(
     assert document["shapes"] > len(document["costs"]["knots"])
 
 
+@needs_compiler
+def test_steps_between_the_first_and_the_last_are_kept_apart_and_leave_the_machine_its_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
+    asked = ["--blocks", "600", "--steps", "8", "--seconds", "1", "--busy", "0.2", "--seed", "5"]
+    main(["--model", str(tmp_path), "--load-format", "dummy", *asked])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    counts = {
+        cell["steps"]: cell["count"] for cell in document["cells"] if (cell["kind"], cell["model"]) == ("all", "fitted")
+    }
+    assert counts["first"] == counts["last"] == 8
+    assert document["num_steps"] == sum(counts.values())
+    assert (document["seconds"] >= 1, document["busy"]) == (True, 0.2)
+
+
 def test_drawn_steps_keep_to_the_engines_limits() -> None:
     config = resolved_config(max_model_len=512, block_size=16, num_kv_blocks=300)
     steps = drawn_steps(random.Random(0), config)

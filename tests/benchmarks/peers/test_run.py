@@ -206,6 +206,31 @@ def test_vllm_serves_the_same_weights_in_bfloat16_with_the_context_and_cache_of_
     assert smaller_steps[-2:] == ["--max-num-batched-tokens", "512"]
 
 
+def test_vllms_smallest_steps_hold_as_many_tokens_as_ours_and_no_more_sequences(
+    monkeypatch: pytest.MonkeyPatch, setup: Setup
+) -> None:
+    install(setup, "vllm")
+    command, _ = command_of(monkeypatch, setup, "vllm-128")
+    assert command[-4:] == ["--max-num-batched-tokens", "128", "--max-num-seqs", "64"]
+
+
+def test_llama_cpp_serves_the_file_that_our_model_is_made_from_with_a_slot_for_each_client(
+    monkeypatch: pytest.MonkeyPatch, setup: Setup
+) -> None:
+    install(setup, "llama-server")
+    (setup.venv / "default.gguf").write_bytes(b"GGUF")
+    command, _ = command_of(monkeypatch, setup, "llama-cpp")
+    assert command[command.index("--model") + 1] == str(setup.venv / "default.gguf")
+    slots, context = (int(command[command.index(name) + 1]) for name in ("--parallel", "--ctx-size"))
+    assert slots == 16
+    assert context // slots >= 48 + 400 + 2000, "a slot holds the longest load"
+
+
+def test_llama_cpp_that_is_not_built_says_what_builds_it(setup: Setup) -> None:
+    with pytest.raises(NotInstalled, match=r"llama_cpp\.sh"), SERVERS["llama-cpp"].start(setup):
+        pass
+
+
 def test_ray_llm_is_given_the_same_as_vllm(monkeypatch: pytest.MonkeyPatch, setup: Setup) -> None:
     install(setup, "serve", "python")
     command, _ = command_of(monkeypatch, setup, "ray-llm")
@@ -244,8 +269,11 @@ def test_ours_is_config_yaml_as_it_is(monkeypatch: pytest.MonkeyPatch, setup: Se
         assert given == [setup.config]
     with SERVERS["chunkserve-no-drafts"].start(setup):
         pass
+    with SERVERS["chunkserve-stored"].start(setup):
+        pass
     engines = [config["applications"][0]["args"].pop("engine") for config in copy.deepcopy(given)]
     assert engines[1] == engines[0] | {"speculative": {"method": "none"}}
+    assert engines[2] == engines[1] | {"quantize": "stored"}
     assert "speculative" not in engines[0]
 
 
