@@ -87,7 +87,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        """Whether another request may be sent: neither side has closed the connection, nor said that it will."""
+        return self._transport is not None and not self._transport.is_closing() and not _says_close(self.reads)
 
     async def exchange(self, request: bytes) -> None:
         """Send a request and wait for the end of its answer. Raises ConnectionError if the server closes first."""
@@ -119,6 +120,12 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
         else:
             self._done.set_exception(error)
+
+
+def _says_close(reads: list[tuple[float, bytes]]) -> bool:
+    """Whether the answer is the last one on its connection, as when HAProxy was reloaded meanwhile."""
+    head = b"".join(data for _, data in reads).partition(_END_OF_HEAD)[0]
+    return b"connection: close" in head.lower().split(b"\r\n")
 
 
 def _is_whole_error(reads: list[tuple[float, bytes]]) -> bool:
@@ -257,6 +264,7 @@ class _Client:
     async def _ask(self, wave: int, i: int, tokens: int, timeout_s: float | None) -> _Exchanged:
         request = self._request(tokens)
         if not self._connections[i].is_open:
+            self._connections[i].close()
             self._connections[i] = await self._connect()
         connection, sent, error = self._connections[i], time.monotonic(), None
         try:

@@ -131,6 +131,7 @@ class Client:
         while self._idle:
             if (connection := self._idle.pop()).is_open:
                 return connection
+            connection.close()
         _, connection = await asyncio.get_running_loop().create_connection(Connection, HOST, self._port)
         return connection
 

@@ -14,7 +14,7 @@ from loadtest.scenarios import BESIDE
 from loadtest.server import ROOT
 
 RESULTS = ROOT / "loadtest" / "results" / "beside.json"
-COMPARED = ("chunkserve", "chunkserve-no-drafts", "vllm", "vllm-512", "vllm-128")
+COMPARED = ("chunkserve-no-drafts", "chunkserve-250-ms", "vllm", "vllm-512", "vllm-128")
 FIGURES = {
     "gap_p50_ms": "gap p50",
     "gap_p99_ms": "gap p99",

@@ -120,6 +120,15 @@ def chunkserve_no_drafts(setup: Setup) -> AbstractContextManager[Server]:
     return starting(config, {"PYTHONPATH": str(ROOT)})
 
 
+def chunkserve_250_ms(setup: Setup) -> AbstractContextManager[Server]:
+    """Start the same server without drafts, and with a target between two tokens that vLLM keeps with its smallest
+    steps: what is left of the difference is not the gap's."""
+    config = copy.deepcopy(setup.config)
+    engine = _args(config)["engine"]
+    engine |= {"speculative": {"method": "none"}, "targets": {**engine.get("targets", {}), "tpot_ms": 250}}
+    return starting(config, {"PYTHONPATH": str(ROOT)})
+
+
 def chunkserve_stored(setup: Setup) -> AbstractContextManager[Server]:
     """Start the same server without drafts, and with weights computed as their file stores them."""
     config = copy.deepcopy(setup.config)
@@ -192,6 +201,7 @@ class Contender:
 SERVERS = {
     "chunkserve": Contender("chunkserve", chunkserve),
     "chunkserve-no-drafts": Contender("chunkserve, no drafts", chunkserve_no_drafts),
+    "chunkserve-250-ms": Contender("chunkserve, no drafts, 250 ms", chunkserve_250_ms),
     "chunkserve-stored": Contender("chunkserve, weights as stored", chunkserve_stored),
     "vllm": Contender("vLLM", vllm),
     "vllm-512": Contender("vLLM, 512 a step", vllm_512),

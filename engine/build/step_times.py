@@ -22,7 +22,7 @@ from engine.step import Executor
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _SETTINGS = (
     *("dtype", "kernels", "num_threads", "device", "kv_cache_dtype", "block_size", "max_model_len", "max_num_seqs"),
     *("max_num_batched_tokens", "max_prefill_tokens", "num_kv_blocks", "max_loras", "encoder_cache_tokens"),

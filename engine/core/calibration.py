@@ -19,6 +19,7 @@ from engine.scheduling.step_time import (
     StepCosts,
     fit_costs,
     knots_up_to,
+    padded_tokens,
     relative_errors,
     work_of,
 )
@@ -118,7 +119,9 @@ def calibrate(
     _forget(executor, list(plans.values()), clock)
     works = {shape: work_of(plan) for shape, plan in plans.items()}
     medians = tuple(Measured(works[shape], statistics.median(found)) for shape, found in times.items())
-    costs = fit_costs(medians, knots_up_to(max(work.tokens for work in works.values())))
+    padded = executor.capabilities.padded
+    most = max(padded_tokens(work, padded) for work in works.values())
+    costs = fit_costs(medians, knots_up_to(most), padded)
     single = [Measured(works[shape], seconds) for shape, found in times.items() for seconds in found]
     errors = relative_errors(costs, single)
     return Calibration(costs, (sum(error**2 for error in errors) / len(errors)) ** 0.5, medians)
@@ -146,6 +149,7 @@ def check_costs(
     _forget(executor, plans, clock)
     scale = statistics.median(ratios)
     same = all(scale / MOST_CHANGE <= ratio <= scale * MOST_CHANGE for ratio in ratios)
+    same = same and costs.padded == executor.capabilities.padded
     return scale if same and 1 / MOST_SLOWER <= scale <= MOST_SLOWER else None
 
 

@@ -18,14 +18,24 @@ LONG = 100
 class FakeServer:
     """Sends each token `step_s` after the last. A long prompt takes `long_s`, in which all other streams wait."""
 
-    def __init__(self, step_s: float = 0.0, long_s: float = 0.0, tokens_an_event: int = 1, lose: int = 0) -> None:
-        """`lose`: how many tokens are left out of each answer, in text and usage."""
+    def __init__(
+        self,
+        step_s: float = 0.0,
+        long_s: float = 0.0,
+        tokens_an_event: int = 1,
+        lose: int = 0,
+        *,
+        says_close: bool = False,
+    ) -> None:
+        """`lose`: how many tokens are left out of each answer, in text and usage. `says_close`: each connection is
+        closed after an answer, whose head says so."""
         self.bodies: list[dict[str, Any]] = []
         self.in_hand = 0
         self.most_in_hand = 0
         self.num_connections = 0
         self._step_s, self._long_s = step_s, long_s
         self._tokens_an_event, self._lose = tokens_an_event, lose
+        self._says_close = says_close
         self._may_step = asyncio.Event()
         self._may_step.set()
 
@@ -38,6 +48,8 @@ class FakeServer:
                     continue
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
                 await self._answer(json.loads(await reader.readexactly(length)), writer)
+                if self._says_close:
+                    return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -53,7 +65,7 @@ class FakeServer:
             self.in_hand -= 1
 
     async def _stream(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        writer.write(HEAD)
+        writer.write(HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") if self._says_close else HEAD)
         words = sum(len(text.split()) for text in _texts_of(body))
         if words >= LONG:
             self._may_step.clear()

@@ -144,6 +144,14 @@ async def test_an_answer_that_does_not_end_in_time_is_an_error_and_the_next_has_
     assert server.num_connections == 2
 
 
+async def test_a_connection_that_the_server_announced_to_close_is_not_used_again() -> None:
+    """HAProxy announces it after a reload, and closes right after the answer: before the client has seen it closed."""
+    server = FakeServer(says_close=True)
+    outcome = await run(server, Closed(requests=6, clients=2, prompt=3, answer=2))
+    assert errors(outcome) == []
+    assert server.num_connections == 6
+
+
 async def test_a_request_is_greedy_of_a_fixed_length_and_asks_for_usage() -> None:
     server = FakeServer()
     await run(server, Closed(requests=1, clients=1, prompt=3, answer=7))
