@@ -1128,8 +1128,8 @@ MUTATIONS = (
         "S5-R15 a",
         "A decode row counts as one token of the step, even with drafts.",
         "engine/scheduling/planner.py",
-        "self._tokens_left -= sum(counts)",
-        "self._tokens_left -= len(counts)",
+        "self._num_decodes, self._decode_tokens = len(self._rows), sum(counts)",
+        "self._num_decodes, self._decode_tokens = len(self._rows), len(counts)",
         (DRAFTS,),
     ),
     Mutation(

@@ -121,8 +121,7 @@ class View:
     """What steps take; set if the engine has targets, else None."""
 
 
-# Looked up by C code, because a step may have hundreds of rows.
-_START, _NUM_TOKENS = itemgetter(2), itemgetter(3)
+_START = itemgetter(2)  # looked up by C code, because a step may have hundreds of rows
 
 
 def make_plan(view: View, config: ResolvedConfig) -> Plan:
@@ -150,7 +149,7 @@ class _Planner:
         self._deferred: DeferReason | None = None
         self._chunk_ends: dict[str, int] = {}  # prefill rows of this plan
         self._num_partial: Counter[int] = Counter()  # by priority
-        self._num_decodes = 0
+        self._num_decodes = self._decode_tokens = 0
         self._passed: dict[Request, None] = {}  # requests that did not fit; they may be overtaken `_slack` more times
         self._slack = self._policy.max_overtakes
         self._skipped: dict[Request, None] = {}
@@ -292,8 +291,8 @@ class _Planner:
             for request, count in zip(decoding, counts, strict=True)
             if count
         ]
-        self._num_decodes = len(self._rows)
-        self._tokens_left -= sum(counts)
+        self._num_decodes, self._decode_tokens = len(self._rows), sum(counts)
+        self._tokens_left -= self._decode_tokens
 
     def _preempt_for(self, decoding: list[Request], growth: int) -> int:
         """Preempt requests until the rows of the others fit, and return the blocks that these rows take. Takes O(rows),
@@ -393,7 +392,8 @@ class _Planner:
             return None
         usual = any(row.request.tpot_s == least_s for row in self._rows)  # none is shorter
         target_s = least_s if usual else min(row.request.tpot_s for row in self._rows)
-        return TimeBudget(prediction, target_s, _decode_work(self._rows), lateness=self._lateness())
+        work = _decode_work(self._rows, self._decode_tokens)
+        return TimeBudget(prediction, target_s, work, lateness=self._lateness())
 
     def _lateness(self) -> float:
         """Return how long the prompt that has begun first has waited since it came, or else the one that waits for
@@ -583,10 +583,9 @@ class _Planner:
         return usable if usable == num_blocks else self._usable(request, usable)
 
 
-def _decode_work(rows: Sequence[PlannedRow]) -> StepWork:
-    """Return the work of decode rows. Positions that drafts attend to are counted as those of their row's newest token:
-    the difference is a few in thousands."""
-    tokens = sum(map(_NUM_TOKENS, rows))
+def _decode_work(rows: Sequence[PlannedRow], tokens: int) -> StepWork:
+    """Return the work of decode rows with so many tokens. Positions that drafts attend to are counted as those of their
+    row's newest token: the difference is a few in thousands."""
     keys = sum(map(_START, rows)) + tokens
     return StepWork(tokens, tokens, keys, keys + (tokens - len(rows)) * keys // len(rows))
 
