@@ -633,16 +633,17 @@ class EngineConfig:
     )
     overlap: bool = setting(
         False,
-        "Plan and launch a step before the previous one is read back, so that the device never waits for Python. It "
-        "excludes drafts.",
+        "Plan and launch a step before the previous one is read back, so that the device never waits for Python. An "
+        "answer with drafts is left out of the next step, until those are verified: it gets drafts only where they are "
+        "expected to win more than that. A draft model is excluded.",
         expert=True,
     )
     num_speculative_tokens: int | None = setting(
         None,
         "Maximum draft tokens of a decode row, besides its newest token, if a grammar forces what follows; they are "
         "verified together. Times max_num_seqs, it is also the maximum number of draft tokens in a step. Unset: 4, and "
-        "fewer if decode rows would take more than half of max_num_batched_tokens; 0 with overlap, and on a GPU with "
-        "recurrent state.",
+        "fewer if decode rows would take more than half of max_num_batched_tokens; 0 with overlap unless drafts are "
+        "looked up, and on a GPU with recurrent state. With overlap, beside other answers, 4 or more must be forced.",
         expert=True,
         ge=0,
     )
@@ -843,7 +844,7 @@ class ResolvedConfig:
     @property
     def speculates(self) -> bool:
         """Whether rows get drafts other than those that grammars force."""
-        return self.speculative.method != "none" and self.num_speculative_tokens > 0 and not self.overlap
+        return self.speculative.method != "none" and self.num_speculative_tokens > 0
 
     @property
     def looks_up_drafts(self) -> bool:
@@ -882,7 +883,7 @@ class ResolvedConfig:
 def _num_speculative_tokens(config: EngineConfig, can_draft: bool) -> int:
     if config.num_speculative_tokens is not None:
         return config.num_speculative_tokens
-    if config.overlap or not can_draft:
+    if not can_draft or (config.overlap and config.speculative.method in ("auto", "none")):
         return 0
     return max(0, min(MOST_DRAFTS, config.max_num_batched_tokens // 2 - 1))
 

@@ -263,8 +263,11 @@ RULES = (
         "a chunk may have to end before an image that is not encoded yet, which this setting does not allow",
     ),
     # beside which other features
-    Rule((OVERLAP,), (DRAFTS,), "overlap plans a step before the previous one's accepted drafts are known"),
-    Rule((LOOKUP, DRAFT_MODEL), (OVERLAP,), "speculation is not supported with overlap"),
+    Rule(
+        (DRAFT_MODEL,),
+        (OVERLAP,),
+        "a draft model goes on from a token that is not read back when an overlapped step is planned",
+    ),
     Rule((LOOKUP, DRAFT_MODEL), (NO_DRAFTS,), "num_speculative_tokens 0 disables speculation"),
     Rule(
         (DRAFT_MODEL_NAME, DRAFT_MODEL_COST),

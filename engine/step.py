@@ -13,7 +13,7 @@ from engine.protocol import ErrorCode, TokenLogprobs
 
 PENDING_TOKEN = -1
 """In a row's token ids: the token that this request sampled in the previous step, which is not read back yet
-(overlap)."""
+(overlap). That step's row had no drafts: how many are right decides where the next row starts."""
 DRAFT_TOKEN = -2
 """In a decode row's token ids, after the first: a token that the draft model proposes within the step."""
 

@@ -33,6 +33,7 @@ _CODE = re.compile(r"\b(?:S\d-R\d+|I-\d+|R\d+)\b")
 ANSWER_LENGTHS = "tests/engine/scheduling/test_answer_lengths.py"
 ASYNC = "tests/engine/test_async_engine.py"
 BATCH_MODES = "tests/engine/scheduling/test_batch_modes.py"
+BESIDE_OVERLAP = "tests/engine/core/test_drafts_beside_overlap.py"
 BLOCKS = "tests/engine/scheduling/test_block_manager.py"
 CHUNK_POLICY = "tests/engine/scheduling/test_chunk_policy.py"
 CHUNK_OWNER = "tests/engine/core/test_engine_chunking.py"
@@ -1122,6 +1123,39 @@ MUTATIONS = (
         "if is_lost(row, self.newest)}",
         "if False}",
         (f"{EXECUTOR}::test_a_row_that_goes_on_from_a_failed_one_fails_alone",),
+    ),
+    # --- drafts beside overlap ----------------------------------------------------------------------------------------
+    Mutation(
+        "I-33 d",
+        "With overlap, a row is planned on top of drafts in flight, as if all of them were right.",
+        "engine/scheduling/request.py",
+        "return 0 if self.stands_aside else 1",
+        "return 1",
+        (BESIDE_OVERLAP,),
+    ),
+    Mutation(
+        "I-33 e",
+        "What a grammar forces after a token becomes the drafts of a row that is launched already.",
+        "engine/core/applier.py",
+        "        if request.num_pending:  # with",
+        "        if request.num_pending > 1:  # with",
+        (BESIDE_OVERLAP,),
+    ),
+    Mutation(
+        "I-33 f",
+        "Rows that all have drafts part into two halves, which take turns for ever.",
+        "engine/scheduling/scheduler.py",
+        "return any(request.stands_aside for request in flying) and not",
+        "return False and not",
+        (BESIDE_OVERLAP,),
+    ),
+    Mutation(
+        "own drafts",
+        "The time in which a row stands aside for its own drafts is blamed on others.",
+        "engine/core/wall_times.py",
+        "stood.aside = stood.aside.plus(took)",
+        "stood.aside = stood.aside.plus(Shares())",
+        (BESIDE_OVERLAP,),
     ),
     # --- drafts -------------------------------------------------------------------------------------------------------
     Mutation(

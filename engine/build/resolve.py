@@ -190,8 +190,10 @@ def _why_drafts(
         return f"asked for{cost}"
     if not same_bits:
         return "none: these kernels' sums depend on how many rows a step has, and so would near ties"
-    if config.overlap or config.num_speculative_tokens == 0:
-        return f"none: {'overlap' if config.overlap else 'num_speculative_tokens 0'}"
+    if config.num_speculative_tokens == 0:
+        return "none: num_speculative_tokens 0"
+    if config.overlap and config.num_speculative_tokens is None:
+        return "none: overlap, with which drafts must be asked for"
     return "these kernels give the same answers to the bit with drafts, where the step has room for any"
 
 

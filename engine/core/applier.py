@@ -24,6 +24,10 @@ from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
 from engine.step import Executor, RowKind, ScheduledRequest, StepOutput
 
+LEAST_FORCED, LEAST_FORCED_ALONE = 4, 2
+"""With overlap, a row stands aside for drafts if a grammar forces so many tokens, of which the first is in flight: the
+others are more than the two steps in which it has no row. Nothing runs beside a single row, and no step is missed."""
+
 
 class Applier:
     """Applies results row by row, and ends requests, which releases all that they hold, here and in the executor."""
@@ -74,9 +78,18 @@ class Applier:
             events.append(self.finish(request, FinishReason.STOP, stop))
         elif (tokens or row.kind is RowKind.LAST) and is_complete(request):
             events.append(self.finish(request, FinishReason.LENGTH))
-        elif self._most_forced and ((drafts := output.drafts.get(number, ())) or request.drafts):
-            self._scheduler.draft(request, drafts[: self._most_forced], "grammar")
+        elif self._most_forced:
+            self._draft(request, output.drafts.get(number, ())[: self._most_forced])
         return events
+
+    def _draft(self, request: Request, forced: tuple[int, ...]) -> None:
+        """Replace the request's drafts by what its grammar forces."""
+        if request.num_pending:  # with overlap its next row is launched already, and the first of them is in flight
+            alone = len(self._scheduler.decoding) == 1
+            if len(forced) >= (LEAST_FORCED_ALONE if alone else LEAST_FORCED):
+                self._scheduler.await_token(request)
+        elif forced or request.drafts:
+            self._scheduler.draft(request, forced, "grammar")
 
     def take_verified(self) -> tuple[Verified, ...]:
         """Return the results of drafts since the last call."""

@@ -41,7 +41,7 @@ def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:
         NO_ADAPTERS: can.adapters is not None,
     }
     on |= {feature: f"this model's executor has {feature.title}" for feature, has in able.items() if not has}
-    # What an executor can do, it can do for its own model, of whatever kind. A config with overlap drafts nothing.
+    # What an executor can do, it can do for its own model, of whatever kind.
     for feature, lacks in ((DRAFTS, NOTHING_VERIFIED), (DRAFT_MODEL, NO_SECOND_MODEL), (LORA, NO_ADAPTERS)):
         if lacks not in on:
             on.pop(feature, None)

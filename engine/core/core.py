@@ -47,6 +47,8 @@ class _Launched:
     plan: Plan
     step: StepPlan
     epochs: tuple[int, ...]
+    aside: tuple[str, ...]
+    """Requests that had no row in it because they stood aside (overlap)."""
     started: float
     work: StepWork
     output: StepOutput | Exception | None
@@ -90,6 +92,8 @@ class EngineCore:
         self._ended_at: float | None = None  # the last call, if there was work left
         self._timed: tuple[StepWork, float] | None = None  # of the last call: what it read back, and when it began
         self._in_flight: _Launched | None = None  # with overlap: launched, but not read back yet
+        self._only_launched: float | None = None  # when the last call began, if it read nothing back
+        self._drafts_in_turn = config.overlap and config.num_speculative_tokens > 0  # rows may stand aside
         self._num_steps = 0
         self._num_preemptions = 0
         self._graph_uses: Counter[tuple[bool, str]] = Counter()
@@ -231,7 +235,8 @@ class EngineCore:
         chunks = [chunk for step in read for chunk in chunks_of(step.plan.rows, step.epochs)]
         events = [*events, *scheduled, *(event for step in read for event in self._complete(step))]
         if len(read) == 1 and self.has_work and self.last_step.computed:
-            self._timed = read[0].work, now
+            self._time(read[0].work, now if launched else self._only_launched)
+        self._only_launched = None if read else now
         self._account(now, read or ([launched] if launched else []), chunks)
         return self._close(events) if self._applier.take_ended() else events
 
@@ -242,7 +247,8 @@ class EngineCore:
         costs = predict([step.work for step in steps], chunks, self._step_times.now if self._step_times else None)
         took = split(seconds, costs, grammar_s=self.last_step.grammar_s)
         for_memory = self._deferred in (DeferReason.MEMORY, DeferReason.PREEMPTION)
-        self._wall_times.step(took.beside_waiting(for_memory=for_memory), chunks, costs, now)
+        aside = [name for step in steps for name in step.aside]
+        self._wall_times.step(took.beside_waiting(for_memory=for_memory), chunks, costs, now, aside)
         self._ended_at = now if self.has_work else None
 
     def _close(self, events: Sequence[Event]) -> list[Event]:
@@ -254,6 +260,12 @@ class EngineCore:
             else event
             for event in events
         ]
+
+    def _time(self, work: StepWork, began: float | None) -> None:
+        """Note since when a step took its time: the call that read it back, or if that launched nothing, the call
+        before, which launched it and read nothing. None: the call before read another step back meanwhile."""
+        if began is not None:
+            self._timed = work, began
 
     def _learn(self, now: float) -> None:
         """Tell the model how long the last call took: the time between two tokens of its streams, which is what users
@@ -267,11 +279,14 @@ class EngineCore:
         """Plan and start a step. Returns None if there is nothing to run, or if it ran out of memory and is planned
         again."""
         self._retrying &= self._scheduler.num_running > 0  # otherwise no request of the failed step is left
+        if self._in_flight is not None and self._drafts_in_turn and self._scheduler.must_read_first:
+            return None, []
         plan = self._scheduler.plan(now)
         self._deferred, self._reserved_blocks = plan.deferred, plan.reserved_blocks
         if not plan.rows:
             assert self._in_flight or not self.has_work, "live requests, but nothing to run"
             return None, []
+        aside = self._scheduler.standing_aside if self._drafts_in_turn else ()
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
         for request in plan.preempted:
             self._wall_times.preempted(request.request_id, request.computed, now)
@@ -285,13 +300,13 @@ class EngineCore:
         self.last_step.preempted = tuple(request.request_id for request in plan.preempted)
         self._executor.forget(self.last_step.preempted)
         events: list[Event] = [Scheduled(request.request_id, request.cached) for request in fresh]
-        launched = self._start(plan, step)
+        launched = self._start(plan, step, aside)
         if isinstance(launched.output, ExecutorOutOfMemoryError) and self._retry(plan, step):
             return None, events
         self._retrying = False
         return launched, events
 
-    def _start(self, plan: Plan, step: StepPlan) -> _Launched:
+    def _start(self, plan: Plan, step: StepPlan, aside: tuple[str, ...]) -> _Launched:
         """Launch a step. An ordinary failure is kept as its output: it affects only the step's rows."""
         started = time.perf_counter()
         output: StepOutput | Exception | None = None
@@ -311,7 +326,7 @@ class EngineCore:
         epochs = tuple(row.request.epoch for row in plan.rows)
         work = work_of(step)
         self._scheduler.begin(step, work)
-        return _Launched(plan, step, epochs, started, work, output)
+        return _Launched(plan, step, epochs, aside, started, work, output)
 
     def _retry(self, plan: Plan, step: StepPlan) -> bool:
         """Roll back a step that ran out of memory, to plan it again. This happens once, and only if the step has
@@ -355,7 +370,10 @@ class EngineCore:
         if self._speculation is not None:
             method = self._speculation.method
             for request, drafts in self._speculation.propose(self._scheduler.decoding.values()):
-                self._scheduler.draft(request, drafts, method)
+                if request.num_pending:
+                    self._scheduler.await_token(request)
+                else:
+                    self._scheduler.draft(request, drafts, method)
 
     def _collect(self, launched: _Launched) -> StepOutput | Exception:
         output = launched.output

@@ -139,6 +139,8 @@ class _Account:
     requests_ahead: int
     tokens_ahead: int
     prefill: _Prefill = field(default_factory=_Prefill)
+    aside: Shares = field(default_factory=Shares)
+    """Those of the steps in which it had no row because its drafts, or the token before them, were in flight."""
     regained_at: int = 0
     """The end of what a preemption lost, in tokens of the request."""
 
@@ -147,8 +149,8 @@ class _Account:
 class WallTimes:
     """The accounts of all live requests, and the shares of all steps so far.
 
-    A change of phase costs O(1), and a step O(its chunks). The time of a phase is exact; shares of it are those of the
-    steps in it, each of which may begin a step early or late.
+    A change of phase costs O(1), and a step O(its chunks and the rows that stood aside). The time of a phase is exact;
+    shares of it are those of the steps in it, each of which may begin a step early or late.
     """
 
     _sum: Shares = field(default_factory=Shares)
@@ -190,10 +192,14 @@ class WallTimes:
         account.regained_at = max(account.regained_at, num_computed)
         self._turn(account, Phase.PREEMPTED, now)
 
-    def step(self, took: Shares, chunks: Sequence[Chunk], costs: Costs, now: float) -> None:
-        """Add a step that ended now, by its shares and by what its parts were predicted to cost."""
+    def step(self, took: Shares, chunks: Sequence[Chunk], costs: Costs, now: float, aside: Sequence[str] = ()) -> None:
+        """Add a step that ended now, by its shares and by what its parts were predicted to cost. `aside`: the requests
+        that had no row in it for the sake of their own drafts."""
         self._last = now, self._sum
         self._sum = self._sum.plus(took)
+        for request_id in aside:
+            if (stood := self._accounts.get(request_id)) is not None:
+                stood.aside = stood.aside.plus(took)
         for number, chunk in enumerate(chunks):
             account = self._accounts.get(chunk.request_id)
             if account is None:
@@ -214,12 +220,13 @@ class WallTimes:
 
     def _turn(self, account: _Account, phase: Phase, now: float) -> None:
         self._settle(account, now)
-        account.phase, account.since, account.before, account.prefill = phase, now, self._sum, _Prefill()
+        account.phase, account.since, account.before = phase, now, self._sum
+        account.prefill, account.aside = _Prefill(), Shares()
 
     def _settle(self, account: _Account, now: float) -> None:
         """Divide the time of the phase by what the steps in it went to."""
         elapsed = max(now - account.since, 0.0)
-        found = _meaning(account.phase, self._sum.since(account.before), account.prefill)
+        found = _meaning(account.phase, self._sum.since(account.before), account.prefill, account.aside)
         total = sum(seconds for _, seconds in found)
         if total <= 0:  # no step has ended in it: the first cause is the phase's own
             found, total = [(found[0][0], 1.0)], 1.0
@@ -228,7 +235,7 @@ class WallTimes:
                 account.seconds[cause] = account.seconds.get(cause, 0.0) + lasted
 
 
-def _meaning(phase: Phase, shares: Shares, prefill: _Prefill) -> list[tuple[TimeCause, float]]:
+def _meaning(phase: Phase, shares: Shares, prefill: _Prefill, aside: Shares) -> list[tuple[TimeCause, float]]:
     """Return what the shares of the steps in a phase mean to a request in it, the phase's own cause first."""
     if phase is Phase.PREPARING:
         return [(TimeCause.INPUTS, 1.0)]
@@ -251,10 +258,11 @@ def _meaning(phase: Phase, shares: Shares, prefill: _Prefill) -> list[tuple[Time
             (TimeCause.PREFILL_BESIDE_ANSWERS, answers),
             *common,
         ]
+    own = aside.prompts + aside.answers  # others ran, but it stood aside for its own drafts
     return [
-        (TimeCause.DECODE, shares.answer),
-        (TimeCause.DECODE_BESIDE_PROMPTS, shares.prompts),
-        (TimeCause.DECODE_BESIDE_ANSWERS, shares.answers),
+        (TimeCause.DECODE, shares.answer + own),
+        (TimeCause.DECODE_BESIDE_PROMPTS, max(shares.prompts - aside.prompts, 0.0)),
+        (TimeCause.DECODE_BESIDE_ANSWERS, max(shares.answers - aside.answers, 0.0)),
         *common,
     ]
 

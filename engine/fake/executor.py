@@ -50,7 +50,8 @@ _Masks = Mapping[str, Sequence[Sequence[int]]]
 
 
 class KvMismatchError(Exception):
-    """A row builds on KV that is not its own prefix: a fault of the scheduler or block manager."""
+    """A row builds on KV that is not its own prefix, or that nobody can know yet: a fault of the scheduler or block
+    manager."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ class FakeExecutor:
         self._snapshots: dict[int, _State] = {}
         self._broken: set[str] = set()  # requests with a failed row: rows that build on it fail, too
         self._outputs: deque[StepOutput] = deque()
+        self._unread: deque[frozenset[str]] = deque()  # by step in flight, the requests whose drafts it verifies
 
     @property
     def capabilities(self) -> Capabilities:
@@ -172,8 +174,11 @@ class FakeExecutor:
         ]
         self._save_states(plan)
         self._outputs.append(replace(self._output(plan, results), grammar_s=grammar_s))
+        drafted = (row.request_id for row in plan.rows if row.kind is RowKind.DECODE and len(row.token_ids) > 1)
+        self._unread.append(frozenset(drafted))
 
     def collect(self) -> StepOutput:
+        self._unread.popleft()
         return self._outputs.popleft()
 
     def forget(self, request_ids: Sequence[str]) -> None:
@@ -223,6 +228,8 @@ class FakeExecutor:
     # --- KV ---------------------------------------------------------------------------------------------------------
 
     def _compute(self, row: ScheduledRequest, masks: Sequence[Sequence[int]]) -> _Computed:
+        if row.kind is RowKind.DECODE and any(row.request_id in drafted for drafted in self._unread):
+            raise KvMismatchError(f"{row.request_id}: where the row starts depends on drafts that are in flight")
         digest = self._read_prefix(row)
         token_ids = row.token_ids if row.token_ids != (PENDING_TOKEN,) else (self._newest[row.request_id],)
         digests = []

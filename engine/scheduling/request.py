@@ -50,7 +50,7 @@ class Request:
     computed: int = 0
     scheduled: int = 0
     num_pending: int = 0
-    """Sampled tokens in flight: 1 between a step that samples and its results."""
+    """Rows in flight that sample: 1 between such a step and its results."""
     epoch: int = 0
     """Changes when the request loses its memory: results of rows launched before that are no longer its own."""
     block_ids: tuple[int, ...] = ()
@@ -93,6 +93,10 @@ class Request:
     """None if nobody asked for scores, or once they were sent."""
     pooling: Pooling | None = None
     drafts: Drafts | None = None
+    """For the next decode row, or of the row in flight."""
+    awaits_token: bool = False
+    """Whether no row is planned before the token in flight is read, because drafts after it are expected to pay
+    (overlap). The next row ends that."""
 
     @property
     def num_output(self) -> int:
@@ -105,11 +109,19 @@ class Request:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens of the next decode row; 0 if the tokens in flight are the last."""
+        """Tokens of the next decode row; 0 if the tokens in flight are the last, or if it stands aside."""
         left = self.prompt_len + self.max_tokens - len(self.token_ids) - self.num_pending
         if left <= 0:
             return 0
+        if self.num_pending:  # overlap
+            return 0 if self.stands_aside else 1
         return 1 if self.drafts is None else 1 + len(self.drafts.token_ids)
+
+    @property
+    def stands_aside(self) -> bool:
+        """Whether its next row is unknown before a step in flight is read back (overlap): where it starts, because the
+        step verifies drafts, or which drafts it has, because they are to follow a token of the step."""
+        return self.num_pending > 0 and (self.drafts is not None or self.awaits_token)
 
     @property
     def most_drafts(self) -> int:

@@ -30,6 +30,7 @@ from engine.step import RowKind, ScheduledRequest, StepPlan
 
 NO_PARTS = RowParts()
 """For all rows of a model whose requests hold only blocks; never changed."""
+_NUM_DECODE_TOKENS = attrgetter("num_decode_tokens")
 
 
 class Scheduler:
@@ -247,6 +248,9 @@ class Scheduler:
         request.scheduled = end
         request.num_pending += sampling is not None
         request.was_scheduled = True
+        request.awaits_token = False
+        if num_tokens == 1:
+            request.drafts = None  # the plan had no room for them, so the next row waits for nothing
         request.waiting_since = now
         if kind is RowKind.DECODE:
             self._last_decode = now
@@ -285,6 +289,7 @@ class Scheduler:
         self._leave(request)
         request.computed = request.scheduled = request.target = request.num_pending = 0
         request.drafts = None
+        request.awaits_token = False
         request.waiting_since = now
         self.waiting.put_back(request, self._config.scheduler.requeue)
 
@@ -340,6 +345,22 @@ class Scheduler:
         request.scheduled = request.computed
         kept = drafts[: request.most_drafts]
         request.drafts = Drafts(kept, method) if kept else None
+
+    def await_token(self, request: Request) -> None:
+        """Plan no row of the request before its token in flight is read, so that drafts can follow it (overlap)."""
+        request.awaits_token = True
+
+    @property
+    def standing_aside(self) -> tuple[str, ...]:
+        """The requests that have no row in the next plan, because they stand aside. Takes O(decoding)."""
+        return tuple(name for name, request in self.decoding.items() if request.stands_aside)
+
+    @property
+    def must_read_first(self) -> bool:
+        """Whether rows stand aside, and no other row goes on from a step in flight: then a plan before its results
+        would only part rows that can run together (overlap). Takes O(decoding)."""
+        flying = [request for request in self.decoding.values() if request.num_pending]
+        return any(request.stands_aside for request in flying) and not any(map(_NUM_DECODE_TOKENS, flying))
 
     def discard(self, scheduled: ScheduledRequest) -> None:
         """Drop a row's results: its request has ended or was preempted, or the row failed."""

@@ -26,6 +26,9 @@ LEAST_STEP_S = 1e-6
 """So that a step that takes no time, as of the fake executor, can be compared with others."""
 KEPT = 0.9
 """Every row, also one without drafts, keeps at least this share of the speed it would have in a step without drafts."""
+GAP = 0.2
+"""What it costs to plan a step only when the one before is read back, as a share of a step (overlap): assumed, about 1
+ms of Python beside a GPU's 5 ms."""
 
 
 class Costs(Protocol):
@@ -128,6 +131,27 @@ def choose_lengths(wishes: Sequence[Wish], beside: Beside, room: int, costs: Cos
     for number in chosen[num_fair:]:
         lengths[number] -= 1
     return lengths
+
+
+def pace_aside(wish: Wish, length: int, *, in_flight: bool) -> float:
+    """Return how many tokens a draft is expected to win for each step that its row misses, standing aside (overlap).
+
+    It misses one while the draft is verified. If the token before the draft is `in_flight`, it misses another until
+    that is read, once for a run of drafts, which ends at the first that is not right as a whole; and it wins only if
+    that token is the expected one.
+    """
+    gain = sum(wish.chance**number for number in range(1, length + 1))
+    return gain * wish.chance / (2 - wish.chance**length) if in_flight else gain
+
+
+def keep_aside(lengths: Sequence[int], paces: Sequence[float], beside: Beside) -> list[int]:
+    """Drop the drafts that win less than the steps that their rows miss (overlap).
+
+    If all rows draft, none misses a step: each step is read back before the next is planned, which costs each of them
+    GAP.
+    """
+    together = all(lengths) and not beside.num_bare and sum(paces) >= MARGIN * GAP * beside.num_rows
+    return [length if together or pace >= MARGIN else 0 for length, pace in zip(lengths, paces, strict=True)]
 
 
 def _likeliest(wishes: Sequence[Wish], room: int) -> Iterator[tuple[int, float]]:

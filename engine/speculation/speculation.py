@@ -9,7 +9,16 @@ from typing import Literal, NamedTuple
 
 from engine.config import ResolvedConfig, SpeculativeConfig
 from engine.scheduling.request import Request
-from engine.speculation.draft_budget import AssumedCosts, Beside, Costs, Wish, choose_lengths, may_pay
+from engine.speculation.draft_budget import (
+    AssumedCosts,
+    Beside,
+    Costs,
+    Wish,
+    choose_lengths,
+    keep_aside,
+    may_pay,
+    pace_aside,
+)
 from engine.speculation.prompt_lookup import Match, NgramIndex, SuffixIndex, TextIndex, continuation
 
 GRADES = (4, 8)
@@ -110,6 +119,7 @@ class Speculation:
         assert settings.free_tokens is not None, "it is resolved"
         self.method: Literal["ngram", "suffix"] = settings.method
         self._settings = settings
+        self._overlaps = config.overlap
         self._most_tokens = config.max_drafting_tokens
         self._costs = costs or AssumedCosts(settings.free_tokens)
         self._lookups: dict[str, PromptLookup] = {}  # by request id
@@ -127,7 +137,9 @@ class Speculation:
         self._lookups.pop(request_id, None)
 
     def propose(self, decoding: Collection[Request]) -> list[tuple[Request, tuple[int, ...]]]:
-        """Tokens that may follow the texts of these requests, for requests that have no drafts yet.
+        """Tokens that may follow the texts of these requests, for requests that have no drafts yet. With overlap, ()
+        for a request whose newest token is in flight: drafts are expected to pay if no row is planned before it is
+        read.
 
         If there are so many rows that no draft could pay, it searches none of the texts.
         """
@@ -137,16 +149,23 @@ class Speculation:
         if not candidates:
             return []
         lengths = self._lengths(candidates, beside)
-        return [
-            (candidate.request, self._taken(candidate, length))
-            for candidate, length in zip(candidates, lengths, strict=True)
-            if length
-        ]
+        proposals = []
+        for candidate, length in zip(candidates, lengths, strict=True):
+            if not length:
+                continue
+            if not candidate.request.num_pending:
+                proposals.append((candidate.request, self._taken(candidate, length)))
+            elif len(self._taken(candidate, 1 + length)) > 1:  # the token in flight, and what it would be followed by
+                proposals.append((candidate.request, ()))
+        return proposals
 
     def _search(self, decoding: Collection[Request]) -> tuple[list[_Candidate], Beside]:
         candidates: list[_Candidate] = []
-        num_forced, num_bare, to_index = 0, 0, MOST_INDEXED
+        num_rows, num_forced, num_bare, to_index = 0, 0, 0, MOST_INDEXED
         for request in decoding:
+            if not request.num_decode_tokens:
+                continue  # overlap: it stands aside, or its last token is in flight
+            num_rows += 1
             if request.drafts is not None:
                 num_forced += len(request.drafts.token_ids)
                 continue
@@ -154,13 +173,13 @@ class Speculation:
             if lookup is None:
                 lookup = self._lookups[request.request_id] = PromptLookup(make_index(self._settings))
             to_index -= lookup.index.extend(request.token_ids, to_index)
-            most = min(self._settings.num_tokens, request.most_drafts)
+            most = min(self._settings.num_tokens, request.most_drafts - request.num_pending)
             match = lookup.index.find(request.token_ids) if most > 0 else None
             if match is None:
                 num_bare += 1
             else:
                 candidates.append(_Candidate(request, lookup, match, grade_of(match), most))
-        return candidates, Beside(len(decoding), num_forced, num_bare)
+        return candidates, Beside(num_rows, num_forced, num_bare)
 
     def _lengths(self, candidates: list[_Candidate], beside: Beside) -> list[int]:
         room = max(0, self._most_tokens - beside.num_rows - beside.num_forced)
@@ -168,8 +187,26 @@ class Speculation:
             return [max(0, min(candidate.most, room // len(candidates))) for candidate in candidates]
         wishes = [Wish(self._chance(candidate), candidate.most) for candidate in candidates]
         lengths = choose_lengths(wishes, beside, room, self._costs)
+        if self._overlaps:
+            lengths = self._beside_others(candidates, wishes, lengths, beside)
         self._probes.add([candidate.lookup.turns for candidate in candidates], lengths, room)
         return lengths
+
+    def _beside_others(
+        self, candidates: Sequence[_Candidate], wishes: Sequence[Wish], lengths: Sequence[int], beside: Beside
+    ) -> list[int]:
+        """What is left of `lengths` if a row with drafts stands aside while others overlap. A row that has stood aside
+        for a draft gets one: that is paid for."""
+        requests = [candidate.request for candidate in candidates]
+        paces = [
+            pace_aside(wish, length, in_flight=request.num_pending > 0)
+            for request, wish, length in zip(requests, wishes, lengths, strict=True)
+        ]
+        kept = keep_aside(lengths, paces, beside)
+        return [
+            length or int(request.awaits_token and not request.num_pending)
+            for request, length in zip(requests, kept, strict=True)
+        ]
 
     def _chance(self, candidate: _Candidate) -> float:
         grade = candidate.grade

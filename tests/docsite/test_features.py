@@ -54,7 +54,8 @@ def asked(first: str, second: str) -> str:
     [
         ("LoRA", "dense", "T R G"),
         ("LoRA", "hybrid", "–"),
-        ("Prompt lookup", "Overlapped", "–"),
+        ("Prompt lookup", "Overlapped", "N T R G"),
+        ("A draft model", "Overlapped", "–"),
         ("Prompt lookup", "hybrid", "T R"),
         ("A draft model", "dense", "N T R"),
         ("Weights rounded", "hybrid", "G"),

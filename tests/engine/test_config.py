@@ -84,7 +84,6 @@ def test_a_scheduler_setting_that_could_not_act_or_contradicts_another_is_refuse
             r"\(33\)",
         ),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be >= 0"),
-        ({"overlap": True, "num_speculative_tokens": 2}, "true, but num_speculative_tokens is 2: overlap plans"),
         ({"overlap": True, "scheduler": SchedulerConfig(chunk_owner="engine")}, "owner is engine, but overlap is true"),
         (
             {"block_size": 16, "scheduler": SchedulerConfig(state_snapshot_tokens=24)},

@@ -123,6 +123,18 @@ class TestHybridEngine(HybridMachine.TestCase):  # type: ignore[misc, name-defin
     settings = settings(TestEngine.settings, max_examples=100)
 
 
+class DraftsBesideOverlapMachine(EngineMachine):
+    """Runs lives in which rows stand aside while their drafts are in flight."""
+
+    @initialize(config=CONFIGS.filter(lambda config: config.get("overlap") and "num_speculative_tokens" in config))
+    def start(self, config: dict[str, object]) -> None:
+        super().start(config)
+
+
+class TestDraftsBesideOverlap(DraftsBesideOverlapMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(TestEngine.settings, max_examples=100)
+
+
 def test_the_lives_above_reach_what_they_are_to_check() -> None:
     never = [thing for thing in CheckedCore.THINGS if not EngineMachine.reached[thing]]
     assert not never

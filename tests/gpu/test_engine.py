@@ -14,7 +14,7 @@ import torch
 
 import engine.models
 from engine.build.executor import create_executor
-from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core.core import EngineCore
 from engine.execution.device import Device
 from engine.execution.gpu.executor import DeviceExecutor
@@ -165,6 +165,21 @@ def test_a_step_in_flight_changes_no_text(
         texts.append(text)
         assert load.graph_misses == {}
         assert any(name.startswith("decode") for name in load.graph_hits) == (graphs == "all")
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("attention", "graphs"), [("torch", "none"), ("triton", "none"), ("triton", "all")])
+def test_drafts_beside_a_step_in_flight_change_no_text(
+    made: list[DeviceExecutor], device: Device, attention: str, graphs: str
+) -> None:
+    """Runs in float32, as the test above. Drafts are looked up wherever a token occurred before."""
+    eager = SpeculativeConfig(method="suffix", min_match=1, adaptive=False)
+    drafted: dict[str, Any] = {"overlap": True, "speculative": eager, "num_speculative_tokens": 3}
+    texts = []
+    for settings in ({}, drafted):
+        executor, resolved = make(dtype="float32", attention=attention, cuda_graphs=graphs, **settings)
+        made.append(executor)
+        texts.append(serve(executor, resolved, seed=4, count=40)[0])
     assert texts[0] == texts[1]
 
 

@@ -61,6 +61,7 @@ class CheckedCore(RecordingCore):
         "prompt pooled in chunks",
         "draft accepted",
         "draft rejected",
+        "stood aside",
         "state restored",
         "state taken back",
         "drafts, states and spans in a step",
@@ -165,6 +166,9 @@ class CheckedCore(RecordingCore):
         assert plan == self._make_plan(now), "I-32"
         for row in plan.rows:
             self._check_row(row)
+        aside = set(self._scheduler.standing_aside)
+        assert not aside & {row.request.request_id for row in plan.rows}, "I-33: nobody knows that row yet"
+        self._reached |= {"stood aside"} if aside and plan.rows else set()
         self._check_victims(plan)
         self._check_decodes(plan, now)
         self._check_admissions(plan, now)
@@ -297,7 +301,8 @@ class CheckedCore(RecordingCore):
         assert len(running) <= config.max_num_seqs, "I-3"
         for request in running:
             assert 0 <= request.computed <= request.scheduled, "I-6"
-            assert request.scheduled <= len(request.token_ids) + request.num_pending, "I-6"
+            flying = len(request.drafts.token_ids) if request.drafts and request.num_pending else 0
+            assert request.scheduled <= len(request.token_ids) + request.num_pending + flying, "I-6"
             assert request.cached <= request.prompt_len - 1, "I-6"
             if not config.overlap:
                 assert request.computed == request.scheduled, "the cursors coincide without overlap"

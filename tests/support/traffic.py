@@ -57,6 +57,7 @@ SCHEDULERS = st.fixed_dictionaries(
 ).map(_scheduler)
 
 _LOOKED_UP = SpeculativeConfig(method="suffix", min_match=1, adaptive=False, free_tokens=8)
+_JUDGED = replace(_LOOKED_UP, adaptive=True)
 _PROPOSED = SpeculativeConfig(method="draft_model", model="a name", adaptive=False, free_tokens=8, model_cost=0.1)
 _LOOPS: list[dict[str, Any]] = [
     {},
@@ -71,6 +72,11 @@ _LOOPS: list[dict[str, Any]] = [
     {"recurrent_state": True, "num_speculative_tokens": 3, "drafting_limit": 5},
     {"recurrent_state": True, "num_speculative_tokens": 2, "speculative": _LOOKED_UP},
     {"recurrent_state": True, "num_speculative_tokens": 2, "speculative": _PROPOSED},
+    {"overlap": True, "num_speculative_tokens": 4, "drafting_limit": 9},
+    {"overlap": True, "num_speculative_tokens": 2, "speculative": _LOOKED_UP},
+    {"overlap": True, "num_speculative_tokens": 3, "speculative": _JUDGED},
+    {"recurrent_state": True, "overlap": True, "num_speculative_tokens": 4},
+    {"recurrent_state": True, "overlap": True, "num_speculative_tokens": 2, "speculative": _LOOKED_UP},
 ]
 
 

@@ -174,12 +174,9 @@ class DeviceExecutor:
         return _Launched(plan, order, places, without_mask, limited, graph, queued, download)
 
     def _must_know(self, plan: StepPlan) -> bool:
-        """Whether the host must read a token in flight first: for a row's grammar, or to know which draft was kept.
-        Penalties and bad words look at it on the device."""
-        return any(
-            row.request_id in self._flying and (_has_grammar(row) or self._flying[row.request_id][1] is None)
-            for row in plan.rows
-        )
+        """Whether the host must read a token in flight first, for a row's grammar. Penalties and bad words look at it
+        on the device."""
+        return any(row.request_id in self._flying and _has_grammar(row) for row in plan.rows)
 
     def _pending(self, plan: StepPlan) -> list[Pending]:
         begins = accumulate((len(row.token_ids) for row in plan.rows), initial=0)
@@ -187,7 +184,8 @@ class DeviceExecutor:
         for begin, row in zip(begins, plan.rows, strict=False):
             if row.token_ids[0] == PENDING_TOKEN and row.request_id in self._flying:
                 tokens, index = self._flying[row.request_id]
-                assert index is not None, "rows with unverified drafts were waited for"
+                if index is None:
+                    raise ValueError(f"{row.request_id} goes on from drafts that are in flight.")
                 found.append(Pending(begin, tokens, index))
         return found
 

@@ -172,6 +172,7 @@ def test_the_compiled_grammars_that_are_kept_have_so_many_characters_together(mo
         {"num_speculative_tokens": 3},
         {"num_speculative_tokens": 7, "max_num_batched_tokens": 128},
         {"overlap": True},
+        {"overlap": True, "num_speculative_tokens": 4, "max_num_batched_tokens": 128},
         {"max_num_batched_tokens": 9, "max_num_seqs": 8},
         {"block_size": 2, "num_kv_blocks": 80},
     ],

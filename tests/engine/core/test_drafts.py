@@ -3,6 +3,7 @@ The specification's I-30 and I-35, and the accounting defects of S4-R14, S5-R7 a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -95,12 +96,11 @@ def test_without_drafts_an_executor_that_could_propose_them_gets_rows_of_one_tok
     assert core.tokens("a") == answer_alone(PROMPT, max_tokens=8, ignore_eos=True)
 
 
-def test_an_executor_that_cannot_draft_is_refused_and_so_are_drafts_with_overlap() -> None:
+def test_an_executor_that_cannot_draft_is_refused_with_and_without_overlap() -> None:
     config = resolved_config(num_speculative_tokens=3, max_num_batched_tokens=64)
-    with pytest.raises(ConfigError, match="num_speculative_tokens is 3, but this model's executor has no drafts"):
-        EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), config)
-    with pytest.raises(ConfigError, match="overlap"):
-        EngineConfig(executor="fake", overlap=True, num_speculative_tokens=1)
+    for asked in (config, replace(config, overlap=True)):
+        with pytest.raises(ConfigError, match="num_speculative_tokens is 3, but this model's executor has no drafts"):
+            EngineCore(FakeExecutor(config.num_kv_blocks, config.block_size, range(32)), asked)
 
 
 def test_drafts_nobody_asked_for_leave_half_of_a_step_to_prefill_however_many_seats_there_are() -> None:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from engine.scheduling.step_time import StepCosts
 from engine.speculation import draft_budget
 from engine.speculation.draft_budget import (
+    GAP,
     KEPT,
+    MARGIN,
     START,
     AssumedCosts,
     Beside,
@@ -24,7 +26,9 @@ from engine.speculation.draft_budget import (
     MeasuredCosts,
     Wish,
     choose_lengths,
+    keep_aside,
     may_pay,
+    pace_aside,
 )
 
 CHANCES = st.integers(0, 100).map(lambda percent: percent / 100)
@@ -142,3 +146,30 @@ def test_a_machine_on_which_tokens_cost_little_drafts_more() -> None:
 
 def test_steps_that_take_no_time_can_be_compared() -> None:
     assert MeasuredCosts.of(StepCosts((1, 2), (0.0, 0.0))).duration(8) == 1.0
+
+
+# --- beside overlapped steps -----------------------------------------------------------------------------------------
+
+
+@given(chance=st.floats(0.01, 0.99), length=st.integers(1, 8))
+def test_what_a_draft_wins_is_counted_for_each_step_that_its_row_misses(chance: float, length: int) -> None:
+    """A run of drafts ends with the first that is not right as a whole. The row misses one step for each draft, and one
+    before the first."""
+    gain, whole = gained(Wish(chance, length), length), chance**length
+    drafts = 1 / (1 - whole)  # the mean of a geometric distribution
+    assert pace_aside(Wish(chance, length), length, in_flight=False) == pytest.approx(gain)
+    won = chance * drafts * gain / (drafts + 1)
+    assert pace_aside(Wish(chance, length), length, in_flight=True) == pytest.approx(won)
+
+
+def test_beside_rows_without_drafts_each_draft_pays_for_itself() -> None:
+    lengths, paces = [4, 4, 4], [3.2, MARGIN, 1.2]
+    assert keep_aside(lengths, paces, Beside(4, 0, num_bare=1)) == [4, 4, 0]
+
+
+def test_if_all_rows_draft_they_pay_together_for_reading_each_step_first() -> None:
+    lengths = [4, 4]
+    enough = MARGIN * GAP
+    assert keep_aside(lengths, [enough, enough], Beside(2, 0, 0)) == [4, 4]
+    assert keep_aside(lengths, [enough, 0.9 * enough], Beside(2, 0, 0)) == [0, 0]
+    assert keep_aside([4, 0], [3.0, 0.0], Beside(2, 0, 0)) == [4, 0], "the other row overlaps"

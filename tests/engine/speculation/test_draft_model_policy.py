@@ -576,7 +576,7 @@ def test_settings_that_would_never_act_are_refused(settings: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"overlap": True}, "overlap is true: speculation is not supported with overlap"),
+        ({"overlap": True}, "overlap is true: a draft model goes on from a token"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0: num_speculative_tokens 0 disables speculation"),
     ],
 )

@@ -267,7 +267,6 @@ def test_drafted_and_accepted_tokens_are_reported_with_each_step() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"speculative": EAGER, "overlap": True}, "speculative.method is suffix, .* overlap is true"),
         ({"speculative": NGRAM, "num_speculative_tokens": 0}, "speculative.method is ngram, .* is 0"),
     ],
 )

@@ -231,10 +231,17 @@ def test_every_plan_of_a_random_workload_gives_what_the_plain_executor_gives(
     assert not [last for *_, last in events.values() if isinstance(last, Failed)]
 
 
-@pytest.mark.parametrize("settings", [{}, TIGHT], ids=["plain", "tight"])
+UNDRAFTED = {"num_speculative_tokens": 0, "speculative": SpeculativeConfig(method="none")}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, TIGHT, {"num_speculative_tokens": 4}, LOOKED_UP, TIGHT | LOOKED_UP],
+    ids=["plain", "tight", "drafts", "looked up", "tight and looked up"],
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_with_a_step_in_flight_the_events_are_the_same(model: Path, seed: int, settings: dict[str, Any]) -> None:
-    executor, resolved = make(model, num_speculative_tokens=0, **settings)
+    executor, resolved = make(model, **settings | UNDRAFTED)
     want = serve(plain(executor), resolved, seed)
     overlapped, resolved = make(model, overlap=True, **settings)
     assert texts(serve(overlapped, resolved, seed)) == texts(want)
@@ -261,6 +268,36 @@ def test_a_pending_token_is_taken_on_the_device_from_the_step_before(executor: D
         executor.launch(StepPlan(step, (decode("a", PENDING_TOKEN, 19 + step, BLOCKS),)))
     assert "wait" not in device.asked
     assert [executor.collect().sampled[0][0] for _ in range(4)] == want
+
+
+def test_drafts_are_verified_while_the_rows_of_others_go_on_from_steps_in_flight(executor: DeviceExecutor) -> None:
+    want = greedy_text(plain(executor), TOKENS[:20], BLOCKS, 4)
+    others = greedy_text(plain(executor), TOKENS[:9], OTHER_BLOCKS, 5)
+    executor.launch(StepPlan(0, (chunk("a", TOKENS[:20], 0, 20, BLOCKS), chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS))))
+    executor.collect()
+    device: Any = executor._device
+    device.asked.clear()
+    drafted = (want[0], want[1], (want[2] + 1) % 256)
+    executor.launch(StepPlan(1, (decode("b", others[0], 9, OTHER_BLOCKS),)))
+    row = decode("a", want[0], 20, BLOCKS)._replace(token_ids=drafted)
+    executor.launch(StepPlan(2, (decode("b", PENDING_TOKEN, 10, OTHER_BLOCKS), row)))
+    executor.launch(StepPlan(3, (decode("b", PENDING_TOKEN, 11, OTHER_BLOCKS),)))
+    assert "wait" not in device.asked
+    assert executor.collect().sampled == ((others[1],),)
+    assert executor.collect().sampled == ((others[2],), (want[1], want[2])), "the second draft was wrong"
+    rows = (decode("b", PENDING_TOKEN, 12, OTHER_BLOCKS), decode("a", want[2], 22, BLOCKS))
+    executor.launch(StepPlan(4, rows))
+    assert executor.collect().sampled == ((others[3],),)
+    assert executor.collect().sampled == ((others[4],), (want[3],))
+
+
+def test_a_row_cannot_go_on_from_drafts_in_flight(executor: DeviceExecutor) -> None:
+    executor.launch(StepPlan(0, (chunk("a", TOKENS[:20], 0, 20, BLOCKS),)))
+    (newest,) = executor.collect().sampled[0]
+    executor.launch(StepPlan(1, (decode("a", newest, 20, BLOCKS)._replace(token_ids=(newest, 5)),)))
+    with pytest.raises(ValueError, match="a goes on from drafts that are in flight"):
+        executor.launch(StepPlan(2, (decode("a", PENDING_TOKEN, 22, BLOCKS),)))
+    assert executor.collect().sampled[0], "the drafts are verified nevertheless"
 
 
 def test_a_row_whose_token_was_never_sampled_fails_with_the_one_before_and_alone(executor: DeviceExecutor) -> None:
