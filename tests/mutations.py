@@ -1155,7 +1155,7 @@ MUTATIONS = (
         "engine/core/wall_times.py",
         "stood.aside = stood.aside.plus(took)",
         "stood.aside = stood.aside.plus(Shares())",
-        (BESIDE_OVERLAP,),
+        (WALL_TIMES,),
     ),
     # --- drafts -------------------------------------------------------------------------------------------------------
     Mutation(
@@ -1904,8 +1904,8 @@ MUTATIONS = (
         "Device a",
         "A row whose penalties look at a token in flight makes the whole step wait for it.",
         "engine/execution/gpu/executor.py",
-        "(_has_grammar(row) or self._flying",
-        "(row.answer[-1:] == (-1,) or self._flying",
+        "in self._flying and _has_grammar(row)",
+        "in self._flying and row.answer[-1:] == (-1,)",
         (TOKEN_COUNTS,),
     ),
     Mutation(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.config import Targets
-from engine.core.wall_times import Chunk, Shares, predict, split
+from engine.core.wall_times import Chunk, Shares, WallTimes, predict, split
 from engine.protocol import EngineTimes, Failed, Finished, SamplingParams, Submission, TimeCause
 from engine.scheduling.request import create_request
 from engine.scheduling.step_prediction import Prediction
@@ -116,6 +116,33 @@ def test_a_step_as_long_as_predicted_divides_as_predicted() -> None:
     assert late == pytest.approx(Shares(prompts=0.020, answer=0.010, answers=0.002, excess=0.1))
     noisy = split(0.036, predict(works, [chunk], Prediction(COSTS, deviation=0.1)))
     assert noisy.excess == 0, "ordinary noise is nobody's fault"
+
+
+def test_a_step_for_which_a_row_stood_aside_is_its_own_time_and_others_pay_for_their_neighbours() -> None:
+    """With overlap, a row with drafts has no row in the step after: that step is as long as it is for its own sake."""
+    times = WallTimes()
+    chunk = Chunk("a", chunk_work(0, 4, last=True), 4, True)
+    for name in ("a", "b"):
+        times.open(name, 0.0, prepared=True, ahead=(0, 0), spent={})
+        times.admitted(name, 0.0)
+        times.step(Shares(), [chunk._replace(request_id=name)], predict([], [], None)._replace(chunks=(1.0,)), 0.0)
+    took = Shares(prompts=0.4, answer=0.1, answers=0.2, grammar=0.2, excess=0.1)
+    times.step(took, [], predict([], [], None), 1.0, aside=["a", "gone"])
+    times.step(took, [], predict([], [], None), 2.0)
+    own, other = times.close("a", 2.0), times.close("b", 2.0)
+    assert own is not None
+    assert other is not None
+    assert own.seconds == pytest.approx(
+        {
+            TimeCause.DECODE: 0.8,
+            TimeCause.DECODE_BESIDE_PROMPTS: 0.4,
+            TimeCause.DECODE_BESIDE_ANSWERS: 0.2,
+            TimeCause.GRAMMAR: 0.4,
+            TimeCause.SLOW_STEPS: 0.2,
+        }
+    )
+    assert other.seconds[TimeCause.DECODE] == pytest.approx(0.2)
+    assert other.seconds[TimeCause.DECODE_BESIDE_ANSWERS] == pytest.approx(0.4)
 
 
 def test_what_is_not_explained_in_a_step_that_encodes_went_to_that() -> None:
