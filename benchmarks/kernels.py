@@ -27,6 +27,7 @@ from kernels.choice import ATTENTION, TORCH_ATTENTION, TRITON, choose_attention
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import TORCH, TORCH_CPU, Ops
 from kernels.forward import HeadShape, Linear, LinearHeads, Routing
+from kernels.kv_format import stored_size
 from kernels.rows.device import on_device, states_on_device
 from kernels.rows.step import PagedRows, StateRows
 
@@ -92,6 +93,21 @@ class Bench:
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
 
+    def cache(self, shape: Sequence[int], kept_in: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return random K and V. shape: [num_blocks, block_size, kv_heads, head_dim]; kept_in: a type of 8 bits; None:
+        that of the operands."""
+        if kept_in is None:
+            return self.random(*shape), self.random(*shape)
+        *places, head_dim = shape
+        k, v = (
+            torch.zeros(*places, stored_size(head_dim, kept_in), dtype=torch.int8, device=self.device).view(kept_in)
+            for _ in "kv"
+        )
+        for slots in torch.arange(places[0] * places[1], device=self.device).split(WRITTEN_AT_A_TIME):
+            some = self.random(len(slots), places[2], head_dim)
+            self.table.write_cache(some, some, k, v, slots)
+        return k, v
+
     def run_of(self, rows: PagedRows | None, num_tokens: int) -> EagerPass:
         """Return the forward pass whose operations are measured: Triton's on a GPU, torch's operators on the CPU."""
         positions = torch.randint(4096, (num_tokens,), generator=self.generator, device=self.device)
@@ -145,6 +161,12 @@ class Bench:
                 found.append(self.attention(f"attention_decode{suffix}", [o.context] * rows, [1] * rows, rows, table))
             found += [self.attention(f"attention_chunk{suffix}", [o.context], [count], 0, table) for count in o.chunk]
             found.append(self.attention(f"attention_after_prefix{suffix}", [o.prefix], [o.after_prefix], 0, table))
+        for name, kept_in in NARROW_CACHES.items():
+            for rows in most_first:
+                decode = f"attention_decode_{name}_cache"
+                found.append(self.attention(decode, [o.context] * rows, [1] * rows, rows, None, kept_in))
+            chunk = f"attention_chunk_{name}_cache"
+            found += [self.attention(chunk, [o.context], [count], 0, None, kept_in) for count in o.chunk]
         for linear in (self.causal_conv, self.delta_rule):
             found += [linear("decode", [1] * rows, rows) for rows in most_first]
             found += [linear("chunk", [count], 0) for count in o.chunk]
@@ -213,9 +235,15 @@ class Bench:
         return Cell("write_cache", shape, num_bytes, 0, make)
 
     def attention(
-        self, name: str, contexts: Sequence[int], counts: Sequence[int], num_decode: int, table: Ops | None
+        self,
+        name: str,
+        contexts: Sequence[int],
+        counts: Sequence[int],
+        num_decode: int,
+        table: Ops | None,
+        kept_in: torch.dtype | None = None,
     ) -> Cell:
-        """`table` None means the forward pass's own attention."""
+        """`table` None means the forward pass's own attention. kept_in: K and V in 8 bits."""
         heads, block_size = self.heads, self.options.block_size
         needed = [-(-(context + count) // block_size) for context, count in zip(contexts, counts, strict=True)]
         tokens, keys = sum(counts), sum(contexts) + sum(counts)
@@ -227,7 +255,7 @@ class Bench:
             rows = PagedRows(num_decode, tuple(contexts), tuple(counts), tables, block_size)
             q = self.random(tokens, heads.num_heads * heads.head_dim)
             shape = (sum(needed), block_size, heads.num_kv_heads, heads.head_dim)
-            cache, scale = (self.random(*shape), self.random(*shape)), heads.head_dim**-0.5
+            cache, scale = self.cache(shape, kept_in), heads.head_dim**-0.5
             if table is None:
                 run = self.run_of(rows, tokens)
                 return lambda: run.attention(q, heads, cache, scale)
@@ -237,7 +265,9 @@ class Bench:
             return lambda: attention(by_head, *cache, plan, scale)
 
         shape = {"rows": len(counts), "tokens": tokens, "context": contexts[0], "head_dim": heads.head_dim}
-        num_bytes = 2 * (keys * heads.num_kv_heads + tokens * heads.num_heads) * heads.head_dim * self.dtype.itemsize
+        kept = self.dtype if kept_in is None else kept_in
+        of_keys = keys * heads.num_kv_heads * stored_size(heads.head_dim, kept) * kept.itemsize
+        num_bytes = 2 * (of_keys + tokens * heads.num_heads * heads.head_dim * self.dtype.itemsize)
         flops = 4 * pairs * heads.num_heads * heads.head_dim
         return Cell(name, shape, num_bytes, flops, make, capturable=table is None or table.capturable)
 
@@ -403,6 +433,10 @@ class Bench:
 
 WEIGHTS: dict[str, tuple[int, int | None]] = {"plain": (16, None), "int8": (8, None), "fp8": (8, 128), "int4": (4, 128)}
 """(bits of a weight, inputs that share a scale)"""
+
+NARROW_CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+WRITTEN_AT_A_TIME = 1 << 16
+"""Tokens that are rounded at a time when such a cache is filled."""
 
 SAMPLING: dict[str, dict[str, float | int]] = {
     "greedy": {"temperature": 0.0},

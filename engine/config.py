@@ -564,9 +564,10 @@ class EngineConfig:
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",
-        "Type of the KV cache, on a CPU. `int8` and `fp8_e4m3`: one byte for each number, and a scale for each token "
-        "and KV head, so that about twice as many tokens fit as in bfloat16. `fp8_e4m3` needs torch's operators. "
-        "`auto`: the type of `dtype`. For the loss of accuracy see docs/how-to/quantised-models.md.",
+        "Type of the KV cache. `int8` and `fp8_e4m3`: one byte for each number, and a scale for each token and KV "
+        "head, so that about twice as many tokens fit as in bfloat16. On a CPU, `fp8_e4m3` needs torch's operators; on "
+        "a GPU, both need Triton's attention. `auto`: the type of `dtype`. For the loss of accuracy see "
+        "docs/how-to/quantised-models.md.",
     )
     kernels: Literal["auto", "native", "torch_cpu", "reference"] = setting(
         "auto",

@@ -158,6 +158,7 @@ NATIVE = Feature("the native kernels", Group.KERNELS, "kernels", partial(eq, "na
 TORCH_CPU = Feature("torch's kernels", Group.KERNELS, "kernels", partial(eq, "torch_cpu"))
 REFERENCE = Feature("the reference", Group.KERNELS, "kernels", partial(eq, "reference"))
 UNCAPTURED_ATTENTION = Feature("torch attention", Group.KERNELS)
+WIDE_ATTENTION = Feature("attention without Triton", Group.KERNELS)
 TORCH_ADAPTERS = Feature("adapters without Triton", Group.KERNELS)
 TORCH_EXPERTS = Feature("experts without Triton", Group.KERNELS)
 TORCH_PRODUCTS = Feature("matrix products without Triton", Group.KERNELS)
@@ -194,7 +195,7 @@ _GPU_SETTINGS = (
 RULES = (
     # where features run
     Rule(_GPU_SETTINGS, (CPU, FAKE), "this setting has an effect only on a GPU"),
-    Rule((CPU_KERNELS, NARROW_KV, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
+    Rule((CPU_KERNELS, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
     Rule((DRAFT_MODEL,), (GPU,), "a draft model runs only on the CPU"),
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
@@ -203,6 +204,7 @@ RULES = (
     # on which kernels
     Rule((LORA,), (NATIVE,), "the native kernels compute no adapters"),
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
+    Rule((NARROW_KV,), (WIDE_ATTENTION,), "on a GPU, only Triton's attention reads a KV cache in 8 bits"),
     Rule((FP8_KV,), (NATIVE,), "the native kernels do not support an fp8 KV cache, only int8"),
     Rule((NARROW_KV,), (REFERENCE,), "the reference kernels support only an unquantized KV cache"),
     Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels compute with int8 weights"),

@@ -19,6 +19,7 @@ from kernels.eager.ops import TORCH, Ops
 from kernels.flash.attention import flash_ops
 from kernels.flash.packages import Capability, Import, find_flash
 from kernels.forward import ForwardPass
+from kernels.kv_format import SCALE_BYTES
 from kernels.rows.step import StateRows
 
 NATIVE, TORCH_CPU, REFERENCE = "native", "torch_cpu", "reference"
@@ -83,13 +84,14 @@ def choose_attention(
     head_dim: int,
     block_size: int,
     capability: Capability | None,
+    narrow_cache: bool = False,
     load: Import = importlib.import_module,
 ) -> tuple[Choice, Ops]:
     """Choose attention for a GPU of `capability` (None: another device, such as the CPU), and the table that it is
     part of.
 
-    `auto` takes the first of ATTENTION that can run. Norms, rotation and activation are Triton's where it can be
-    imported, else torch's.
+    `auto` takes the first of ATTENTION that can run; if K and V are in 8 bits (narrow_cache), the first that reads
+    those, where there is any. Norms, rotation and activation are Triton's where it can be imported, else torch's.
 
     Raises:
         ValueError: the attention asked for by name does not exist, or cannot run here. The message says why.
@@ -115,7 +117,10 @@ def choose_attention(
                 prepare_attention=TORCH.prepare_attention,
                 attention=TORCH.attention,
                 capturable=False,
+                narrow_cache=False,
             )
+        if narrow_cache and not isinstance(found, str):
+            found = _why_not_narrow(name, asked, found, head_dim, block_size) or found
         if not isinstance(found, str):
             rest = without_triton if f"not {TRITON}: {triton}" not in refused else []
             return Choice(name, "; ".join([_reason(name, asked, found), *refused, *rest])), found
@@ -131,6 +136,16 @@ def _reason(name: str, asked: str, table: Ops) -> str:
         TRITON: f"{name}: kernels compiled for this GPU at their first use",
         TORCH_ATTENTION: f"{name}: the reference, row after row",
     }[name]
+
+
+def _why_not_narrow(name: str, asked: str, table: Ops, head_dim: int, block_size: int) -> str | None:
+    """Return why this attention is not for K and V in 8 bits. What was asked for by name, and the last, are left to
+    whoever compares the table with the config."""
+    if not table.narrow_cache:
+        return "it does not read a KV cache in 8 bits" if asked == "auto" and name != ATTENTION[-1] else None
+    if block_size * head_dim % SCALE_BYTES:
+        return f"a KV cache in 8 bits needs block_size times head_dim to be a multiple of {SCALE_BYTES}"
+    return None
 
 
 def _flash_table(

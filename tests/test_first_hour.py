@@ -241,6 +241,9 @@ def test_the_table_has_each_aim_with_what_was_measured_and_each_that_was_not(tmp
         {"shape": "decode 64 x 1024", "by": "flash_attn", "us": 90.0},
         {"shape": "decode 64 x 1024", "by": "other", "us": 300.0},
         {"shape": "decode 1 x 1024", "by": "triton", "failed": "RuntimeError"},
+        {"shape": "decode 64 x 8192", "by": "triton", "us": 800.0},
+        {"shape": "decode 64 x 8192", "by": "triton over K and V in fp8", "us": 480.0},
+        {"shape": "decode 64 x 8192", "by": "triton over K and V in int8", "us": 600.0},
     ]
     store = Store(tmp_path, [], STAND_IN)
     tests = {"tests": [{"outcome": "passed"}, {"outcome": "failed"}]}
@@ -256,12 +259,15 @@ def test_the_table_has_each_aim_with_what_was_measured_and_each_that_was_not(tmp
     assert "longest gap, chunks over whole prompts: 0.20 (aim <= 0.3): NOT VALIDLY MEASURED" in text
     assert "host gap between decode steps, percent: 2.00 (aim <= 3): met" in text
     assert "attention, decode 64 x 1024: speed over flash_attn: 0.90 (aim >= 0.95): MISSED" in text
+    of_bytes = "attention, decode 64 x 8192: time with K and V in {}, which are 0.52 of the bytes: {} (aim <= 0.65): {}"
+    assert of_bytes.format("fp8", "0.60", "met") in text
+    assert of_bytes.format("int8", "0.75", "MISSED") in text
     assert "(2 passed, 2 failed)" in text
     assert "peaks: copy 3000 GB/s, matrix 700000 GFLOP/s" in text
     assert "where: not run" in text
     assert NO_BATCH_INVARIANCE in text
     assert "  llama-3.1-8b: decode, 16 rows: not measured" in text
-    assert len(missing_of(aims_of(store))) == 7
+    assert len(missing_of(aims_of(store))) == 8
 
 
 def test_every_part_has_a_name_of_its_own_and_a_limit_within_its_phase() -> None:

@@ -14,7 +14,7 @@ import torch
 from engine.batch.grammar import read_grammars
 from engine.build.facts import facts_of
 from engine.build.model import ModelBuilder
-from engine.build.resolve import resolve, resolve_dtype
+from engine.build.resolve import block_bytes, resolve, resolve_dtype
 from engine.build.trial_steps import (
     decode_blocks,
     largest_step,
@@ -50,13 +50,14 @@ from engine.features import (
     TORCH_PRODUCTS,
     TORCH_STATES,
     UNCAPTURED_ATTENTION,
+    WIDE_ATTENTION,
     Feature,
     find_conflict,
     turned_on,
 )
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
-from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block
+from engine.models.kv_cache import KVCache, blocks_in
 from engine.models.narrow import Keep
 from engine.models.recurrent_state import RecurrentState, state_bytes
 from engine.step import ExecutorOutOfMemoryError, StepPlan
@@ -118,7 +119,7 @@ class GpuStart:
     ) -> None:
         self._builder, self._config, self.resolved = builder, builder.config, builder.resolved
         self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
-        self._block_bytes = bytes_per_block(builder.model, builder.config.block_size, dtype)
+        self._block_bytes = block_bytes(builder.model, builder.config, dtype, draft=None)
         self._narrow = NarrowProducts()
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
         self._adapters: AdapterSlots | None = None
@@ -326,6 +327,7 @@ def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: 
             head_dim=model.head_dim,
             block_size=config.block_size,
             capability=device.capability,
+            narrow_cache=config.kv_cache_dtype != "auto",
         )
     except ValueError as error:
         raise ConfigError(f"attention is {config.attention}. {error}") from error
@@ -361,6 +363,7 @@ def _lacking(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:
     by_torch = "torch's operators compute"
     found = {
         UNCAPTURED_ATTENTION: (ops.capturable, f"attention is {attention.name}"),
+        WIDE_ATTENTION: (ops.narrow_cache, f"attention is {attention.name}"),
         NO_CAPTURES: (device.captures, f"{device.name} captures nothing"),
         TORCH_ADAPTERS: (ops.add_low_rank is not None, f"{by_torch} the matrices"),
         TORCH_EXPERTS: (ops.experts_capturable, f"{by_torch} the experts"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.config import ModelConfig
-from kernels.cpu.narrow_cache import stored_size
+from kernels.kv_format import stored_size
 
 
 def cache_dtype(asked: str, dtype: torch.dtype) -> torch.dtype:
@@ -45,8 +45,8 @@ def blocks_in(memory_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
 class KVCache:
     """(K, V) of each layer that has them, each [num_blocks, block_size, kv_heads, stored_size(head_dim)].
 
-    Slot = block * block_size + offset. The native kernels order the bytes within a block differently; see
-    kernels/cpu/native/cache.h.
+    Slot = block * block_size + offset. The native kernels and Triton's narrow cache order the bytes within a block
+    differently; see kernels/cpu/native/cache.h and kernels/triton/shared/narrow_cache.py.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]

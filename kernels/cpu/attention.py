@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.narrow_cache import LARGEST, SCALE_BYTES, widen
+from kernels.cpu.narrow_cache import widen
+from kernels.kv_format import LARGEST, SCALE_BYTES
 from kernels.rows.step import PagedRows
 
 # Decode rows are padded to the longest of their bucket. Buckets are powers of two, so padding at most doubles a row's

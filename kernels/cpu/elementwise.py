@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.narrow_cache import LARGEST, narrow
+from kernels.cpu.narrow_cache import narrow
+from kernels.kv_format import LARGEST
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,16 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4
-"""The size of the float32 scale after each vector of a (slot, KV head)."""
-
-LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The types that a cache may be narrowed to, each with what the largest magnitude becomes."""
-
-
-def stored_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many elements of `dtype` one head's vector takes."""
-    return head_dim + SCALE_BYTES if dtype in LARGEST else head_dim
+from kernels.kv_format import LARGEST, SCALE_BYTES
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:

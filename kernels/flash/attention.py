@@ -26,6 +26,7 @@ def flash_ops(package: Package, module: Any, others: Ops) -> Ops:
         prepare_attention=prepare,
         attention=partial(run, module),
         capturable=True,
+        narrow_cache=False,
     )
 
 

@@ -59,5 +59,6 @@ TRITON = Ops(
     capturable=True,  # attention reads DeviceRows as they are, and sizes its launches by their upper bounds
     states_capturable=True,
     experts_capturable=True,
+    narrow_cache=True,
     fused_rotation=True,
 )

@@ -43,6 +43,12 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_operation_and_shape(
         for kind, n in (("decode", 3), ("decode", 1), ("chunk", 5), ("after_prefix", 2))
         if op == "attention" or n != 2
     ]
+    of_narrow_caches = [
+        (f"attention_{kind}_{name}_cache", n)
+        for name in ("int8", "fp8")
+        for kind, n in (("decode", 3), ("decode", 1), ("chunk", 5))
+    ]
+    by_rows[8:8] = of_narrow_caches
     experts = [("experts", tokens) for tokens in (5, 3, 1)]
     assert [(cell["op"], cell["tokens"]) for cell in cells] == by_token + by_rows + experts
     assert document["missing"] == []
@@ -81,7 +87,9 @@ def test_bytes_and_operations_are_the_fewest_that_there_can_be(capsys: pytest.Ca
     }
     decode, chunk = cells["attention_decode", 3], cells["attention_chunk", 5]
     assert decode["bytes"] == 4 * 16 * 2 * (3 * 41 * 2 + 3 * 4)  # K and V of every token, queries and what comes out
-    assert decode["flops"] == 4 * 16 * 4 * 3 * 41  # two products, a multiplication and an addition each
+    narrow = cells["attention_decode_fp8_cache", 3]
+    assert narrow["bytes"] == 2 * (3 * 41 * 2 * (16 + 4) + 3 * 4 * 16 * 4)  # a byte for each number, and its scales
+    assert decode["flops"] == narrow["flops"] == 4 * 16 * 4 * 3 * 41  # two products, a multiplication and an addition each
     assert chunk["flops"] == 4 * 16 * 4 * (41 + 42 + 43 + 44 + 45)
     after_prefix = cells["attention_after_prefix", 2]
     assert after_prefix["flops"] == 4 * 16 * 4 * (71 + 72)
@@ -113,6 +121,8 @@ def test_on_a_gpu_every_attention_that_runs_there_has_its_cells(monkeypatch: pyt
         "attention_chunk": True,
         "attention_chunk_vllm_flash_attn": True,
         "attention_chunk_torch": False,
+        "attention_chunk_int8_cache": True,
+        "attention_chunk_fp8_cache": True,
     }
     assert {"control_logits", "logprobs", "sample_greedy"} <= cells.keys()
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", None)

@@ -13,6 +13,7 @@ from engine.execution.device import Device
 from kernels.forward import HeadShape
 from kernels.rows.sampled_row import SampledRow
 from tests.kernels.rows import paged_case, seeded_generator
+from tests.kernels.triton import narrow_kv_case
 from tests.kernels.triton.cases import (
     POISON,
     TOLERANCE,
@@ -95,6 +96,29 @@ def test_rotation_and_cache_writes(where: str, tokens: int, head_dim: int, norme
     in bfloat16 that exceeds the tolerance."""
     shape = HeadShape(num_heads=40, num_kv_heads=8, head_dim=head_dim)
     check_rotation(shape, where, dtype=dtype, tokens=tokens, normed=normed)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kept_in", narrow_kv_case.NARROW)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_attention_over_keys_and_values_in_8_bits(
+    where: str, head_dim: int, kept_in: torch.dtype, dtype: torch.dtype
+) -> None:
+    decodes = [0, 15, 16, SPLIT - 1, 2 * SPLIT]
+    for rows in ((decodes, []), ([5, 300], [(0, 20), (33, 1), (1000, 40)])):
+        case = paged_case(*rows, head_dim=head_dim, group=4, dtype=dtype)
+        narrow_kv_case.check_attention(case, kept_in, where, split=SPLIT)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kept_in", narrow_kv_case.NARROW)
+def test_keys_and_values_are_rounded_to_8_bits_as_on_a_cpu(
+    where: str, kept_in: torch.dtype, dtype: torch.dtype
+) -> None:
+    narrow_kv_case.check_write(kept_in, dtype, where)
+    for normed in (False, True):
+        heads = HeadShape(num_heads=40, num_kv_heads=8, head_dim=128)
+        narrow_kv_case.check_rotation(heads, kept_in, where, tokens=65, normed=normed)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

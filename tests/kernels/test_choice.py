@@ -139,6 +139,39 @@ def test_attention_asked_for_by_name_is_never_replaced(asked: str, changes: dict
         choose(asked, **changes)
 
 
+NARROW_TRITON = replace(TRITON, narrow_cache=True)
+
+
+def choose_narrow(asked: str = "auto", present: tuple[str, ...] = (TRITON_TABLE, "flash_attn"), **changes: Any) -> Any:
+    def load(module: str) -> object:
+        if module not in present:
+            raise ImportError(f"No module named '{module}'")
+        return SimpleNamespace(TRITON=NARROW_TRITON) if module == TRITON_TABLE else FakeFlash()
+
+    return choose(asked, narrow_cache=True, block_size=256, **{"load": load} | changes)
+
+
+def test_a_cache_in_8_bits_is_left_to_triton_and_the_reason_says_so() -> None:
+    assert choose("auto", ("flash_attn", TRITON_TABLE), block_size=256)[0].name == "vllm_flash_attn"
+    chosen, table = choose_narrow()
+    assert (chosen.name, table) == ("triton", NARROW_TRITON)
+    assert chosen.reason.endswith("not vllm_flash_attn: it does not read a KV cache in 8 bits")
+
+
+@pytest.mark.parametrize("asked", ["vllm_flash_attn", "torch"])
+def test_other_attention_says_that_it_reads_no_cache_in_8_bits_over_tritons_table_too(asked: str) -> None:
+    """It is what was asked for by name: whoever compares it with the config refuses it."""
+    chosen, table = choose_narrow(asked)
+    assert (chosen.name, table.narrow_cache) == (asked, False)
+    assert choose_narrow(present=("flash_attn",))[1].narrow_cache is False
+
+
+def test_scales_between_two_addresses_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="triton attention cannot run: .* block_size times head_dim to be a multiple of 4"):
+        choose_narrow("triton", block_size=1, head_dim=6)
+    assert choose_narrow("triton", block_size=2, head_dim=6)[0].name == "triton"
+
+
 @pytest.fixture
 def _triton_3_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Provide the Triton of torch 2.4, which vllm-flash-attn needs: no knobs, and an autotune without

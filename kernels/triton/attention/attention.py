@@ -15,6 +15,7 @@ from kernels.triton.attention.kernel import attend_chunks, attend_decodes
 from kernels.triton.attention.plan import AttentionPlan
 from kernels.triton.attention.work import UNLIMITED, Work
 from kernels.triton.shared.launch import multiprocessors, padded
+from kernels.triton.shared.narrow_cache import readable
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """How many programs a captured step has for each multiprocessor, those of all heads together. Two or three of attention
@@ -70,11 +71,11 @@ class _Call:
         return max(self._programs(items, kv_heads), filled), kv_heads
 
     def _start(self, launch: Any, out: Tensor, parts: Tensor, lse: Tensor, **constants: int) -> None:
-        plan, (_, block_size, kv_heads, head_dim) = self.plan, self.k_cache.shape
+        plan, (_, block_size, kv_heads, _), head_dim = self.plan, self.k_cache.shape, self.q.shape[2]
         launch(
             self.q,
-            self.k_cache,
-            self.v_cache,
+            readable(self.k_cache),
+            readable(self.v_cache),
             out,
             parts,
             lse,
@@ -110,8 +111,8 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T * scale) v over each row's cached tokens, causal. # [num_tokens, heads, head_dim]
 
-    q: [num_tokens, heads, head_dim], each token contiguous; caches: [num_blocks, block_size, kv_heads, head_dim],
-    contiguous, with this step's K and V. window: how many tokens a query sees, its own included; None: all. Padding
+    q: [num_tokens, heads, head_dim], each token contiguous; caches: [num_blocks, block_size, kv_heads,
+    stored_size(head_dim)], contiguous, with this step's K and V. window: how many tokens a query sees, its own included; None: all. Padding
     tokens of `out` are left as they are.
 
     Raises:

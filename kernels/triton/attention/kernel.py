@@ -6,9 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.attention.keys import add_keys
 from kernels.triton.attention.splits import splits_of
 from kernels.triton.attention.work import CHUNK_ITEMS, CHUNK_TILES, DECODE_ITEMS, PARTIALS
-from kernels.triton.shared.launch import dot, tuned
+from kernels.triton.shared.launch import tuned
 from kernels.triton.shared.tiles import find_item_row
 
 # The loop over keys also reads the block table, which takes pipeline stages, too: with 3 stages no tile of keys is
@@ -33,54 +34,6 @@ CHUNK_CONFIGS = [
 ]
 
 _SMALLEST_TILE = tl.constexpr(CHUNK_TILES[0])
-
-
-@triton.jit
-def _add_keys(
-    queries,
-    best,
-    mass,
-    total,
-    k_cache,
-    v_cache,
-    row_table,
-    tile,
-    start,
-    end,
-    position,
-    window,
-    scale,
-    kv_head,
-    MASKED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return (best, mass, total) updated by BLOCK_N keys from `tile` on. Not MASKED: every query sees all of them."""
-    key = tile + tl.arange(0, BLOCK_N)
-    i = tl.arange(0, HEAD_PADDED)
-    inside, owned = i < HEAD_DIM, (key >= start) & (key < end)
-    if MASKED:
-        block = tl.load(row_table + key // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
-        of_keys, of_values = owned[None, :] & inside[:, None], owned[:, None] & inside[None, :]
-    else:
-        block = tl.load(row_table + key // BLOCK_SIZE).to(tl.int64)
-        of_keys, of_values = inside[:, None], inside[None, :]
-    at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-    keys = tl.load(k_cache + at[None, :] + i[:, None], mask=of_keys, other=0.0)
-    scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
-    if MASKED:
-        seen = owned[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, axis=1))
-    finite = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best  # a query may have seen no key
-    weights = tl.exp2(scores - finite[:, None])
-    kept = tl.exp2(best - finite)
-    values = tl.load(v_cache + at[:, None] + i[None, :], mask=of_values, other=0.0)
-    return new_best, mass * kept + tl.sum(weights, axis=1), dot(weights.to(values.dtype), values, total * kept[:, None])
 
 
 @triton.jit(
@@ -123,6 +76,7 @@ def attend(
     sums: see Work. num_rows: decodes and all others. window: UNLIMITED if not WINDOWED. scale: includes log2(e).
     """
     kv_head = tl.program_id(1)
+    NARROW: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8
     if DECODE:
         items = sums + DECODE_ITEMS * (num_rows + 1)
     else:
@@ -164,14 +118,14 @@ def attend(
             seen_by_all = tl.minimum(length - count + first // GROUP + 1, end)
             masked += tl.maximum(seen_by_all - lowest, 0) // BLOCK_N * BLOCK_N
             for tile in tl.range(lowest, masked, BLOCK_N):
-                best, mass, total = _add_keys(
+                best, mass, total = add_keys(
                     queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-                    kv_head, False, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+                    kv_head, NARROW, False, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
                 )  # fmt: skip
         for tile in tl.range(masked, end, BLOCK_N):
-            best, mass, total = _add_keys(
+            best, mass, total = add_keys(
                 queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-                kv_head, True, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+                kv_head, NARROW, True, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
             )  # fmt: skip
 
         divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split

@@ -9,7 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forward import HeadShape
+from kernels.kv_format import LARGEST
+from kernels.triton.elementwise.narrow import largest_of, scale_of, store_halves
 from kernels.triton.shared.launch import padded, warps
+from kernels.triton.shared.narrow_cache import writable
 
 HEADS_AT_A_TIME = 16
 
@@ -33,10 +36,12 @@ def _rotate(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     """TILE heads of one token per program. x: [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
 
-    Without slots, nothing is cached, and there are no KV heads. q: [num_tokens, NUM_HEADS, 2 * HALF]
+    Without slots, nothing is cached, and there are no KV heads. q: [num_tokens, NUM_HEADS, 2 * HALF]. BLOCK_SIZE: of a
+    cache in 8 bits; None: the cache has the type of q.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64) if slots is not None else token
@@ -62,7 +67,17 @@ def _rotate(
     to_q = q + (token * NUM_HEADS + head[:, None]) * (2 * HALF) + i[None, :]
     tl.store(to_q, one.to(kind), mask=is_q[:, None] & inside)
     tl.store(to_q + HALF, two.to(kind), mask=is_q[:, None] & inside)
-    if slots is not None:
+    if BLOCK_SIZE is not None:
+        if tl.program_id(1) * TILE + TILE > NUM_HEADS:  # other tiles have queries alone
+            is_v = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+            one = tl.where(is_v[:, None], first.to(tl.float32), one)
+            two = tl.where(is_v[:, None], second.to(tl.float32), two)
+            largest = tl.maximum(largest_of(one), largest_of(two), propagate_nan=tl.PropagateNan.ALL)
+            scale = scale_of(largest, k_cache.dtype.element_ty)
+            k_head, v_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
+            store_halves(one, two, scale, k_cache, slot, k_head, is_k, inside, i, NUM_KV_HEADS, HALF, BLOCK_SIZE)
+            store_halves(one, two, scale, v_cache, slot, v_head, is_v, inside, i, NUM_KV_HEADS, HALF, BLOCK_SIZE)
+    elif slots is not None:
         to_k = k_cache + (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * (2 * HALF) + i[None, :]
         tl.store(to_k, one.to(kind), mask=is_k[:, None] & inside)
         tl.store(to_k + HALF, two.to(kind), mask=is_k[:, None] & inside)
@@ -95,8 +110,8 @@ def rotate_and_cache(
     Return the queries. # [num_tokens, num_heads * head_dim]
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; rotations: cos and sin, [num_tokens, head_dim / 2]
-    float32; cache: K and V, each [num_blocks, block_size, num_kv_heads, head_dim]; slots: [num_tokens] int64, -1 for a
-    padding token, whose queries are not written either.
+    float32; cache: K and V, each [num_blocks, block_size, num_kv_heads, stored_size(head_dim)]; slots: [num_tokens]
+    int64, -1 for a padding token, whose queries are not written either.
     """
     size = heads.num_heads * heads.head_dim
     out = torch.empty(len(qkv), size, dtype=qkv.dtype, device=qkv.device) if out is None else out
@@ -109,7 +124,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> T
     """Rotate pairs (i, i + head_dim / 2). x: [num_tokens, heads, head_dim], cos and sin: [num_tokens, head_dim / 2]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, (cos, sin), None, out, (None, None), None, 0, 0.0)
+    _launch(x, (cos, sin), None, out, None, None, 0, 0.0)
     return out
 
 
@@ -118,7 +133,7 @@ def _launch(
     rotations: tuple[Tensor, Tensor],
     norms: tuple[Tensor, Tensor] | None,
     q: Tensor,
-    cache: tuple[Tensor | None, Tensor | None],
+    cache: tuple[Tensor, Tensor] | None,
     slots: Tensor | None,
     num_kv_heads: int,
     eps: float,
@@ -129,8 +144,11 @@ def _launch(
     grid = (tokens, triton.cdiv(heads, tile))
     cos, sin = (part.contiguous() for part in rotations)
     strides = (x.stride(0), x.stride(1))
-    shape = (heads - 2 * num_kv_heads, num_kv_heads, head_dim // 2, half, tile)
+    block_size = None if cache is None or cache[0].dtype not in LARGEST else cache[0].shape[1]
+    caches = (None, None) if cache is None else tuple(map(writable, cache))
+    shape = (heads - 2 * num_kv_heads, num_kv_heads, head_dim // 2, half, tile, block_size)
     if tokens:
         _rotate[grid](
-            x, cos, sin, *(norms or (None, None)), q, *cache, slots, *strides, eps, *shape, num_warps=warps(tile * half)
-        )
+            x, cos, sin, *(norms or (None, None)), q, *caches, slots, *strides, eps, *shape,
+            num_warps=warps(tile * half),
+        )  # fmt: skip

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kernels.triton.linear.pack import FP8, INT8, RUN
 from kernels.triton.shared.launch import dot, tuned
+from kernels.triton.shared.stored_numbers import COUNTER_VALUE, E4M3_UNIT, e4m3, less_zero
 
 # BLOCK_K counts words. A group of 128 inputs has 64 words of 8-bit weights and 32 of 4-bit ones: no step is longer.
 # Only those of 16 words fit in 99 KiB of shared memory for every kind of weight with activations in float32.
@@ -31,33 +32,15 @@ MANY_CONFIGS = [
 MOST_WORDS = max(config.kwargs["BLOCK_K"] for config in FEW_CONFIGS + MANY_CONFIGS)
 
 _RUN, _INT8, _FP8 = tl.constexpr(RUN), tl.constexpr(INT8), tl.constexpr(FP8)
-_FP8_UNIT = tl.constexpr(256.0)
-"""Bits of e4m3 in the places of a float16's are the number divided by this."""
-_COUNTER = tl.constexpr(0x4B000000)
-_COUNTER_VALUE = tl.constexpr(8388608.0)
-"""2**23 in float32, whose lowest bits count ones, and as a number."""
-
-
-@triton.jit
-def _less_zero(number, zero):
-    """Return number - zero in float32. number: 0 to 255; zero: from `_zeros`. An addition, because conversions from
-    integers are several times slower on a GPU."""
-    return (number.to(tl.int32) | _COUNTER).to(tl.float32, bitcast=True) - zero
-
-
-@triton.jit
-def _e4m3(number):
-    """Return numbers of e4m3, divided by 256, in float32. GPUs before 8.9 have no instruction for it."""
-    return (((number & 0x80) << 8) | ((number & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _zeros(zeros, at, n, inside, KIND: tl.constexpr):
-    """Return each output's zero point, as `_less_zero` takes it. at: the group's first. # [BLOCK_N, 1] float32"""
+    """Return each output's zero point, as `less_zero` takes it. at: the group's first. # [BLOCK_N, 1] float32"""
     zero = tl.zeros_like(n).to(tl.float32) + (128.0 if KIND == _INT8 else 8.0)
     if zeros is not None:
         zero = tl.load(zeros + at + n, mask=inside, other=0).to(tl.float32) + (128.0 if KIND == _INT8 else 0.0)
-    return (zero + _COUNTER_VALUE)[:, None]
+    return (zero + COUNTER_VALUE)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -108,9 +91,9 @@ def multiply(
             inside = of_outputs & (group * GROUP < INPUTS)
             number = (stored >> (place * BITS)) & ((1 << BITS) - 1)
             if KIND == _FP8:
-                wide = _e4m3(number)
+                wide = e4m3(number)
             else:
-                wide = _less_zero(number, _zeros(zeros, group * OUTPUTS, n, inside, KIND))
+                wide = less_zero(number, _zeros(zeros, group * OUTPUTS, n, inside, KIND))
             part = dot(wide.to(x.dtype.element_ty), a, part)
             if BY_PLACE or (GROUP > 0 and place == PER_WORD - 1):
                 total += part * tl.load(scales + group * OUTPUTS + n, mask=inside, other=0.0)[:, None]
@@ -120,7 +103,7 @@ def multiply(
     if GROUP == 0:
         total *= tl.load(scales + n, mask=of_outputs, other=0.0)[:, None]
     if KIND == _FP8:
-        total *= _FP8_UNIT
+        total *= E4M3_UNIT
     if bias is not None:
         total += tl.load(bias + n, mask=of_outputs, other=0.0).to(tl.float32)[:, None]
     to = out + (split.to(tl.int64) * num_rows + row)[None, :] * OUTPUTS + n[:, None]

@@ -116,9 +116,8 @@ LACKS: dict[Feature, str] = {
 }
 
 ON_GPU = {
-    features.GPU, features.UNCAPTURED_ATTENTION, features.TORCH_ADAPTERS, features.TORCH_EXPERTS, features.TORCH_STATES,
-    features.TORCH_PRODUCTS,
-    features.NO_CAPTURES,
+    features.GPU, features.UNCAPTURED_ATTENTION, features.WIDE_ATTENTION, features.TORCH_ADAPTERS,
+    features.TORCH_EXPERTS, features.TORCH_STATES, features.TORCH_PRODUCTS, features.NO_CAPTURES,
 }  # fmt: skip
 
 CONFLICTS = [Conflict(rule, one, other) for rule in RULES for one, other in product(rule.features, rule.against)]

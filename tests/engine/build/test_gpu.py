@@ -419,7 +419,8 @@ def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
     [
         ({"kernels": "native"}, "kernels is native, but this engine runs on fake GPU: this setting has an effect"),
         ({"quantize": "int8"}, "quantize is int8, but torch's operators compute the matrix products: without Triton"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, but this engine runs on fake GPU"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, but attention is torch: on a GPU, only Triton's"),
+        ({"kv_cache_dtype": "fp8_e4m3", "attention": "vllm_flash_attn"}, "fp8_e4m3, but attention is vllm_flash_attn"),
         ({"batch_invariant": True}, "batch_invariant is true, but this engine runs on fake GPU"),
         ({"attention": "vllm_flash_attn", "dtype": "float32"}, "attention cannot run: dtype is float32"),
         (

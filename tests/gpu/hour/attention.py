@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernels import Bench, measure
+from benchmarks.kernels import NARROW_CACHES, Bench, measure
 from kernels.choice import FLASH, TRITON, choose_attention
 from kernels.eager.ops import TORCH, Ops
 from kernels.rows.device import on_device
 from kernels.rows.step import PagedRows
-from tests.gpu.hour.phases import STAND_IN
+from tests.gpu.hour.phases import NARROW_SHAPES, OVER_NARROW, STAND_IN
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,13 @@ def _timed(bench: Bench, case: Case, make: Callable[[], Run], capturable: bool =
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
 
 
-def _paged_run(bench: Bench, case: Case, table: Ops, block_size: int, **of_plan: int) -> Run:
-    """Return a run of paged attention. of_plan: values of a captured step's plan in place of the step's own."""
+def _paged_run(
+    bench: Bench, case: Case, table: Ops, block_size: int, kept_in: torch.dtype | None = None, **of_plan: int
+) -> Run:
+    """Return a run of paged attention. kept_in: K and V in 8 bits; of_plan: values of a captured step's plan in place
+    of the step's own."""
     rows = case.paged(block_size)
-    shape = (rows.block_tables.numel(), block_size, KV_HEADS, HEAD_DIM)
-    cache = (bench.random(*shape), bench.random(*shape))
+    cache = bench.cache((rows.block_tables.numel(), block_size, KV_HEADS, HEAD_DIM), kept_in)
     q = bench.random(case.rows * (case.chunk or 1), KV_HEADS * GROUP, HEAD_DIM)
     plan = table.prepare_attention(on_device(rows, bench.device) if table.capturable else rows, KV_HEADS, bench.dtype)
     if of_plan:
@@ -149,7 +151,8 @@ def _plans(case: Case, on_gpu: bool) -> list[dict[str, int]]:
 
 
 def packages(options: argparse.Namespace, keep: Keep) -> None:
-    """Time Triton's attention beside FlashAttention, if installed, and torch's attention on contiguous K and V."""
+    """Time Triton's attention beside FlashAttention, if installed, torch's attention on contiguous K and V, and its own
+    over K and V in 8 bits."""
     bench, cases = _bench(options)
     found: list[dict[str, Any]] = []
 
@@ -163,4 +166,7 @@ def packages(options: argparse.Namespace, keep: Keep) -> None:
         for case in cases:
             for name, table in tables:
                 note(case, name, partial(_paged_run, bench, case, table, 16), table.capturable)
+                narrow = table.narrow_cache and case.name in NARROW_SHAPES
+                for kept_in, dtype in NARROW_CACHES.items() if narrow else ():
+                    note(case, f"{name}{OVER_NARROW}{kept_in}", partial(_paged_run, bench, case, table, 16, dtype))
             note(case, "torch's attention on contiguous K and V", partial(_contiguous_run, bench, case))

@@ -48,11 +48,13 @@ def precompile(options: argparse.Namespace, keep: Keep) -> None:
 
 
 def compile_one(options: argparse.Namespace, keep: Keep) -> None:
-    """Start engines with one layer each; a start runs every kernel."""
-    for shape in (LARGE, SMALL):
+    """Start engines with one layer each; a start runs every kernel. The stand-in has no attention over 8 bits."""
+    wide: dict[str, Any] = {}
+    narrow = [] if options.device == STAND_IN else [{"kv_cache_dtype": name} for name in ("int8", "fp8_e4m3")]
+    for shape, more in ((LARGE, wide), (SMALL, wide), *((LARGE, each) for each in narrow)):
         small = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_kv_blocks": 2048}
-        with started(options.device, shape, layers=1, cuda_graphs="none", **small):
-            keep({"shape": shape})
+        with started(options.device, shape, layers=1, cuda_graphs="none", **small, **more):
+            keep({"shape": shape, **more})
 
 
 def tuning(options: argparse.Namespace, keep: Keep) -> None:

@@ -13,6 +13,10 @@ from tests.gpu.hour.running import Part
 
 CUDA, STAND_IN = "cuda", "stand-in"
 LARGE, SMALL = "llama-3.1-8b", "qwen3-0.6b"
+OVER_NARROW = " over K and V in "
+"""Between an attention's name and a type of 8 bits, in a cell's `by`."""
+NARROW_SHAPES = ("decode 64 x 8192", "decode 256 x 1024")
+"""Where attention over such K and V is timed: they are most of what is read, and enough for every multiprocessor."""
 MOST_SHARDS = 16
 SANITIZED = (
     "test_the_norm_with_its_residual[576-dtype0] or test_silu_and_mul[1536-dtype0] or test_cache_writes_alone[dtype0] "

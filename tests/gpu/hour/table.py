@@ -3,14 +3,17 @@ Never measures, and never leaves out what was not measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tests.gpu.hour.phases import LARGE, SMALL, Phase
+from tests.gpu.hour.phases import LARGE, NARROW_SHAPES, OVER_NARROW, SMALL, Phase
 from tests.gpu.hour.running import Outcome
 from tests.gpu.hour.store import Store
 
 PACKAGE_SHARE = 0.95
+NARROW_BYTES, NARROW_SHARE = 0.52, 0.65
+"""The bytes of K and V in 8 bits over those in bfloat16, scales included, which predict the time of a decode step that
+reads them from memory; and the aim for that time, since numbers are widened besides."""
 EXPECTED = (
     *((LARGE, f"decode, {rows} rows") for rows in (1, 16, 64, 256)),
     (LARGE, "prefill of 8192"),
@@ -20,6 +23,7 @@ EXPECTED = (
     (LARGE, "TTFT ratio"),
     (LARGE, "tokens/s ratio"),
     ("", "attention, decode 64 x 1024"),
+    *(("", f"attention, {shape}: time with K and V in") for shape in NARROW_SHAPES),
 )
 """(model, how the aim's text begins) of everything that the hour has to measure."""
 NO_BATCH_INVARIANCE = "batch-invariant mode at most 10 % slower: not measured: no engine on a GPU has that mode"
@@ -45,18 +49,30 @@ def aims_of(store: Store) -> list[Aim]:
                 Aim(model, aim["what"], aim["value"], aim["aim"], aim["met"], aim["valid"])
                 for aim in document.get("targets", ())
             ]
-    return found + _beside_packages(store.result("aims", "packages"))
-
-
-def _beside_packages(document: Any) -> list[Aim]:
-    """Return, for each shape, Triton's speed relative to the best package."""
     by_shape: dict[str, dict[str, float]] = {}
-    for cell in (document or {}).get("cells", ()):
+    for cell in (store.result("aims", "packages") or {}).get("cells", ()):
         if "us" in cell:
             by_shape.setdefault(cell["shape"], {})[cell["by"]] = cell["us"]
+    return found + _beside_packages(by_shape) + _over_narrow(by_shape)
+
+
+def _over_narrow(by_shape: Mapping[str, Mapping[str, float]]) -> list[Aim]:
+    """Return the time of Triton's attention over K and V in 8 bits relative to the model's type."""
+    found = []
+    for shape in NARROW_SHAPES:
+        times = by_shape.get(shape, {})
+        for name in [name for name in times if OVER_NARROW in name and "triton" in times]:
+            share, kept_in = times[name] / times["triton"], name.partition(OVER_NARROW)[2]
+            what = f"attention, {shape}: time with K and V in {kept_in}, which are {NARROW_BYTES:g} of the bytes"
+            found.append(Aim("", what, share, f"<= {NARROW_SHARE:g}", share <= NARROW_SHARE))
+    return found
+
+
+def _beside_packages(by_shape: Mapping[str, Mapping[str, float]]) -> list[Aim]:
+    """Return, for each shape, Triton's speed relative to the best package."""
     found = []
     for shape, times in by_shape.items():
-        others = {name: us for name, us in times.items() if name != "triton"}
+        others = {name: us for name, us in times.items() if name != "triton" and OVER_NARROW not in name}
         if "triton" in times and others:
             best = min(others, key=lambda name: others[name])
             share = others[best] / times["triton"]

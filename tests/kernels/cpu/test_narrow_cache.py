@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.narrow_cache import LARGEST, SCALE_BYTES, narrow, stored_size, widen
+from kernels.cpu.narrow_cache import narrow, widen
 from kernels.eager.ops import TORCH_CPU
+from kernels.kv_format import LARGEST, SCALE_BYTES, stored_size
 from tests.kernels.rows import Case, paged_case, seeded_generator
 
 NARROW = [torch.int8, torch.float8_e4m3fn]

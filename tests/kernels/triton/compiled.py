@@ -17,6 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.forward import HeadShape, Linear, LinearHeads, LowRankStack, Routing
+from kernels.kv_format import LARGEST, stored_size
 from kernels.rows.adapter_tokens import AdapterTokens, pack_tokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.rows.step import StateRows
@@ -124,12 +125,26 @@ def launch_all(dtype: torch.dtype, head_dim: int, group: int) -> None:
         rotate.rotate_and_cache(qkv, (angles, angles), heads, (cache, cache), torch.arange(5), norms, 1e-5)
     rotate.rope(qkv.view(5, -1, head_dim), angles, angles)
     write_cache(cache[0, :5], cache[0, :5], cache, cache, torch.arange(5))
-    launch_attention(dtype, head_dim, group)
+    launch_attention(dtype, head_dim, group, cache)
+    for kept_in in LARGEST:
+        launch_narrow_cache(dtype, head_dim, group, kept_in)
 
 
-def launch_attention(dtype: torch.dtype, head_dim: int, group: int) -> None:
+def launch_narrow_cache(dtype: torch.dtype, head_dim: int, group: int, kept_in: torch.dtype) -> None:
+    """Launch what writes and reads K and V in 8 bits, alone: the rest of a step does not know of it."""
+    heads = HeadShape(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
+    qkv = torch.zeros(5, (2 * group + 4) * head_dim, dtype=dtype)
+    angles, norm = torch.zeros(5, head_dim // 2), torch.zeros(head_dim, dtype=dtype)
+    cache = torch.zeros(9, 16, 2, stored_size(head_dim, kept_in), dtype=torch.int8).view(kept_in)
+    for norms in (None, (norm, norm)):
+        rotate.rotate_and_cache(qkv, (angles, angles), heads, (cache, cache), torch.arange(5), norms, 1e-5)
+    k = torch.zeros(5, 2, head_dim, dtype=dtype)
+    write_cache(k, k, cache, cache, torch.arange(5))
+    launch_attention(dtype, head_dim, group, cache)
+
+
+def launch_attention(dtype: torch.dtype, head_dim: int, group: int, cache: torch.Tensor) -> None:
     """Launch a captured step that may have decodes and chunks, and rows of several splits among both."""
-    cache = torch.zeros(9, 16, 2, head_dim, dtype=dtype)
     numbers = torch.zeros(5, dtype=torch.int32)
     plan = AttentionPlan(numbers, numbers[:4], numbers.expand(4, 5).contiguous(), numbers[:1], 2, 2, max_length=5000)
     attention.attention(torch.zeros(5, 2 * group, head_dim, dtype=dtype), cache, cache, plan, 0.1)

@@ -18,6 +18,7 @@ from tests.kernels.low_rank_case import low_rank_case
 from tests.kernels.rows import paged_case, seeded_generator
 from tests.kernels.states import inputs
 from tests.kernels.triton.cases import attend
+from tests.kernels.triton.narrow_kv_case import NARROW, stored
 
 from triton.runtime.interpreter import GridExecutor  # isort: skip
 
@@ -29,6 +30,7 @@ from kernels.triton.low_rank.expand import add_low_rank  # isort: skip
 
 MAP_NORESERVE = 0x4000
 """Linux's; Python 3.11 has no name for it."""
+BLOCK = 16
 FAR_BYTES = 69 * 2**30
 """Half of what an H200 has for K and V, as the K of a model with one layer would take."""
 
@@ -75,6 +77,23 @@ def test_keys_and_values_are_written_at_the_end_of_a_large_cache() -> None:
     write_cache(k, v, *far, torch.where(slots < 0, slots, slots + num * 16))
     assert near.count_nonzero()
     assert all(torch.equal(cache[num:], want) for cache, want in zip(far, near, strict=True))
+
+
+@pytest.mark.parametrize("kept_in", NARROW, ids=["int8", "fp8"])
+def test_keys_and_values_in_8_bits_are_written_and_read_at_the_end_of_a_large_cache(kept_in: torch.dtype) -> None:
+    case = paged_case([0, 300], [(50, 20)], dtype=torch.float16)
+    near = stored(case, kept_in, "cpu")
+    num = entries_before(near.k_cache.view(torch.int8))
+    k, v = (behind(num, cache.view(torch.int8)).view(kept_in) for cache in (near.k_cache, near.v_cache))
+    slots = torch.tensor([3 * BLOCK + 5, BLOCK])
+    x = torch.randn(2, 2, 16, generator=seeded_generator()).half()
+    write_cache(x, x, near.k_cache, near.v_cache, slots)
+    write_cache(x, x, k, v, slots + num * BLOCK)
+    for far, cache in ((k, near.k_cache), (v, near.v_cache)):
+        assert torch.equal(far[num:].view(torch.int8), cache.view(torch.int8))
+    rows = replace(case.rows, block_tables=case.rows.block_tables + num)
+    got = attend(replace(near, rows=rows, k_cache=k, v_cache=v), "cpu", split=128)
+    assert torch.equal(got, attend(near, "cpu", split=128))
 
 
 @pytest.mark.parametrize("name", ["mixed", "decode rows"])

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -112,19 +112,19 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
 
 
 @pytest.mark.parametrize(
-    ("kind", "max_loras", "quantize"),
+    ("kind", "settings"),
     [
-        ({}, 0, "none"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, 0, "none"),
-        ({}, 3, "none"),
-        ({}, 0, "int8"),
+        ({}, {}),
+        ({"architectures": ["Qwen3ForCausalLM"]}, {}),
+        ({}, {"max_loras": 3}),
+        ({}, {"quantize": "int8"}),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}),
     ],
-    ids=["llama", "norms by head", "adapters", "8 bits"],
+    ids=["llama", "norms by head", "adapters", "8 bits", "cache in 8 bits"],
 )
 def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
     kind: dict[str, Any],
-    max_loras: int,
-    quantize: Literal["none", "int8"],
+    settings: dict[str, Any],
     tmp_path: Path,
     launches: set[tuple[str, str]],
 ) -> None:
@@ -134,14 +134,14 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
     model = write_model(tmp_path, num_hidden_layers=1, max_position_embeddings=2048, **kind)
     config = EngineConfig(
         load_format="dummy",
-        quantize=quantize,
         attention="triton",
         cuda_graphs="none",
         max_num_seqs=4,
         max_num_batched_tokens=40,
         num_kv_blocks=40,
-        max_loras=max_loras,
+        **settings,
     )
+    max_loras = config.max_loras
     executor, _ = start_on_device(model, config, FakeDevice(), "a test").build()
     at_start = set(launches)
     digests = [f"{number:032x}" for number in range(max_loras)]
@@ -156,7 +156,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
             if rows:
                 executor.logits(StepPlan(0, tuple(rows)))
     executor.shutdown()
-    assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm", *(["multiply"] * (quantize == "int8"))}
+    assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm", *(["multiply"] * (config.quantize == "int8"))}
     assert ("_expand" in {name for name, _ in at_start}) is bool(max_loras)
     assert sorted(launches - at_start) == []
 

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.narrow_cache import stored_size
 from kernels.cpu.native import library
 from kernels.cpu.native.library import NoLibraryError, load_library
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack
