@@ -73,10 +73,10 @@ def _rotate(
             one = tl.where(is_v[:, None], first.to(tl.float32), one)
             two = tl.where(is_v[:, None], second.to(tl.float32), two)
             largest = tl.maximum(largest_of(one), largest_of(two), propagate_nan=tl.PropagateNan.ALL)
-            scale = scale_of(largest, k_cache.dtype.element_ty)
+            unit = scale_of(largest, k_cache.dtype.element_ty)
             k_head, v_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
-            store_halves(one, two, scale, k_cache, slot, k_head, is_k, inside, i, NUM_KV_HEADS, HALF, BLOCK_SIZE)
-            store_halves(one, two, scale, v_cache, slot, v_head, is_v, inside, i, NUM_KV_HEADS, HALF, BLOCK_SIZE)
+            store_halves(one, two, unit, k_cache, slot, k_head, is_k, inside, i, NUM_KV_HEADS, HALF, BLOCK_SIZE)
+            store_halves(one, two, unit, v_cache, slot, v_head, is_v, inside, i, NUM_KV_HEADS, HALF, BLOCK_SIZE)
     elif slots is not None:
         to_k = k_cache + (slot * NUM_KV_HEADS + head[:, None] - NUM_HEADS) * (2 * HALF) + i[None, :]
         tl.store(to_k, one.to(kind), mask=is_k[:, None] & inside)

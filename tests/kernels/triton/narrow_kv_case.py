@@ -57,7 +57,7 @@ def stored(case: Case, kept_in: torch.dtype, device: str) -> Case:
         *places, head_dim = whole.shape
         by_slot = narrow(whole, kept_in)
         scales = by_slot[..., head_dim:].contiguous().view(torch.float32).squeeze(-1).transpose(1, 2)
-        parts = by_slot[..., :head_dim].flatten(1), scales.contiguous().view(torch.int8).flatten(1)
+        parts = by_slot[..., :head_dim].flatten(1), scales.contiguous().flatten(1).view(torch.int8)
         cache = torch.cat(parts, dim=1).view(*places, stored_size(head_dim, kept_in)).view(kept_in)
         assert torch.equal(widened(cache).isnan(), whole.isnan())
         caches.append(cache.to(device))
