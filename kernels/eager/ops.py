@@ -90,7 +90,7 @@ class Ops:
     experts_capturable: bool = False
     """`experts` never waits for the device: the host never learns which tokens an expert has."""
     narrow_cache: bool = False
-    """On a GPU, `write_cache` and `attention` take K and V in 8 bits, in an order of their own; see kernels.kv_format."""
+    """On a GPU, `write_cache` and `attention` take K and V in 8 bits, in an order of their own."""
     fused_rotation: bool = False
     """Per-head norms, rotation and the cache write are one Triton launch, whatever `attention` is:
     kernels.choice.forward_pass takes kernels.triton.forward.TritonPass."""

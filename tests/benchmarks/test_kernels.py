@@ -89,7 +89,9 @@ def test_bytes_and_operations_are_the_fewest_that_there_can_be(capsys: pytest.Ca
     assert decode["bytes"] == 4 * 16 * 2 * (3 * 41 * 2 + 3 * 4)  # K and V of every token, queries and what comes out
     narrow = cells["attention_decode_fp8_cache", 3]
     assert narrow["bytes"] == 2 * (3 * 41 * 2 * (16 + 4) + 3 * 4 * 16 * 4)  # a byte for each number, and its scales
-    assert decode["flops"] == narrow["flops"] == 4 * 16 * 4 * 3 * 41  # two products, a multiplication and an addition each
+    assert (
+        decode["flops"] == narrow["flops"] == 4 * 16 * 4 * 3 * 41
+    )  # two products, a multiplication and an addition each
     assert chunk["flops"] == 4 * 16 * 4 * (41 + 42 + 43 + 44 + 45)
     after_prefix = cells["attention_after_prefix", 2]
     assert after_prefix["flops"] == 4 * 16 * 4 * (71 + 72)

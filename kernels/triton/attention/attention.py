@@ -112,8 +112,8 @@ def attention(
     """softmax(q k^T * scale) v over each row's cached tokens, causal. # [num_tokens, heads, head_dim]
 
     q: [num_tokens, heads, head_dim], each token contiguous; caches: [num_blocks, block_size, kv_heads,
-    stored_size(head_dim)], contiguous, with this step's K and V. window: how many tokens a query sees, its own included; None: all. Padding
-    tokens of `out` are left as they are.
+    stored_size(head_dim)], contiguous, with this step's K and V. window: how many tokens a query sees, its own
+    included; None: all. Padding tokens of `out` are left as they are.
 
     Raises:
         ValueError: a tensor is not contiguous as required, or the window holds no token.

@@ -1,5 +1,5 @@
 """Owns the online softmax of a tile of queries over one tile of keys, which it reads through the block table.
-Never reads a slot that a row does not own, and never rounds a stored number: scales multiply scores and probabilities."""
+Never reads a slot that a row does not own. Scales of K and V in 8 bits multiply scores and probabilities."""
 
 from __future__ import annotations
 

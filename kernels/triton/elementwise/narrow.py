@@ -1,4 +1,4 @@
-"""Owns a token's K and V in 8 bits as they are stored: rounded with a scale for each KV head, as by kernels.cpu.narrow_cache.
+"""Owns how a token's K and V are rounded to 8 bits with a scale for each KV head, as on a CPU, and stored.
 Never hides what is not finite: the scale of such a vector is not, either."""
 
 from __future__ import annotations
@@ -26,25 +26,21 @@ def largest_of(x):
 
 
 @triton.jit
-def scale_of(largest, KIND: tl.constexpr):
-    """Return the scale of a vector with this largest magnitude. KIND: int8, or uint8 for e4m3."""
-    return tl.div_rn(largest, _INT8_LARGEST if KIND == tl.int8 else _E4M3_LARGEST)
+def scale_of(largest, kind: tl.constexpr):
+    """Return the scale of a vector with this largest magnitude. kind: int8, or uint8 for e4m3."""
+    return tl.div_rn(largest, _E4M3_LARGEST if kind == tl.uint8 else _INT8_LARGEST)
 
 
 @triton.jit
-def narrowed(x, scale, KIND: tl.constexpr):
-    """Return x / scale, rounded to the nearest number of KIND, ties to even. x: [heads, n] float32; scale: [heads]"""
+def narrowed(x, scale, kind: tl.constexpr):
+    """Return x / scale, rounded to the nearest number of kind, ties to even. x: [heads, n] float32; scale: [heads]"""
     units = tl.div_rn(x, tl.maximum(scale, _SMALLEST_NORMAL)[:, None])  # zeros have a scale of 0
-    if KIND == tl.int8:
-        numbers = (units + _TO_INTEGER).to(tl.int32, bitcast=True)
-    else:
-        numbers = _e4m3_bits(units)
-    return numbers.to(KIND)
+    return (_e4m3_bits(units) if kind == tl.uint8 else (units + _TO_INTEGER).to(tl.int32, bitcast=True)).to(kind)
 
 
 @triton.jit
 def _e4m3_bits(units):
-    """Return the bits of the nearest e4m3. units: float32, of magnitudes below 464, which alone would be 448 no more."""
+    """Return the bits of the nearest e4m3. units: float32, of magnitudes below 464, which would no more become 448."""
     magnitude = tl.abs(units)
     bits = magnitude.to(tl.int32, bitcast=True)
     # The three upper bits of a float32's fraction, and an exponent whose bias is 7 and not 127.

@@ -91,7 +91,7 @@ def multiply(
             inside = of_outputs & (group * GROUP < INPUTS)
             number = (stored >> (place * BITS)) & ((1 << BITS) - 1)
             if KIND == _FP8:
-                wide = e4m3(number)
+                wide = e4m3(number).to(tl.float32)
             else:
                 wide = less_zero(number, _zeros(zeros, group * OUTPUTS, n, inside, KIND))
             part = dot(wide.to(x.dtype.element_ty), a, part)

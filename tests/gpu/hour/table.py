@@ -4,7 +4,7 @@ Never measures, and never leaves out what was not measured."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.gpu.hour.phases import LARGE, NARROW_SHAPES, OVER_NARROW, SMALL, Phase
 from tests.gpu.hour.running import Outcome

@@ -130,7 +130,7 @@ def check_write(kept_in: torch.dtype, dtype: torch.dtype, device: str, *, block_
 def check_rotation(
     heads: HeadShape, kept_in: torch.dtype, device: str, *, tokens: int = 6, normed: bool = False
 ) -> None:
-    """Check the fused launch in float32 against the reference's operations, rounded in float64; one token is padding."""
+    """Check the fused launch in float32 against the reference's operations, rounded in float64; a token is padding."""
     generator = seeded_generator()
     qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, generator=generator)
     angles = torch.rand(tokens, heads.head_dim // 2, generator=generator) * 100

@@ -1,4 +1,4 @@
-"""Owns the comparison of Triton's KV cache in 8 bits with float64 over the same numbers, at the edges, in the interpreter.
+"""Owns the comparison of Triton's KV cache in 8 bits with float64 over the same numbers, in the interpreter.
 Never relies on slots that no row owns: their scales are NaN."""
 
 from __future__ import annotations

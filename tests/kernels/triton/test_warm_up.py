@@ -156,7 +156,12 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
             if rows:
                 executor.logits(StepPlan(0, tuple(rows)))
     executor.shutdown()
-    assert {name for name, _ in launches} >= {"attend", "_rotate", "_norm", *(["multiply"] * (config.quantize == "int8"))}
+    assert {name for name, _ in launches} >= {
+        "attend",
+        "_rotate",
+        "_norm",
+        *(["multiply"] * (config.quantize == "int8")),
+    }
     assert ("_expand" in {name for name, _ in at_start}) is bool(max_loras)
     assert sorted(launches - at_start) == []
 

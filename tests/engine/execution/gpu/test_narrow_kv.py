@@ -1,4 +1,4 @@
-"""Owns the KV cache in 8 bits of an engine on a GPU: its memory, its results beside a CPU's, and texts that stay the same.
+"""Owns the KV cache in 8 bits of an engine on a GPU: its memory, its results beside a CPU's, and texts.
 Never needs a GPU: Triton's interpreter runs the kernels, and captures are made on the CPU."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHANGE = {"int8": 0.02, "fp8_e4m3": 0.1}
 """Nats by which a log-probability may change in the mean. The weights are random, and so are near ties."""
 GENERATOR = torch.Generator().manual_seed(5)
 TOKENS = torch.randint(0, 256, (20,), generator=GENERATOR).tolist()
-PROMPTS = [torch.randint(0, 256, (length,), generator=GENERATOR).tolist() for length in (3, 17, 33)]
+PROMPTS = [torch.randint(0, 256, (length,), generator=GENERATOR).tolist() for length in (15, 33, 14)]
 BLOCKS, OTHER_BLOCKS = (9, 3), (1, 2)
 SETTINGS: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "num_kv_blocks": 16, "num_threads": 1}
 LIMITS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 12}
@@ -88,7 +88,9 @@ def test_logits_are_those_of_the_cpus_kernels_and_near_those_of_the_wide_cache(m
     torch.testing.assert_close(got, narrow, atol=2e-3, rtol=1e-3)
     off = (got.log_softmax(-1) - wide.log_softmax(-1)).abs().mean()
     assert 0 < off < CHANGE[kept_in]
-    assert (got - narrow).abs().mean() < (got - wide).abs().mean() / 10, "the change is the cache's, and not the kernels'"
+    assert (got - narrow).abs().mean() < (got - wide).abs().mean() / 10, (
+        "the change is the cache's, and not the kernels'"
+    )
 
 
 def test_captured_steps_with_padding_give_what_plain_ones_give(model: Path, captured: DeviceExecutor) -> None:
@@ -117,7 +119,9 @@ def test_the_memory_that_is_left_holds_blocks_of_their_own_size(model: Path, kep
     """Numbers and scales are counted, and nothing else is allocated for a block."""
     config = EngineConfig(**SETTINGS | LIMITS | {"kv_cache_dtype": kept_in, "num_kv_blocks": None})
     started = start_on_device(model, config, FakeDevice(), "a test")
-    assert started.resolved.reasons["kv_cache_dtype"] == "asked for; 1280 bytes a block, scales included, instead of 4096"
+    assert (
+        started.resolved.reasons["kv_cache_dtype"] == "asked for; 1280 bytes a block, scales included, instead of 4096"
+    )
     executor, resolved = start(model, kept_in, num_kv_blocks=None, kv_cache_memory_gib=100 * NUM_BYTES / 2**30)
     assert resolved.num_kv_blocks == 100
     assert f"at {NUM_BYTES} bytes a block" in resolved.reasons["num_kv_blocks"]
@@ -126,20 +130,20 @@ def test_the_memory_that_is_left_holds_blocks_of_their_own_size(model: Path, kep
     executor.shutdown()
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_alone_together_from_the_prefix_cache_and_after_a_preemption(model: Path) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     executor, resolved = start(model, "fp8_e4m3", max_num_batched_tokens=40)
     bench = Bench(executor, resolved, PROMPTS)
     alone = [bench.serve([prompt], params)[0] for prompt in PROMPTS]
     assert bench.serve(PROMPTS, params, rounds=2, max_num_batched_tokens=17) == alone
-    assert bench.cached["2"] >= 32
+    assert bench.cached["1"] >= 32
+    rest = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    resumed = bench.serve([[*PROMPTS[0], *alone[0][:2]]], rest, num_answer_tokens=2)[0]
+    assert resumed == alone[0][2:], "a migrated request goes on"
     policy = SchedulerConfig(reserve_mode="prompt", preempt_policy="retract", watermark_blocks=0)
     blocks = sum(-(-len(prompt) // 16) for prompt in PROMPTS)
-    resumed = bench.serve([[*PROMPTS[1], *alone[1][:2]]], params, num_answer_tokens=2)[0]
-    assert resumed[0] == alone[1][2], "a migrated request goes on"
-    prompts = [[*PROMPTS[1], *alone[1][:2]][:16], PROMPTS[2][:32]]
-    apart = [bench.serve([prompt], params)[0] for prompt in prompts]
-    shared = bench.serve(prompts, params, num_kv_blocks=blocks - 3, scheduler=policy, enable_prefix_caching=False)
+    tight = bench.serve(PROMPTS, params, num_kv_blocks=blocks, scheduler=policy, enable_prefix_caching=False)
     executor.shutdown()
     assert bench.preemptions > 0
-    assert shared == apart
+    assert tight == alone

@@ -27,6 +27,7 @@ from kernels.cpu.processor import cpu_flags
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import REFERENCE, Ops
 from kernels.forward import GELU, Array, ForwardPass, HeadShape, Linear, Routing
+from kernels.kv_format import stored_size
 from kernels.rows.step import PagedRows
 from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
