@@ -48,6 +48,7 @@ ROWS: Mapping[str, Facts] = {
     "A packed checkpoint": frozenset({engine.PACKED}),
     "Weights rounded to 8 bits (`quantize: int8`)": frozenset({engine.QUANTIZE}),
     "A checkpoint's own bits (`quantize: stored`)": frozenset({engine.STORED}),
+    "Activations in int8 (`activations: int8`)": frozenset({engine.ROUNDED}),
     "KV cache in int8 (`kv_cache_dtype: int8`)": frozenset({engine.NARROW_KV}),
     "KV cache in fp8 (`kv_cache_dtype: fp8_e4m3`)": frozenset({engine.NARROW_KV, engine.FP8_KV}),
     "Batch invariance (`batch_invariant`)": frozenset({engine.BATCH_INVARIANT}),

@@ -60,7 +60,7 @@ FIRST: dict[type, tuple[str, ...]] = {
     AutoscalingSettings: ("ttft_target_ms",),
     EngineConfig: (
         *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_memory_gib", "gpu_memory_utilization"),
-        *("quantize", "kv_cache_dtype", "speculative"),
+        *("quantize", "activations", "kv_cache_dtype", "speculative"),
     ),
 }
 """The settings to know, by level. The reference shows them first."""

@@ -562,6 +562,14 @@ class EngineConfig:
         "so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
+    activations: Literal["auto", "int8"] = setting(
+        "auto",
+        "Type of the activations that matrices with weights of 4 to 8 bits are multiplied by, on a CPU. `auto`: the "
+        "type of `dtype`. `int8`: rounded to 8 bits in blocks of 32 of a token, with a scale for each block, so that "
+        "prompts and batches take less time, and answers are less accurate; docs/how-to/quantised-models.md says by "
+        "how much. Needs `quantize: stored` or `int8`, the native kernels, and a processor with AVX-512 VNNI or "
+        "AVX-VNNI. Experts, and matrices in the type of `dtype`, are multiplied as without it.",
+    )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",
         "Type of the KV cache. `int8` and `fp8_e4m3`: one byte for each number, and a scale for each token and KV "

@@ -109,6 +109,8 @@ DRAFT_MODEL_COST = _setting("a draft model's cost", "speculative.model_cost", _N
 
 QUANTIZE = _setting("weights rounded to int8", "quantize", partial(eq, "int8"))
 STORED = _setting("weights in a checkpoint's own bits", "quantize", partial(eq, "stored"))
+ROUNDED = _setting("activations rounded to int8", "activations", partial(eq, "int8"))
+WHOLE_WEIGHTS = _setting("weights in the type of dtype", "quantize", partial(eq, "none"))
 BATCH_INVARIANT = _setting("batch invariance", "batch_invariant", bool)
 NARROW_KV = _setting("KV cache in 8 bits", "kv_cache_dtype", partial(ne, "auto"))
 FP8_KV = _setting("KV cache in fp8", "kv_cache_dtype", partial(eq, "fp8_e4m3"))
@@ -153,6 +155,7 @@ SNAPSHOTS = _setting("snapshots of recurrent state", "scheduler.state_snapshot_t
 CPU = Feature("a CPU", Group.DEVICE)
 GPU = Feature("a GPU", Group.DEVICE)
 FAKE = Feature("the fake executor", Group.DEVICE)
+NO_BYTES = Feature("a processor without products of bytes", Group.DEVICE)
 
 NATIVE = Feature("the native kernels", Group.KERNELS, "kernels", partial(eq, "native"))
 TORCH_CPU = Feature("torch's kernels", Group.KERNELS, "kernels", partial(eq, "torch_cpu"))
@@ -195,11 +198,12 @@ _GPU_SETTINGS = (
 RULES = (
     # where features run
     Rule(_GPU_SETTINGS, (CPU, FAKE), "this setting has an effect only on a GPU"),
-    Rule((CPU_KERNELS, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
+    Rule((CPU_KERNELS, ROUNDED, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
     Rule((DRAFT_MODEL,), (GPU,), "a draft model runs only on the CPU"),
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
+    Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
     # on which kernels
     Rule((LORA,), (NATIVE,), "the native kernels compute no adapters"),
@@ -207,6 +211,7 @@ RULES = (
     Rule((NARROW_KV,), (WIDE_ATTENTION,), "on a GPU, only Triton's attention reads a KV cache in 8 bits"),
     Rule((FP8_KV,), (NATIVE,), "the native kernels do not support an fp8 KV cache, only int8"),
     Rule((NARROW_KV,), (REFERENCE,), "the reference kernels support only an unquantized KV cache"),
+    Rule((ROUNDED,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels multiply with activations in int8"),
     Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels compute with int8 weights"),
     Rule(
         (STORED,),
@@ -270,6 +275,12 @@ RULES = (
         (OVERLAP,),
         "a draft model goes on from a token that is not read back when an overlapped step is planned",
     ),
+    Rule(
+        (ROUNDED,),
+        (WHOLE_WEIGHTS,),
+        "activations are rounded only for weights of 4 to 8 bits; use quantize stored or int8",
+    ),
+    Rule((ROUNDED,), (NO_BYTES,), "without AVX-VNNI or AVX-512 VNNI, activations in int8 are slower and less accurate"),
     Rule((LOOKUP, DRAFT_MODEL), (NO_DRAFTS,), "num_speculative_tokens 0 disables speculation"),
     Rule(
         (DRAFT_MODEL_NAME, DRAFT_MODEL_COST),

@@ -47,6 +47,17 @@ def round_token(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (units.round() if dtype == torch.int8 else units.to(dtype).double()) * unit
 
 
+def round_blocks(x: Tensor) -> Tensor:
+    """Round activations in blocks of 32 of a row, to multiples of each block's largest magnitude / 127, a float32. A
+    block whose magnitudes are all below 1e-30 is zero; one with NaN or infinity is NaN. # [..., inputs] float64"""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    factor = torch.full_like(largest, 127) / largest  # `127 / largest` would round twice, by way of 1 / largest
+    rounded = (blocks.double() * factor.double()).round() * (largest / 127).double()
+    rounded = torch.where(largest < 1e-30, 0.0, rounded)
+    return torch.where(largest.isfinite(), rounded, torch.nan).flatten(-2)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last axis. x: [..., size], weight: [size]."""
     wide = x.float()

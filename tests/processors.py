@@ -46,6 +46,7 @@ FILES = (
     "tests/kernels/cpu/test_linear_attention.py",
     "tests/engine/execution/test_executor.py",
     "tests/engine/checkpoints/test_gguf_convert.py",
+    "tests/engine/models/test_native.py",
     "tests/engine/models/test_packed_weights.py",
     "tests/engine/models/test_recurrent_state.py",
     "tests/engine/execution/gpu/test_adapters.py",

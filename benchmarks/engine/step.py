@@ -124,8 +124,17 @@ def python_share(
     return {"step": "loop", "size": rows, "step_ms": 1000 * whole / steps, "python_percent": 100 * (1 - ran / whole)}
 
 
+BITS: dict[str, dict[str, Any]] = {
+    "int8": {"quantize": "int8"},
+    "int8+rounded": {"quantize": "int8", "activations": "int8"},
+    "stored": {"quantize": "stored"},
+    "stored+rounded": {"quantize": "stored", "activations": "int8"},
+}
+"""Settings of the native kernels that are compared as if they were kernels of their own."""
+
+
 def _settings(name: str) -> dict[str, Any]:
-    return {"kernels": "native", "quantize": name} if name in ("int8", "stored") else {"kernels": name}
+    return {"kernels": "native", **BITS[name]} if name in BITS else {"kernels": name}
 
 
 def _summary(times: Sequence[float]) -> dict[str, float]:
@@ -229,7 +238,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--kernels",
         nargs="+",
         default=["native", "torch_cpu"],
-        help="kernels to compare; int8 is native with weights rounded to 8 bits, stored with a GGUF file's own",
+        help="kernels to compare; int8 is native with weights rounded to 8 bits, stored with a GGUF file's own, and "
+        "+rounded behind either adds activations in int8",
     )
     parser.add_argument("--context", type=int, default=200, help="cached tokens of each row (%(default)s)")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32], help="numbers of decode rows to measure")

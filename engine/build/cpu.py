@@ -19,7 +19,7 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conf
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
 from engine.execution.executor import TorchExecutor
-from engine.features import CPU, Facts, find_conflict, turned_on
+from engine.features import CPU, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
 from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
@@ -28,9 +28,12 @@ from engine.models.eager import EagerModel
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
+from kernels.cpu.processor import cpu_flags
 from kernels.eager.ops import TABLES
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+BYTE_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
+"""Instructions that multiply bytes; any of these will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
         ModelError: the draft model cannot be found or read.
         ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
-    on = {**turned_on(config), CPU: f"this engine runs on the CPU ({device[1]})"}
+    on = {**turned_on(config), CPU: f"this engine runs on the CPU ({device[1]})", **_missing()}
     refuse_conflicts(on)
     model = read_model_config(model_dir)
     refuse_conflicts(on | facts_of(model))
@@ -102,6 +105,13 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
         claim.release()
         raise
     return CpuStart(model_dir, model, config, resolved, kernels, with_kernels, claim)
+
+
+def _missing() -> Facts:
+    """Return what this processor lacks that a setting may need."""
+    if cpu_flags() & BYTE_FLAGS:
+        return {}
+    return {NO_BYTES: f"this processor has none of {', '.join(sorted(BYTE_FLAGS))}"}
 
 
 def _alone(config: EngineConfig) -> EngineConfig:
@@ -173,6 +183,7 @@ def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> 
             num_tokens=resolved.max_num_batched_tokens,
             num_sampled=resolved.max_decode_tokens,
             quantize=config.quantize == "int8",
+            rounded=config.rounds_activations,
         )
     ops = TABLES[kernels.name]
     if config.max_loras:

@@ -21,7 +21,7 @@ from engine.models.narrow import Keep, Narrow
 from engine.models.packing import Packing
 from engine.models.recurrent_state import memory_summary, state_bytes
 from kernels.choice import NATIVE, Choice
-from kernels.cpu.native.library import vector_level
+from kernels.cpu.native.library import byte_products, vector_level
 from kernels.cpu.processor import cpu_flags
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is Arm's
@@ -85,6 +85,7 @@ def resolve(
         }
         | ({"recurrent_state": memory_summary(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
+        | ({"activations": _rounded(dtype)} if config.rounds_activations else {})
         | _weights(model, config, dtype, keep or kept_on_cpu(config, native=same_bits)),
     )
 
@@ -204,6 +205,14 @@ def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
     return f"asked for; {asked} bytes a block, scales included, instead of {plain}"
 
 
+def _rounded(dtype: torch.dtype) -> str:
+    rest = str(dtype).removeprefix("torch.")
+    return (
+        f"asked for; rounded to 8 bits in blocks of 32 for weights of 4 to 8 bits ({byte_products()}), and {rest} for all "
+        "others"
+    )
+
+
 def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep: Keep) -> dict[str, str]:
     """Say how the weights are used, if the checkpoint packs them or a GPU rounds them."""
     name, packed = str(dtype).removeprefix("torch."), model.quantization
@@ -215,14 +224,19 @@ def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep:
         drawn = "8 bits" if rounded and on_gpu else name
         return {"weights": f"random numbers in {drawn}, where the checkpoint has {packed.summary}"}
     wide = "rounded anew to 8 bits (quantize int8)" if rounded else f"computed in {name}"
-    ways = dict.fromkeys(_way(packing, keep, wide) for _, packing in packed.groups)
-    activations = f"; activations stay {name}, not {packed.activations}" if packed.activations else ""
+    rounds = config.rounds_activations
+    ways = dict.fromkeys(_way(packing, keep, wide, rounds) for _, packing in packed.groups)
+    stay = packed.activations and not rounds
+    activations = f"; activations stay {name}, not {packed.activations}" if stay else ""
     return {"weights": f"{packed.summary}: {' and '.join(ways)}{experts}{activations}"}
 
 
-def _way(packing: Packing, keep: Keep, wide: str) -> str:
-    """Say how matrices of one packing are used. wide: how those are that are unpacked."""
+def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
+    """Say how matrices of one packing are used. wide: how those are that are unpacked. rounds: whether activations are
+    rounded."""
     if keep is Keep.GROUPED and not packing.by_output and form_of(packing) is not None:
+        if rounds:
+            return f"kept as stored, and multiplied as bytes ({byte_products()})"
         return f"kept as stored, and widened in registers ({vector_level()})"
     if keep is not Keep.NARROW:
         return "kept in 8 bits" if keep.by_output and packing.by_output else wide

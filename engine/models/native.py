@@ -54,10 +54,12 @@ class NativeModel:
         num_tokens: int,
         num_sampled: int,
         quantize: bool = False,
+        rounded: bool = False,
     ) -> None:
         """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
-        quantize: use 8-bit matrices; see kernels.cpu.native.program.pack."""
-        decoder.weights = _packed(decoder.weights, quantize)
+        quantize: use 8-bit matrices; rounded: round the activations that matrices of 4 to 8 bits are multiplied by; see
+        kernels.cpu.native.program.pack."""
+        decoder.weights = _packed(decoder.weights, quantize=quantize, rounded=rounded)
         self.decoder = decoder
         self.cache = cache
         self._block_size = block_size
@@ -125,7 +127,7 @@ class NativeModel:
         return _Recorded(num_tokens, num_sampled, program, hidden, logits, best, head, scored)
 
 
-def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:
+def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool) -> DecoderWeights:
     """Pack weights in place. A tied LM head is copied instead, because the embedding must stay readable by row; in
     blocks, the embedding is read from the LM head's panels."""
     tied = weights.lm_head.weight is weights.embedding
@@ -133,8 +135,8 @@ def _packed(weights: DecoderWeights, quantize: bool) -> DecoderWeights:
 
     def packed(linear: Linear, *, gated: bool = False, consume: bool = True) -> Linear:
         if isinstance(linear.weight, StoredMatrix):
-            return pack_grouped(linear.weight.take_parts(), linear.bias, gated=gated)
-        return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype)
+            return pack_grouped(linear.weight.take_parts(), linear.bias, gated=gated, rounded=rounded)
+        return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded)
 
     layers = tuple(
         replace(

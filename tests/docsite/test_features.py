@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Overlapped steps": {"overlap": True},
     "Weights rounded to 8 bits": {"quantize": "int8"},
     "A checkpoint's own bits": {"quantize": "stored"},
+    "Activations in int8": {"activations": "int8", "quantize": "stored"},
     "KV cache in int8": {"kv_cache_dtype": "int8"},
     "KV cache in fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "Batch invariance": {"batch_invariant": True},
@@ -66,6 +67,9 @@ def asked(first: str, second: str) -> str:
         ("KV cache in int8", "dense", "N T G"),
         ("KV cache in fp8", "hybrid", "T G"),
         ("KV cache in fp8", "CUDA graphs", "G"),
+        ("Activations in int8", "dense", "N"),
+        ("Activations in int8", "A checkpoint's own bits", "N"),
+        ("Activations in int8", "hybrid", "–"),
         ("CUDA graphs", "Prompt lookup", "G"),
         ("Overlapped", "mixture of experts", "N T R G"),
     ],
@@ -121,7 +125,7 @@ def test_the_rows_are_what_their_settings_turn_on() -> None:
             continue  # PACKED is found in the checkpoint.
         found = turned_on(EngineConfig(**SETTINGS[name.partition(" (")[0]])).keys()
         assert row <= found
-        assert found - row - plain <= {features.DRAFT_MODEL_NAME}
+        assert found - row - plain <= {features.DRAFT_MODEL_NAME, features.STORED}
 
 
 def test_places_and_models_break_no_rule_by_themselves() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qw
 
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
-from kernels.reference import round_token, round_weight
+from kernels.reference import round_blocks, round_token, round_weight
 from tests.golden.adapters import ADAPTERS, KIND
 from tests.golden.models import FAMILIES, family_sequences, tokenized_prompts
 from tests.golden.scoring import FLOORS_FILE, Score, compare, transformers_logits
@@ -37,7 +37,7 @@ LEAST = {"float32": 1e-6, "bfloat16": 1e-3}
 ATTENTION = ("sdpa", "eager")
 
 
-NARROW_CACHES = "narrow_caches"
+NARROW_CACHES, ROUNDED_ACTIVATIONS = "narrow_caches", "rounded_activations"
 
 
 def floors(directory: Path, sequences: list[list[int]], *, hybrid: bool = False) -> dict[str, dict[str, object]]:
@@ -84,6 +84,20 @@ def int8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]
                 module.weight.data = round_weight(module.weight.data).to(torch.bfloat16)
         scores.append(compare(transformers_logits(model, sequences), want, sequences))
     return largest(scores)
+
+
+def of_rounded_activations() -> dict[str, object]:
+    """Compare bfloat16 with the activations of every matrix rounded in blocks of 32 with float32 as it is."""
+    directory, sequences = prepare_model(DEFAULT_MODEL), tokenized_prompts()
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    want = transformers_logits(reference, sequences)
+    scores = []
+    for model in in_bfloat16(directory):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(lambda _, x: (round_blocks(x[0]).to(x[0].dtype),))
+        scores.append(compare(transformers_logits(model, sequences), want, sequences))
+    return {"default_model.rounded_activations": largest(scores)}
 
 
 def in_bfloat16(directory: Path) -> Iterator[PreTrainedModel]:
@@ -143,7 +157,8 @@ def of_default_model() -> dict[str, object]:
     directory, sequences = prepare_model(DEFAULT_MODEL), tokenized_prompts()
     found = {f"default_model.{dtype}": value for dtype, value in floors(directory, sequences).items()}
     found["default_model.fp8"] = fp8_floor(directory, sequences)
-    return found | {"default_model.int8": int8_floor(directory, sequences)} | of_narrow_caches()
+    found |= {"default_model.int8": int8_floor(directory, sequences)}
+    return found | of_rounded_activations() | of_narrow_caches()
 
 
 def fp8_floor(directory: Path, sequences: list[list[int]]) -> dict[str, object]:
@@ -210,7 +225,12 @@ def of_adapters() -> dict[str, object]:
     return {"adapters.float32": entry(exact, "float32"), "adapters.bfloat16": entry(rounded, "bfloat16")}
 
 
-OTHERS = {VISION: of_vision, "adapters": of_adapters, NARROW_CACHES: of_narrow_caches}
+OTHERS = {
+    VISION: of_vision,
+    "adapters": of_adapters,
+    NARROW_CACHES: of_narrow_caches,
+    ROUNDED_ACTIVATIONS: of_rounded_activations,
+}
 
 
 def main() -> None:
@@ -230,7 +250,8 @@ def main() -> None:
     recorded |= {
         "_": "Nats. float32 floor: transformers eager vs SDPA, hybrids also token by token vs whole; "
         "bfloat16 floor: transformers bfloat16, eager and SDPA, vs float32; int8, fp8: the same with rounded weights; "
-        "kv: with rounded keys and values. Written by python -m tests.golden.record.",
+        "kv: with rounded keys and values; rounded_activations: those of every matrix in blocks of 32. Written by "
+        "python -m tests.golden.record.",
         **versions,
     }
     recorded |= {} if kinds else of_default_model()

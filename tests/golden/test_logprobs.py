@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.build.cpu import BYTE_FLAGS
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
 from engine.execution.executor import TorchExecutor
+from kernels.cpu.processor import cpu_flags
 from tests.golden.models import FAMILIES, family_sequences, make_executor, tokenized_prompts
 from tests.golden.scoring import CHUNK_SIZES, check, compare, executor_logits, transformers_logits
 from tests.support.compiler import needs_compiler
@@ -58,6 +60,18 @@ def test_the_default_model_in_eight_bits_is_as_close_to_itself_as_transformers_w
         "default_model.int8",
         compare(executor_logits(executor, sequences, chunk_size, together=True), reference, sequences),
     )
+
+
+@needs_compiler
+@pytest.mark.skipif(not cpu_flags() & BYTE_FLAGS, reason="this processor has no products of bytes")
+@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.slow), None])
+def test_the_default_model_with_rounded_activations_is_as_close_to_itself_as_transformers_with_the_same(
+    sequences: list[list[int]], reference: list[torch.Tensor], chunk_size: int | None
+) -> None:
+    directory = prepare_model(DEFAULT_MODEL, stored=True)
+    executor, _ = make_executor(directory, "bfloat16", quantize="stored", activations="int8")
+    got = executor_logits(executor, sequences, chunk_size, together=True)
+    check("default_model.rounded_activations", compare(got, reference, sequences))
 
 
 def test_the_default_model_in_fp8_is_as_close_to_itself_as_transformers_with_rounded_weights(

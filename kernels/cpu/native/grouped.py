@@ -13,13 +13,13 @@ from torch import Tensor
 
 PANEL, LANES = 32, 16
 BLOCK, NEST = 32, 256
-"""The same as in grouped.cpp."""
+"""The same as in grouped.h and forms.h."""
 _SLICE = 1 << 24  # weights: to pack them takes some tens of MiB at a time, however large the matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """w = scale * (q - zero) + minimum, for each group of inputs. The same as in grouped.cpp."""
+    """w = scale * (q - zero) + minimum, for each group of inputs. The same as in forms.h."""
 
     number: int
     bits: int
@@ -107,7 +107,7 @@ class Grouped:
         return units.repeat_interleave(groups.shape[1] // units.shape[1], 1)
 
     def panels(self) -> Tensor:
-        """Return the panels in grouped.cpp's order; outputs are padded with zeros. # [panels, bytes] uint8"""
+        """Return the panels in forms.h's order; outputs are padded with zeros. # [panels, bytes] uint8"""
         runs = self.values.shape[1] // self.form.run
         scales = [self.scales] if self.minima is None else [self.scales, self.minima]
         halves, parts = (self.units, scales) if self.form.nested else (scales, [])

@@ -26,19 +26,20 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": cty
 _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), one letter each
     "matrix_unit": ("i", ""),
     "vector_level": ("i", ""),
+    "byte_products": ("i", ""),
     "team_create": ("p", "i"),
     "team_destroy": ("", "p"),
     "program_create": ("p", "pl"),
     "program_destroy": ("", "p"),
     "program_run": ("i", "pp"),
     "pack_panels": ("", "ipllp"),
-    "quantize_panels": ("", "ipllpp"),
+    "quantize_panels": ("", "ipllipp"),
     "program_embed": ("", "pipllfp"),
     "program_embed_grouped": ("", "pipllfp"),
     "program_gather": ("", "piplp"),
     "program_norm": ("", "pippipflp"),
-    "program_linear": ("", "pippppllplppii"),
-    "program_gated": ("", "pippppllplpip"),
+    "program_linear": ("", "pippppllplpppii"),
+    "program_gated": ("", "pippppllplppip"),
     "program_rotations": ("", "ppplp"),
     "program_rotate_and_cache": ("", "pipppfpllllppip"),
     "program_attention": ("", "piplllppiflp"),
@@ -82,6 +83,14 @@ _LEVELS = ("AVX2", "AVX-512 without words", "AVX-512", "AVX-512 with bfloat16")
 def vector_level() -> str:
     """Return the instructions by which grouped weights are widened and multiplied. Raises: as load_library."""
     return _LEVELS[load_library().vector_level()]
+
+
+_BYTE_PRODUCTS = ("products of 16 bits", "AVX-VNNI", "AVX-512 VNNI")
+
+
+def byte_products() -> str:
+    """Return the instructions by which weights are multiplied with rounded activations. Raises: as load_library."""
+    return _BYTE_PRODUCTS[load_library().byte_products()]
 
 
 def cache_dir() -> Path:

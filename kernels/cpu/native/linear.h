@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "grouped.h"
+#include "rounded.h"
 #include "tiles.h"
 #include "vector.h"
 
@@ -23,6 +24,7 @@ struct Linear {
     const GroupedPanel* grouped = nullptr;  // [num_grouped], instead of `panels` and `scales`
     int64_t num_grouped = 0;
     float* input_sums = nullptr;  // [rows, inputs / 32], or null where no panel has minima
+    RoundedBlock* rounded = nullptr;  // [inputs / 32, rows], or null: activations keep their type, and are not rounded
 
     int64_t num_panels() const { return grouped ? num_grouped : (outputs + PANEL - 1) / PANEL; }
 
@@ -51,10 +53,9 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, T* panels) {
     }
 }
 
-// As bytes, each output's weights in units of its largest over 127. A lane's elements lie as `lanes` reads them.
-template <class T>
+// As bytes, each output's weights in units of its largest over 127. They lie as `lanes` reads those of a lane of PAIR elements.
+template <class T, int PAIR>
 void quantize(const T* weight, int64_t outputs, int64_t inputs, int8_t* panels, float* scales) {
-    constexpr int PAIR = Element<T>::PAIR;
     std::fill(panels, panels + (outputs + PANEL - 1) / PANEL * PANEL * inputs, int8_t(0));
     for (int64_t n = 0; n < outputs; n++) {
         const T* row = weight + n * inputs;
@@ -306,8 +307,18 @@ void multiply_by_tiles(const bf16* x, int64_t rows, const Linear<bf16>& linear, 
 
 #endif
 
+// The panels of `linear` as products with rounded activations take them.
+template <class T>
+inline GroupedPanel bytes_of(const Linear<T>& linear, int64_t panel) {
+    if (linear.grouped) return linear.grouped[panel];
+    return {linear.template panel<uint8_t>(panel), BYTES_BY_OUTPUT, linear.begin(panel), PANEL};
+}
+
 template <class T, class Store>
 void multiply(const T* x, int64_t rows, const Linear<T>& linear, int64_t first, int64_t last, const Store& s) {
+    if (linear.rounded)
+        return multiply_rounded(
+            linear.rounded, rows, linear.inputs, [&](int64_t panel) { return bytes_of(linear, panel); }, first, last, s);
     if (linear.grouped) return multiply_grouped(x, rows, linear.inputs, linear.input_sums, linear.grouped, first, last, s);
 #if MATRIX_UNIT
     if constexpr (std::is_same_v<T, bf16>)

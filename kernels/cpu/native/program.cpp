@@ -93,15 +93,25 @@ static void store_gated(T* out, const Linear<T>& linear, int64_t row, int64_t pa
     std::copy(found, found + (size - n), to);
 }
 
+// What a product needs of its rows beside them, or in their place.
+template <class T>
+static void prepare_rows(Team& team, const T* x, int64_t rows, const Linear<T>& linear) {
+    const int64_t inputs = linear.inputs, blocks = inputs / BLOCK;
+    if (linear.rounded)
+        team.share(rows * blocks, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) round_block(x + i % rows * inputs + i / rows * BLOCK, linear.rounded[i]);
+        });
+    else if (linear.input_sums)
+        team.share(rows, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++) sum_inputs(x + row * inputs, inputs, linear.input_sums + row * blocks);
+        });
+}
+
 template <class T, class Store>
 static void add_product(Program* program, const T* x, Linear<T> linear, int rows, Store store_sums) {
     program->add([=] {
         const int64_t num_rows = count_rows(program->step, rows);
-        if (linear.input_sums)
-            program->team.share(num_rows, [&](int64_t first, int64_t last) {
-                for (int64_t row = first; row < last; row++)
-                    sum_inputs(x + row * linear.inputs, linear.inputs, linear.input_sums + row * (linear.inputs / BLOCK));
-            });
+        prepare_rows(program->team, x, num_rows, linear);
         program->team.share(linear.num_panels(), [&](int64_t first, int64_t last) {
             multiply<T>(x, num_rows, linear, first, last, [&](int64_t row, int64_t panel, f32x16 a, f32x16 b) {
                 store_sums(linear, row, panel, a, b);
@@ -302,6 +312,9 @@ int vector_level() {
 #endif
 }
 
+// By what bytes are multiplied where activations are rounded: see rounded.h.
+int byte_products() { return byte_level(); }
+
 Team* team_create(int num_threads) { return new Team(num_threads); }
 
 void team_destroy(Team* team) { delete team; }
@@ -335,25 +348,30 @@ void program_norm(Program* program, int wide, const void* x, float* residual, in
     BY_TYPE(add_norm<T>, (program, as<T>(x), residual, fresh, weight, eps, size, as<T>(out)));
 }
 
-void quantize_panels(int wide, const void* weight, int64_t outputs, int64_t inputs, int8_t* panels, float* scales) {
-    BY_TYPE(quantize<T>, (as<T>(weight), outputs, inputs, panels, scales));
+// In the order for activations of `pair` elements a lane: 1 for float32, 2 for bfloat16 and for rounded ones.
+void quantize_panels(int wide, const void* weight, int64_t outputs, int64_t inputs, int pair, int8_t* panels, float* scales) {
+    if (pair == 2) {
+        BY_TYPE((quantize<T, 2>), (as<T>(weight), outputs, inputs, panels, scales));
+    } else {
+        BY_TYPE((quantize<T, 1>), (as<T>(weight), outputs, inputs, panels, scales));
+    }
 }
 
 void program_linear(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,
-                    int64_t inputs, int64_t outputs, const GroupedPanel* grouped, int64_t num_grouped, float* input_sums, void* out,
-                    int wide_out, int rows) {
+                    int64_t inputs, int64_t outputs, const GroupedPanel* grouped, int64_t num_grouped, float* input_sums,
+                    RoundedBlock* rounded, void* out, int wide_out, int rows) {
     const auto add = [&]<class T>(const T* from) {
-        const Linear<T> linear{panels, scales, bias, inputs, outputs, grouped, num_grouped, input_sums};
+        const Linear<T> linear{panels, scales, bias, inputs, outputs, grouped, num_grouped, input_sums, rounded};
         add_linear<T>(program, from, linear, out, wide_out, rows);
     };
     BY_TYPE(add, (as<T>(x)));
 }
 
 void program_gated(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,
-                   int64_t inputs, int64_t outputs, const GroupedPanel* grouped, int64_t num_grouped, float* input_sums, int gelu,
-                   void* out) {
+                   int64_t inputs, int64_t outputs, const GroupedPanel* grouped, int64_t num_grouped, float* input_sums,
+                   RoundedBlock* rounded, int gelu, void* out) {
     const auto add = [&]<class T>(const T* from) {
-        const Linear<T> linear{panels, scales, bias, inputs, outputs, grouped, num_grouped, input_sums};
+        const Linear<T> linear{panels, scales, bias, inputs, outputs, grouped, num_grouped, input_sums, rounded};
         add_gated<T>(program, from, linear, gelu, as<T>(out));
     };
     BY_TYPE(add, (as<T>(x)));

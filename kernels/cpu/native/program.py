@@ -21,6 +21,9 @@ from kernels.rows.integers import joined
 MAX_HEAD_DIM = 256
 """The same as in cache.h."""
 
+ROUNDED_BYTES = BLOCK + 16
+"""The bytes of 32 rounded activations: the size of RoundedBlock in rounded.h."""
+
 UNLIMITED = 1 << 40
 """A window that is never reached, in tokens."""
 
@@ -100,16 +103,22 @@ class Packed:
     outputs: int
     groups: Panels | None = None
     """Weights of 4 to 8 bits in groups"""
+    rounded: bool = False
+    """Whether activations are rounded to 8 bits for this product. Bytes in `panels` are then in the order for
+    bfloat16."""
 
 
-def pack_grouped(parts: Sequence[Rows], bias: Tensor | None = None, *, gated: bool = False) -> Linear:
+def pack_grouped(
+    parts: Sequence[Rows], bias: Tensor | None = None, *, gated: bool = False, rounded: bool = False
+) -> Linear:
     """Return the product with a matrix whose outputs are those of all parts, packed for `Program`. Embeddings are
-    packed likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`."""
+    packed likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`. rounded: round
+    activations to 8 bits in blocks of 32."""
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     order = _gated_order(outputs) if gated else None
     if bias is not None:  # a panel of the last part may begin anywhere, and is read whole
         bias = torch.nn.functional.pad(bias.float() if order is None else bias.float()[order], (0, PANEL))
-    return Linear(Packed(None, None, bias, inputs, outputs, panels_of(parts, order)))
+    return Linear(Packed(None, None, bias, inputs, outputs, panels_of(parts, order), rounded))
 
 
 def pack(
@@ -119,13 +128,15 @@ def pack(
     consume: bool = False,
     quantize: bool = False,
     dtype: torch.dtype | None = None,
+    rounded: bool = False,
 ) -> Linear:
     """Return the same product, packed for `Program`.
 
     A three-dimensional weight has one matrix per expert. gated: its outputs are [gate | up], for `gated_linear`.
     consume: the weight's memory may be overwritten, so that a model is never in memory twice. quantize: round each
     output's weights to 255 levels, of one byte each. An int8 weight with scales is not rounded again; it is packed for
-    activations of `dtype`.
+    activations of `dtype`. rounded: round activations to 8 bits in blocks of 32, where weights are bytes and inputs
+    are whole blocks.
 
     Raises:
         ValueError: the kernels do not read this number of inputs or this type.
@@ -137,7 +148,7 @@ def pack(
     outputs, inputs = weight.shape
     if weight.dtype == torch.int8:
         assert dtype is not None
-        return _pack_int8(linear, dtype, gated=gated, consume=consume)
+        return _pack_int8(linear, dtype, gated=gated, consume=consume, rounded=rounded)
     if inputs % 2 or weight.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"A weight of {inputs} inputs in {weight.dtype}: expected an even number in bfloat16 or float32."
@@ -149,20 +160,32 @@ def pack(
         consume = True
     padded = -(-len(weight) // PANEL) * PANEL
     wide, scales = int(weight.dtype == torch.float32), None
+    rounded &= quantize and inputs % BLOCK == 0
     if quantize:
         panels, scales = torch.empty(padded, inputs, dtype=torch.int8), torch.zeros(padded)
         load_library().quantize_panels(
-            wide, weight.data_ptr(), len(weight), inputs, panels.data_ptr(), scales.data_ptr()
+            wide,
+            weight.data_ptr(),
+            len(weight),
+            inputs,
+            _pair(weight.dtype, rounded),
+            panels.data_ptr(),
+            scales.data_ptr(),
         )
     else:
         panels = weight if consume and padded == len(weight) else weight.new_empty(padded, inputs)
         load_library().pack_panels(wide, weight.data_ptr(), len(weight), inputs, panels.data_ptr())
     if bias is not None:
         bias = _padded(bias)
-    return Linear(Packed(panels, scales, bias, inputs, outputs))
+    return Linear(Packed(panels, scales, bias, inputs, outputs, rounded=rounded))
 
 
-def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool) -> Linear:
+def _pair(dtype: torch.dtype, rounded: bool) -> int:
+    """Return how many inputs of an output lie together, as bytes for activations of this type."""
+    return 1 if dtype == torch.float32 and not rounded else 2
+
+
+def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool, rounded: bool) -> Linear:
     """Pack the values unchanged, in the order in which `lanes` of vector.h reads bytes; linear.h does the same."""
     weight: Tensor = linear.weight
     outputs, inputs = weight.shape
@@ -173,12 +196,13 @@ def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool
     scales, bias = (
         None if vector is None else _padded(vector.float()[order]) for vector in (linear.scales, linear.bias)
     )
-    pair = 1 if dtype == torch.float32 else 2
+    rounded &= inputs % BLOCK == 0
+    pair = _pair(dtype, rounded)
     by_lane = rows.view(len(rows) // PANEL, PANEL // LANES, LANES, inputs // pair, pair)
     panels = by_lane.permute(0, 3, 1, 4, 2).reshape(len(rows), inputs)
     if consume and panels.shape == weight.shape:
         panels = weight.copy_(panels)
-    return Linear(Packed(panels, scales, bias, inputs, outputs))
+    return Linear(Packed(panels, scales, bias, inputs, outputs, rounded=rounded))
 
 
 def _padded(values: Tensor) -> Tensor:
@@ -310,7 +334,7 @@ class Program:
             packed.inputs,
             packed.outputs,
             *self._keep_groups(packed),
-            self._input_sums(packed, out),
+            *self._beside_rows(packed, out),
             int(activation == GELU),
             out.address,
         )
@@ -412,7 +436,7 @@ class Program:
             packed.inputs,
             packed.outputs,
             *self._keep_groups(packed),
-            self._input_sums(packed, out),
+            *self._beside_rows(packed, out),
             out.address,
             int(out.tensor.dtype == torch.float32),
             int(sampled),
@@ -441,11 +465,14 @@ class Program:
             self._keep(part)
         return self._keep(packed.groups.table), len(packed.groups.table)
 
-    def _input_sums(self, packed: Packed, out: Buffer) -> int | None:
-        """Reserve memory for what minima are multiplied by."""
+    def _beside_rows(self, packed: Packed, out: Buffer) -> tuple[int | None, int | None]:
+        """Reserve memory for the sums of inputs, by which minima are multiplied, or for the rounded rows."""
+        blocks, rows = packed.inputs // BLOCK, len(out.tensor)
+        if packed.rounded:
+            return None, self._new(blocks * ROUNDED_BYTES, torch.uint8, rows).address
         if packed.groups is None or not packed.groups.minima:
-            return None
-        return self._new(packed.inputs // BLOCK, torch.float32, len(out.tensor)).address
+            return None, None
+        return self._new(blocks, torch.float32, rows).address, None
 
     def _keep(self, tensor: Tensor) -> int:
         assert tensor.is_contiguous()

@@ -161,11 +161,11 @@ inline f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
 inline f32x16 minimum(f32x16 a, f32x16 b) { return a < b ? a : b; }
 
 // All lanes by `combine`, in halves: lane i with lane i + 8, then + 4, + 2, + 1.
-template <class Combine>
-inline float reduce(f32x16 value, const Combine& combine) {
-    const f32x16 by8 = combine(value, __builtin_shuffle(value, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-    const f32x16 by4 = combine(by8, __builtin_shuffle(by8, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3}));
-    const f32x16 by2 = combine(by4, __builtin_shuffle(by4, i32x16{2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1}));
+template <class Vector, class Combine>
+inline auto reduce(Vector value, const Combine& combine) {
+    const Vector by8 = combine(value, __builtin_shuffle(value, i32x16{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    const Vector by4 = combine(by8, __builtin_shuffle(by8, i32x16{4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3}));
+    const Vector by2 = combine(by4, __builtin_shuffle(by4, i32x16{2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1}));
     return combine(by2, __builtin_shuffle(by2, i32x16{1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0}))[0];
 }
 

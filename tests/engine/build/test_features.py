@@ -45,6 +45,8 @@ VALUES: dict[Feature, Any] = {
     features.DRAFT_MODEL_COST: 0.5,
     features.QUANTIZE: "int8",
     features.STORED: "stored",
+    features.ROUNDED: "int8",
+    features.WHOLE_WEIGHTS: "none",
     features.BATCH_INVARIANT: True,
     features.NARROW_KV: "int8",
     features.FP8_KV: "fp8_e4m3",
@@ -88,6 +90,7 @@ VALUES: dict[Feature, Any] = {
 BESIDE: dict[Feature, dict[str, Any]] = {
     features.LOCAL_CHUNKS: {"scheduler.max_partial_prefills": 0},
     features.DRAFT_MODEL: {"speculative.model": "small"},
+    features.ROUNDED: {"quantize": "int8"},
     features.UNCAPTURED_ATTENTION: {"attention": "torch"},
     features.FAKE: {"executor": "fake"},
     features.NO_SECOND_MODEL: {"num_speculative_tokens": 2},
@@ -196,6 +199,8 @@ def test_what_breaks_a_rule_is_refused_by_both_and_the_reason(
     conflict: Conflict, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash())  # type: ignore[arg-type]
+    flags = frozenset({"avx2"} if features.NO_BYTES in conflict.terms else {"avx512_vnni"})
+    monkeypatch.setattr("engine.build.cpu.cpu_flags", lambda: flags)
     with pytest.raises((ConfigError, CheckpointError)) as refused:
         start(conflict.terms, checkpoint)
     text = str(refused.value)
