@@ -751,6 +751,11 @@ class EngineConfig:
         """Whether a GGUF file's matrices are kept in its blocks."""
         return self.quantize == "stored"
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether the native kernels round activations to 8 bits."""
+        return self.activations == "int8"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:

@@ -208,8 +208,8 @@ def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
 def _rounded(dtype: torch.dtype) -> str:
     rest = str(dtype).removeprefix("torch.")
     return (
-        f"asked for; rounded to 8 bits in blocks of 32 for weights of 4 to 8 bits ({byte_products()}), and {rest} for all "
-        "others"
+        f"asked for; rounded to 8 bits in blocks of 32 for weights of 4 to 8 bits ({byte_products()}), and {rest} for "
+        "all others"
     )
 
 

@@ -42,7 +42,9 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_logits_differ_from_those_of_whole_activations_by_their_rounding(dtype: str, tied: bool, tmp_path: Path) -> None:
+def test_logits_differ_from_those_of_whole_activations_by_their_rounding(
+    dtype: str, tied: bool, tmp_path: Path
+) -> None:
     directory = converted(tmp_path, tied=tied)
     want = logits(directory, kernels="reference")
     whole, rounded = (logits(directory, quantize="stored", dtype=dtype, activations=how) for how in ("auto", "int8"))
@@ -60,7 +62,7 @@ def test_weights_rounded_to_int8_go_with_it(dtype: str, tmp_path: Path) -> None:
 def test_so_do_bytes_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, int_quantized(None), monkeypatch)
     whole, rounded = (logits(tmp_path / "packed", quantize="stored", activations=how) for how in ("auto", "int8"))
-    assert 0.0 < distance(rounded, whole) < 0.05
+    assert 0.0 < distance(rounded, whole) < 0.1
 
 
 @pytest.mark.parametrize("quantize", ["stored", "int8"])

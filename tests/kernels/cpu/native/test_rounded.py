@@ -84,9 +84,7 @@ def test_a_product_of_many_rows_matches_float64(team: Team, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("size", "activation"), [(17, GELU), (40, "silu")])
-def test_a_gated_product_matches_float64(
-    team: Team, name: str, size: int, activation: str, dtype: torch.dtype
-) -> None:
+def test_a_gated_product_matches_float64(team: Team, name: str, size: int, activation: str, dtype: torch.dtype) -> None:
     product(team, [draw(name, 2 * size, 256, seeded_generator())], dtype, activation=activation)
 
 
@@ -156,7 +154,9 @@ def test_blocks_of_zeros_and_of_numbers_next_to_nothing_add_nothing(team: Team, 
     table = torch.randn(4, 512, generator=generator)
     table[0], table[1, :256], table[2] = 0.0, 0.0, 1e-31
     table[3, 64:96] = torch.randn(32, generator=generator) * 1e-38
-    run = record(team, torch.float32, lambda program: program.linear(program.embed(table), pack_grouped([whole], rounded=True)))
+    run = record(
+        team, torch.float32, lambda program: program.linear(program.embed(table), pack_grouped([whole], rounded=True))
+    )
     got = run(tokens_only(4))
     want = reference.round_blocks(table) @ whole.grouped.weight().double().T
     assert not got[0].any()
@@ -192,7 +192,10 @@ def test_a_product_with_bytes_by_output_matches_float64_with_the_same_rounding(
     want_weight = reference.round_weight(weight)
     linear = Linear(weight, bias)
     if kept:
-        values, scales = torch.randint(-128, 128, (66, 96), generator=generator), torch.rand(66, generator=generator) / 64
+        values, scales = (
+            torch.randint(-128, 128, (66, 96), generator=generator),
+            torch.rand(66, generator=generator) / 64,
+        )
         linear, want_weight = Linear(values.to(torch.int8), bias, scales), values * scales.double().unsqueeze(1)
     packed = pack(linear, gated=gated, quantize=not kept, dtype=dtype, rounded=True)
     assert packed.weight.rounded
@@ -220,7 +223,9 @@ def test_weights_that_are_no_bytes_or_no_whole_blocks_are_multiplied_as_without_
         for rounded in (False, True):
             packed = pack(linear, quantize=quantize, rounded=rounded)
             assert not packed.weight.rounded
-            run = record(team, dtype, lambda program, packed=packed, table=table: program.linear(program.embed(table), packed))
+            run = record(
+                team, dtype, lambda program, packed=packed, table=table: program.linear(program.embed(table), packed)
+            )
             found.append(run(tokens_only(17)))
         assert torch.equal(*found)
 
@@ -231,7 +236,11 @@ def digest() -> str:
     for name in FORMS:
         packed = pack_grouped([draw(name, 70, 512, generator)], rounded=True)
         table = draw_rows(70, 512, generator)
-        run = record(team, torch.float32, lambda program, table=table, packed=packed: program.linear(program.embed(table), packed))
+        run = record(
+            team,
+            torch.float32,
+            lambda program, table=table, packed=packed: program.linear(program.embed(table), packed),
+        )
         found.update(run(tokens_only(70)).numpy().tobytes())
     return found.hexdigest()
 
@@ -250,7 +259,7 @@ LESS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("without", LESS)
 def test_all_of_this_holds_for_processors_with_less_and_the_bits_are_the_same(tmp_path: Path, without: str) -> None:
-    """Runs this file with the kernels compiled for AVX-512 with and without VNNI and words, for AVX-VNNI and for AVX2."""
+    """Runs this file with the kernels compiled for AVX-512 with and without VNNI and words, for AVX-VNNI and AVX2."""
     environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not slow", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
