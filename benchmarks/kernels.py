@@ -174,8 +174,16 @@ class Bench:
         if self.on_gpu:
             found += [self.sampling(rows, name) for rows in most_first for name in SAMPLING]
             found += [cell(rows) for rows in most_first for cell in (self.controls, self.logprobs)]
+            found += [self.experts(tokens, kind) for tokens in tokens_first for kind in WEIGHTS if kind != "plain"]
             found += [self.linear(tokens, kind) for tokens in tokens_first for kind in WEIGHTS]
+            if self.multiplies_fp8:
+                found += [self.linear(tokens, BY_FP8) for tokens in tokens_first]
         return found
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        narrow = self.table.narrow
+        return narrow is not None and torch.cuda.get_device_capability(self.device) >= narrow.fp8_from
 
     def norm(self, tokens: int) -> Cell:
         size, item = self.options.hidden, self.dtype.itemsize
@@ -334,8 +342,9 @@ class Bench:
         moved = tokens * (heads.channels + 2 * count + heads.value_size) * self.dtype.itemsize
         return Cell(f"delta_rule_{kind}", shape, moved + 8 * len(counts) * state_size, 7 * tokens * state_size, make)
 
-    def experts(self, tokens: int) -> Cell:
-        """The weights counted are those of the expected number of experts that random choices would use."""
+    def experts(self, tokens: int, kind: str = "plain") -> Cell:
+        """The weights counted are those of the expected number of experts that random choices would use. kind: one of
+        WEIGHTS."""
         o, item = self.options, self.dtype.itemsize
         count, size, hidden = o.experts, o.expert_size, o.hidden
         routing = Routing(o.experts_per_token, renormalize=True)
@@ -343,41 +352,53 @@ class Bench:
         def make() -> Run:
             run, x = self.run_of(None, tokens), self.random(tokens, hidden)
             router = self.random(count, hidden, dtype=torch.float32)
-            gate_up = Linear(self.random(count, 2 * size, hidden) / hidden**0.5)
-            down = Linear(self.random(count, hidden, size) / size**0.5)
+            gate_up, down = self._weight(kind, count, 2 * size, hidden), self._weight(kind, count, hidden, size)
             return lambda: run.experts(x, router, gate_up, down, routing)
 
         shape = {"tokens": tokens, "experts": count, "per_token": routing.per_token, "hidden": hidden, "size": size}
         used = count * (1 - (1 - routing.per_token / count) ** tokens)
-        num_bytes = 4 * count * hidden + round(used * 3 * hidden * size) * item + 2 * tokens * hidden * item
+        own = self._weight_bytes(kind, 2 * size, hidden) + self._weight_bytes(kind, hidden, size)
+        num_bytes = 4 * count * hidden + round(used * own) + 2 * tokens * hidden * item
         flops = 2 * tokens * hidden * (count + routing.per_token * 3 * size)
-        return Cell("experts", shape, num_bytes, flops, make)
+        return Cell("experts" if kind == "plain" else f"experts_{kind}", shape, num_bytes, flops, make)
 
     def linear(self, tokens: int, kind: str) -> Cell:
-        """The gate and up projection, with a weight of one of WEIGHTS."""
-        bits, group = WEIGHTS[kind]
+        """The gate and up projection, with a weight of one of WEIGHTS, or BY_FP8."""
         outputs, inputs = 2 * self.options.intermediate, self.options.hidden
-        groups = 1 if group is None else -(-inputs // group)
+        own = "fp8" if kind == BY_FP8 else kind
 
         def make() -> Run:
-            run, x = self.run_of(None, tokens), self.random(tokens, inputs)
-            if bits == 16:
-                weight = Linear(self.random(outputs, inputs) / inputs**0.5)
-                return lambda: run.linear(x, weight)
-            dtype = torch.uint8 if bits == 4 else torch.int8
-            numbers = torch.randint(127, (outputs, inputs * bits // 8), generator=self.generator, device=self.device)
-            scales = torch.full((outputs, groups), 1 / inputs, device=self.device)
-            narrow = Linear(numbers.to(dtype), scales=scales if group else scales.flatten(), group=group)
-            if kind == "fp8":
-                narrow = replace(narrow, weight=narrow.weight.view(torch.float8_e4m3fn))
-            assert self.table.narrow is not None
-            packed = self.table.narrow.pack(narrow)
-            return lambda: run.linear(x, packed)
+            run, x, weight = self.run_of(None, tokens), self.random(tokens, inputs), self._weight(own, outputs, inputs)
+            if kind == BY_FP8:
+                weight = replace(weight, input_scale=torch.zeros(1, device=self.device))
+            return lambda: run.linear(x, weight)
 
         shape = {"tokens": tokens, "outputs": outputs, "inputs": inputs}
-        read = outputs * inputs * bits // 8 + (4 * outputs * groups if bits < 16 else 0)
         moved = tokens * (inputs + outputs) * self.dtype.itemsize
-        return Cell(f"linear_{kind}", shape, read + moved, 2 * tokens * outputs * inputs, make)
+        num_bytes = self._weight_bytes(own, outputs, inputs) + moved
+        return Cell(f"linear_{kind}", shape, num_bytes, 2 * tokens * outputs * inputs, make)
+
+    def _weight(self, kind: str, *shape: int) -> Linear:
+        """Return a random weight of one of WEIGHTS as products take it. shape: [outputs, inputs], or with experts."""
+        (bits, group), (*stack, inputs) = WEIGHTS[kind], shape
+        if bits == 16:
+            return Linear(self.random(*shape) / inputs**0.5)
+        dtype = torch.uint8 if bits == 4 else torch.int8
+        numbers = torch.randint(
+            127, (*stack, inputs * bits // 8), generator=self.generator, device=self.device, dtype=dtype
+        )
+        groups = [] if group is None else [-(-inputs // group)]
+        narrow = Linear(numbers, scales=torch.full((*stack, *groups), 1 / inputs, device=self.device), group=group)
+        if kind == "fp8":
+            narrow = replace(narrow, weight=narrow.weight.view(torch.float8_e4m3fn))
+        assert self.table.narrow is not None
+        return self.table.narrow.pack(narrow)
+
+    def _weight_bytes(self, kind: str, outputs: int, inputs: int) -> int:
+        bits, group = WEIGHTS[kind]
+        if bits == 16:
+            return outputs * inputs * self.dtype.itemsize
+        return outputs * inputs * bits // 8 + 4 * outputs * (1 if group is None else -(-inputs // group))
 
     def sampling(self, num_rows: int, name: str) -> Cell:
         vocab = self.options.vocab
@@ -433,6 +454,8 @@ class Bench:
 
 WEIGHTS: dict[str, tuple[int, int | None]] = {"plain": (16, None), "int8": (8, None), "fp8": (8, 128), "int4": (4, 128)}
 """(bits of a weight, inputs that share a scale)"""
+BY_FP8 = "fp8_by_fp8"
+"""The product of fp8 weights by activations that are rounded to fp8, each row with a scale of its own."""
 
 NARROW_CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 WRITTEN_AT_A_TIME = 1 << 16

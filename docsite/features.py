@@ -18,8 +18,7 @@ with one line, which names both settings and the reason. A setting that is not n
 setting that is left at `auto` adapts to the others: with LoRA adapters, for example, the kernels are torch's.
 
 A cell says where the combination works: **N**, **T** and **R** are the CPU with `kernels: native`, `torch_cpu` and
-`reference`; **G** is a GPU; – is nowhere. The numbers lead to the reasons below. On a GPU, experts are never rounded,
-and those of a packed checkpoint are unpacked.
+`reference`; **G** is a GPU; – is nowhere. The numbers lead to the reasons below.
 """
 
 Facts = frozenset[Feature]
@@ -51,6 +50,7 @@ ROWS: Mapping[str, Facts] = {
     "Activations in int8 (`activations: int8`)": frozenset({engine.ROUNDED}),
     "KV cache in int8 (`kv_cache_dtype: int8`)": frozenset({engine.NARROW_KV}),
     "KV cache in fp8 (`kv_cache_dtype: fp8_e4m3`)": frozenset({engine.NARROW_KV, engine.FP8_KV}),
+    "Activations in fp8 (`activations: fp8`)": frozenset({engine.FP8_ACTIVATIONS}),
     "Batch invariance (`batch_invariant`)": frozenset({engine.BATCH_INVARIANT}),
     "float16 (`dtype: float16`)": frozenset({engine.FLOAT16}),
     "CUDA graphs (`cuda_graphs: decode`, `all`)": frozenset({engine.GRAPHS, engine.GPU_GRAPHS}),

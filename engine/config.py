@@ -558,17 +558,18 @@ class EngineConfig:
         "GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers "
         "of AWQ, GPTQ and compressed-tensors in groups of a multiple of 32 inputs. `int8`: rounded to one byte "
         "for each weight and a scale for each output, so that a token reads half as much memory; with the native "
-        "kernels, or on a GPU with Triton, where experts are not rounded, and packed weights that stay packed are left "
-        "so. "
+        "kernels, or on a GPU with Triton, where packed weights that stay packed are left so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
-    activations: Literal["auto", "int8"] = setting(
+    activations: Literal["auto", "int8", "fp8"] = setting(
         "auto",
-        "Type of the activations that matrices with weights of 4 to 8 bits are multiplied by, on a CPU. `auto`: the "
-        "type of `dtype`. `int8`: rounded to 8 bits in blocks of 32 of a token, with a scale for each block, so that "
-        "prompts and batches take less time, and answers are less accurate; docs/how-to/quantised-models.md says by "
-        "how much. Needs `quantize: stored` or `int8`, the native kernels, and a processor with AVX-512 VNNI or "
-        "AVX-VNNI. Experts, and matrices in the type of `dtype`, are multiplied as without it.",
+        "Type of the activations that matrices with packed weights are multiplied by. `auto`: the type of `dtype`. "
+        "`int8`, on a CPU: rounded to 8 bits in blocks of 32 of a token, with a scale for each block, so that prompts "
+        "and batches take less time, and answers are less accurate. It needs `quantize: stored` or `int8`, the native "
+        "kernels, and a processor with AVX-512 VNNI or AVX-VNNI. `fp8` (e4m3), on a GPU with Triton of compute "
+        "capability 8.9 or later: where a checkpoint's matrix stays in fp8 and a step has more than 64 tokens; each "
+        "token has a scale of its own, unless the checkpoint has one. Experts, and matrices in the type of `dtype`, are "
+        "multiplied as without it. docs/how-to/quantised-models.md says what each costs.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",

@@ -111,6 +111,7 @@ QUANTIZE = _setting("weights rounded to int8", "quantize", partial(eq, "int8"))
 STORED = _setting("weights in a checkpoint's own bits", "quantize", partial(eq, "stored"))
 ROUNDED = _setting("activations rounded to int8", "activations", partial(eq, "int8"))
 WHOLE_WEIGHTS = _setting("weights in the type of dtype", "quantize", partial(eq, "none"))
+FP8_ACTIVATIONS = _setting("activations rounded to fp8", "activations", partial(eq, "fp8"))
 BATCH_INVARIANT = _setting("batch invariance", "batch_invariant", bool)
 NARROW_KV = _setting("KV cache in 8 bits", "kv_cache_dtype", partial(ne, "auto"))
 FP8_KV = _setting("KV cache in fp8", "kv_cache_dtype", partial(eq, "fp8_e4m3"))
@@ -165,6 +166,7 @@ WIDE_ATTENTION = Feature("attention without Triton", Group.KERNELS)
 TORCH_ADAPTERS = Feature("adapters without Triton", Group.KERNELS)
 TORCH_EXPERTS = Feature("experts without Triton", Group.KERNELS)
 TORCH_PRODUCTS = Feature("matrix products without Triton", Group.KERNELS)
+NO_FP8_PRODUCTS = Feature("a GPU or kernels without products of fp8", Group.KERNELS)
 TORCH_STATES = Feature("linear attention without Triton", Group.KERNELS)
 
 EXPERTS = Feature("mixtures of experts", Group.MODEL)
@@ -174,6 +176,7 @@ NO_STATE = Feature("models without recurrent state", Group.MODEL)
 IMAGES = Feature("models that take images", Group.MODEL)
 TEXT = Feature("models that take text alone", Group.MODEL)
 PACKED = Feature("packed checkpoints", Group.MODEL)
+NO_FP8_WEIGHTS = Feature("no weights in fp8", Group.MODEL)
 DRAFT_TAKES_IMAGES = Feature("one that takes images", Group.MODEL)
 DRAFT_HAS_STATE = Feature("one with recurrent state", Group.MODEL)
 
@@ -197,7 +200,7 @@ _GPU_SETTINGS = (
 
 RULES = (
     # where features run
-    Rule(_GPU_SETTINGS, (CPU, FAKE), "this setting has an effect only on a GPU"),
+    Rule((*_GPU_SETTINGS, FP8_ACTIVATIONS), (CPU, FAKE), "this setting has an effect only on a GPU"),
     Rule((CPU_KERNELS, ROUNDED, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
     Rule((DRAFT_MODEL,), (GPU,), "a draft model runs only on the CPU"),
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
@@ -220,6 +223,7 @@ RULES = (
     ),
     Rule((STORED,), (GPU,), "on a GPU, packed weights stay as they are without it"),
     Rule((QUANTIZE,), (TORCH_PRODUCTS,), "without Triton, a GPU does not compute with int8 weights"),
+    Rule((FP8_ACTIVATIONS,), (NO_FP8_PRODUCTS,), "products of fp8 need Triton and compute capability 8.9"),
     Rule(
         (BATCH_INVARIANT,),
         (TORCH_CPU, REFERENCE),
@@ -256,6 +260,7 @@ RULES = (
         "on a GPU, recurrent state is not rolled back after a rejected draft",
         (GPU,),
     ),
+    Rule((FP8_ACTIVATIONS,), (NO_FP8_WEIGHTS,), "only weights in fp8 are multiplied by activations in fp8"),
     Rule((PACKED,), (IMAGES,), "quantized checkpoints are supported only for text models"),
     Rule((ENCODER_TOKENS, ENCODER_CACHE), (TEXT,), "this setting has an effect only with models that take images"),
     Rule((SNAPSHOTS,), (NO_STATE,), "snapshots need a model with recurrent state"),

@@ -34,6 +34,18 @@ class Linear:
     """[outputs, groups] int8. None: 8 for 4 bits, else 0."""
     group: int | None = None
     """How many inputs share a scale; the last group may be smaller. None: all."""
+    order: Any = None
+    """[inputs] int32: the column j of the stored numbers is that of input order[j]. None: j. Of experts, [experts,
+    inputs]."""
+    input_scale: Any = None
+    """[1] float32: a backend that can rounds the activations of many rows to float8_e4m3fn in units of this scale, or,
+    if it is 0, of the row's largest magnitude / 448. None: activations keep their type."""
+
+    def of_expert(self, number: int) -> Linear:
+        """Return one expert's matrix; all tensors have an axis of experts before the others."""
+        parts = (self.weight, self.bias, self.scales, self.zeros)
+        weight, bias, scales, zeros = (None if part is None else part[number] for part in parts)
+        return Linear(weight, bias, scales, zeros, self.group, None if self.order is None else self.order[number])
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,8 @@ class ForwardPass(Protocol):
     def experts(self, x: Array, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Array:
         """Sum the outputs of each token's experts, weighted by their shares. # [num_tokens, hidden]
 
-        router: [experts, hidden] float32; the weights of gate_up and down: [experts, outputs, inputs], no biases.
+        router: [experts, hidden] float32; the weights of gate_up and down: [experts, outputs, inputs], or a backend's
+        packed form of them; no biases.
         """
 
     def rotate_and_cache(

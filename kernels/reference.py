@@ -20,8 +20,10 @@ def round_weight(weight: Tensor) -> Tensor:
 
 
 def dequantize(linear: Linear) -> Tensor:
-    """Return the weights of a narrow `linear`, (q - zero) * scale. # [outputs, inputs] float64"""
+    """Return the weights of a narrow `linear`, (q - zero) * scale, in the inputs' order. # [outputs, inputs] float64"""
     stored: Tensor = linear.weight
+    if linear.scales is None:
+        return stored.double()
     if stored.dtype == torch.uint8:
         stored = torch.stack((stored & 15, stored >> 4), dim=2).flatten(1)
     values, zero = stored.double(), 8.0 if linear.weight.dtype == torch.uint8 else 0.0
@@ -29,12 +31,23 @@ def dequantize(linear: Linear) -> Tensor:
     groups = torch.arange(inputs, device=stored.device) // (linear.group or inputs)
     values = values - (zero if linear.zeros is None else linear.zeros.double()[:, groups])
     scales: Tensor = linear.scales.double().view(len(stored), -1)
-    return values * scales[:, groups]
+    found = values * scales[:, groups]
+    return found if linear.order is None else found[:, linear.order.argsort()]
 
 
 def narrow_linear(x: Tensor, linear: Linear) -> Tensor:
     """x W^T + b for a weight of fewer bits, which is widened. x: [num_tokens, inputs]. # [num_tokens, outputs]"""
     found = x.double() @ dequantize(linear).T
+    return (found if linear.bias is None else found + linear.bias.double()).to(x.dtype)
+
+
+def fp8_linear(x: Tensor, linear: Linear) -> Tensor:
+    """The same for activations that are rounded to float8_e4m3fn first, as Linear.input_scale says. The units are those
+    of float32 arithmetic, and so are the roundings; sums are in float64."""
+    own = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 448
+    unit = torch.where(linear.input_scale > 0, linear.input_scale, own)
+    rounded = (x.float() / unit).clamp(-448, 448).to(torch.float8_e4m3fn)
+    found = (rounded.double() * unit.double()) @ dequantize(linear).T
     return (found if linear.bias is None else found + linear.bias.double()).to(x.dtype)
 
 
@@ -115,6 +128,19 @@ def experts(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: R
         for weight, number in zip(share, numbers, strict=True):
             inner = silu_and_mul((x[token].float() @ gate_up[number].float().T).to(x.dtype).unsqueeze(0))
             out[token] += weight * (inner[0].float() @ down[number].float().T)
+    return out.to(x.dtype)
+
+
+def narrow_experts(x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:
+    """`experts` for weights of fewer bits, which are widened, in float64; what is between the two products is rounded
+    to x's type once. # [num_tokens, hidden]"""
+    shares, chosen = route(x, router, routing)
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (share, numbers) in enumerate(zip(shares, chosen.tolist(), strict=True)):
+        for weight, number in zip(share, numbers, strict=True):
+            gate, up = (x[token].double() @ dequantize(gate_up.of_expert(number)).T).chunk(2)
+            inner = (gate * torch.sigmoid(gate) * up).to(x.dtype).double()
+            out[token] += weight * (inner @ dequantize(down.of_expert(number)).T)
     return out.to(x.dtype)
 
 

@@ -27,6 +27,7 @@ from engine.execution.device import Device, StateLostError, device_faults
 from engine.execution.gpu.adapters import AdapterSlots, slots_bytes
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
+from engine.execution.gpu.expert_launches import warm_up_experts
 from engine.execution.gpu.launch_cost import measure_launch
 from engine.execution.gpu.memory import (
     GIB,
@@ -44,6 +45,8 @@ from engine.features import (
     GPU,
     GRAPHS,
     NO_CAPTURES,
+    NO_FP8_PRODUCTS,
+    NO_FP8_WEIGHTS,
     NO_GRAPHS,
     TORCH_ADAPTERS,
     TORCH_EXPERTS,
@@ -102,6 +105,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
         device=device.torch_device,
         keep=keep,
         rounded=config.quantize == "int8",
+        round_inputs=config.activations == "fp8",
     )
     return GpuStart(builder, device, ops, buckets, dtype)
 
@@ -212,6 +216,8 @@ class GpuStart:
         executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
         why = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}, but the GPU has no memory for such a step"
         with _fits(why, use, "max_num_batched_tokens"), self._trial_adapter() as adapter:
+            with device_faults():
+                warm_up_experts(decoder, self._ops, plan.num_tokens)
             _run(executor, plan, adapter)
             self._leave_out_large_captures(probe, plan)
             with device_faults(), torch.inference_mode():
@@ -336,7 +342,8 @@ def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: 
 def _buckets(
     config: EngineConfig, device: Device, attention: Choice, ops: Ops, model: ModelConfig
 ) -> tuple[Buckets, str]:
-    on = {**turned_on(config), **facts_of(model), **_lacking(device, attention, ops)}
+    lacking = _lacking(device, attention, ops) | _without_fp8(device, ops, model, config)
+    on = {**turned_on(config), **facts_of(model), **lacking}
     refuse_conflicts(on)
     conflict = find_conflict(on, feature=GRAPHS)
     scope = config.cuda_graphs
@@ -355,6 +362,20 @@ def _buckets(
         **sizes,
     )
     return buckets, f"{reason}; {len(buckets.all)} sizes"
+
+
+def _without_fp8(device: Device, ops: Ops, model: ModelConfig, config: EngineConfig) -> dict[Feature, str]:
+    """Return what keeps activations from being rounded to fp8: the device's, and the weights'."""
+    needed, has, packed = None if ops.narrow is None else ops.narrow.fp8_from, device.capability, model.quantization
+    found = {}
+    if needed is None or has is None or has < needed:
+        version = "no compute capability" if has is None else f"compute capability {has[0]}.{has[1]}"
+        found[NO_FP8_PRODUCTS] = f"{device.name} has {version}"
+    if config.load_format == "dummy":
+        found[NO_FP8_WEIGHTS] = "load_format is dummy"
+    elif packed is None or not packed.in_fp8:
+        found[NO_FP8_WEIGHTS] = f"the weights are {'not packed' if packed is None else packed.summary}"
+    return found
 
 
 def _lacking(device: Device, attention: Choice, ops: Ops) -> dict[Feature, str]:

@@ -43,6 +43,8 @@ class ModelBuilder(Generic[M_co]):
     """See load_weights."""
     rounded: bool = False
     """See load_weights."""
+    round_inputs: bool = False
+    """See load_weights."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """An encoder's tensors by name, which the checkpoint fills in addition to the decoder's."""
 
@@ -68,6 +70,7 @@ class ModelBuilder(Generic[M_co]):
                 others=self.others,
                 keep=self.keep,
                 rounded=self.rounded,
+                round_inputs=self.round_inputs,
             )
         return Decoder(self.model, weights, self.resolved.max_model_len)
 

@@ -217,18 +217,20 @@ def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep:
     """Say how the weights are used, if the checkpoint packs them or a GPU rounds them."""
     name, packed = str(dtype).removeprefix("torch."), model.quantization
     rounded, on_gpu = config.quantize == "int8", keep is Keep.NARROW
-    experts = f"; experts are computed in {name}" if on_gpu and model.expert_sizes else ""
     if packed is None:
-        return {"weights": f"rounded to 8 bits (quantize int8){experts}"} if rounded and on_gpu else {}
+        return {"weights": "rounded to 8 bits (quantize int8)"} if rounded and on_gpu else {}
     if config.load_format == "dummy":
         drawn = "8 bits" if rounded and on_gpu else name
         return {"weights": f"random numbers in {drawn}, where the checkpoint has {packed.summary}"}
     wide = "rounded anew to 8 bits (quantize int8)" if rounded else f"computed in {name}"
     rounds = config.rounds_activations
     ways = dict.fromkeys(_way(packing, keep, wide, rounds) for _, packing in packed.groups)
-    stay = packed.activations and not rounds
-    activations = f"; activations stay {name}, not {packed.activations}" if stay else ""
-    return {"weights": f"{packed.summary}: {' and '.join(ways)}{experts}{activations}"}
+    if config.activations == "fp8":
+        activations = f"; activations are rounded to fp8 for many tokens, otherwise they stay {name}"
+    else:
+        stay = packed.activations and not rounds
+        activations = f"; activations stay {name}, not {packed.activations}" if stay else ""
+    return {"weights": f"{packed.summary}: {' and '.join(ways)}{activations}"}
 
 
 def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
@@ -245,7 +247,7 @@ def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
     if why_not is not None:
         return f"{wide}, because {why_not}"
     assert isinstance(layout, Narrow)
-    return f"kept in {layout.name}"
+    return f"kept in {layout.name}" + (", in the order of the inputs' groups" if layout.order else "")
 
 
 def _num_threads(config: EngineConfig) -> tuple[int, str]:

@@ -18,7 +18,7 @@ def form_of(packing: Packing) -> Form | None:
     if isinstance(packing, Gguf):
         return FORMS[packing.kind]
     layout = packing.narrow(zeros=True)
-    if not isinstance(layout, Narrow) or layout.dtype not in (torch.uint8, torch.int8):
+    if not isinstance(layout, Narrow) or layout.order or layout.dtype not in (torch.uint8, torch.int8):
         return None
     bits, group = 4 if layout.dtype == torch.uint8 else 8, layout.group or 32
     return INTEGERS.get((bits, 128 if group % 128 == 0 else 32)) if group % 32 == 0 else None

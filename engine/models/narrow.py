@@ -3,8 +3,8 @@ Never reads a file, and never multiplies: kernels.forward.Linear says what a sto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -24,7 +24,7 @@ class Keep(Enum):
     GROUPED = "grouped"
     """These, and those in groups of 4 to 8 bits: the native kernels with `quantize: stored`."""
     NARROW = "narrow"
-    """All that kernels.forward.Linear describes, except experts': Triton."""
+    """All that kernels.forward.Linear describes, experts' too: Triton."""
 
     @property
     def by_output(self) -> bool:
@@ -41,6 +41,11 @@ class Narrow:
     """How many inputs share a scale; None: all."""
     zeros: bool = False
     """Whether groups have zero points."""
+    order: str = ""
+    """Where a checkpoint lists each input's group: a digest of the list, or LISTED before it is read. Inputs are then
+    stored by group. Empty: they lie in order already."""
+    input_scale: bool = False
+    """Whether activations are rounded for it, with a scale that the checkpoint may have."""
 
     @property
     def name(self) -> str:
@@ -60,7 +65,10 @@ class Narrow:
         groups = [] if self.group is None else [-(-inputs // self.group)]
         zeros = torch.empty(*outer, *(groups or [1]), dtype=torch.int8, device=device) if self.zeros else None
         scales = torch.empty(*outer, *groups, dtype=torch.float32, device=device)
-        return Linear(torch.empty(*outer, width, dtype=self.dtype, device=device), bias, scales, zeros, self.group)
+        order = torch.empty(*outer[:-1], inputs, dtype=torch.int32, device=device) if self.order else None
+        weight = torch.empty(*outer, width, dtype=self.dtype, device=device)
+        own = torch.zeros(1, dtype=torch.float32, device=device) if self.input_scale and len(outer) == 1 else None
+        return Linear(weight, bias, scales, zeros, self.group, order, own)
 
     def describes(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
         """Whether a matrix allocated for one of the layouts of its model has this one."""
@@ -82,6 +90,8 @@ class InBlocks:
 
 INT8 = Narrow(torch.int8)
 """The layout to which matrices are rounded: a scale for each output."""
+LISTED = "listed"
+"""The order of a layout whose list of groups is not read yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +101,27 @@ class Kept:
     modules: Mapping[str, Narrow | InBlocks] = field(default_factory=dict)
     """The layouts of modules, by their names in the checkpoint. A stacked matrix has one only if all its modules have
     the same, or all are in blocks."""
-    experts: bool = True
-    """Whether experts' matrices have them, too."""
     rounded: bool = False
-    """Whether all other matrices, except experts', have INT8."""
+    """Whether all other matrices have INT8."""
 
-    def layout(self, modules: list[str], *, of_expert: bool) -> Narrow | InBlocks | None:
+    def layout(self, modules: Sequence[str]) -> Narrow | InBlocks | None:
         """Return the layout of a matrix that is stacked from these modules; None: it has the type of activations."""
-        if of_expert and not self.experts:
-            return None
         found = {self.modules.get(module) for module in modules}
-        if of_expert and any(isinstance(layout, InBlocks) for layout in found):
-            return None
         if blocks := [layout for layout in found if isinstance(layout, InBlocks)]:
             return max(blocks, key=lambda layout: layout.form.panel_bits) if len(blocks) == len(found) else None
         layout = found.pop() if len(found) == 1 else None
-        return INT8 if layout is None and self.rounded and not of_expert else layout
+        return INT8 if layout is None and self.rounded else layout
+
+    def experts_layout(self, experts: Sequence[Sequence[str]]) -> Narrow | None:
+        """Return the layout of the matrices of all experts, each stacked from its own modules. Each may have its own
+        order of inputs."""
+        found = [self.layout(modules) for modules in experts]
+        alike = {replace(layout, order="") if isinstance(layout, Narrow) else layout for layout in found}
+        layout = alike.pop() if len(alike) == 1 else None
+        if not isinstance(layout, Narrow):
+            return INT8 if self.rounded else None
+        orders = [each.order for each in found if isinstance(each, Narrow)]
+        return layout if not any(orders) else replace(layout, order=LISTED)
 
 
 def layout_name(dtype: torch.dtype) -> str:
@@ -129,11 +144,15 @@ def round_by_output(weight: Tensor) -> tuple[Tensor, Tensor]:
     return units.round_().to(torch.int8), scales
 
 
-def take_views(module: str, missing: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Remove a module's views from a checkpoint's table, and return them: weight, scales and zeros."""
-    weight, scales, zeros = (missing.pop(f"{module}.{part}", None) for part in ("weight", *NARROW_PARTS))
-    return weight, scales, zeros
+def take_views(module: str, missing: dict[str, Tensor]) -> Linear:
+    """Remove a module's views from a checkpoint's table, and return them; a weight of None: there are none."""
+    weight, scales, zeros, order, input_scale = (
+        missing.pop(f"{module}.{part}", None) for part in ("weight", *NARROW_PARTS)
+    )
+    return Linear(weight, None, scales, zeros, order=order, input_scale=input_scale)
 
 
-NARROW_PARTS = ("weight_scale", "weight_zeros")
-"""What the table of a checkpoint's names calls the scales and zeros of a module."""
+SHARED_PARTS = ("weight_order", "input_scale")
+"""What all parts of a stacked matrix share."""
+NARROW_PARTS = ("weight_scale", "weight_zeros", *SHARED_PARTS)
+"""What the table of a checkpoint's names calls the scales, zeros, order and scale of inputs of a module."""

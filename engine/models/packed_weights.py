@@ -4,9 +4,10 @@ name."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +24,12 @@ from engine.models.packing import BYTES, FP8, INT8, Gguf, Packing, Part, Unpacke
 from engine.models.quantization import Quantization
 from engine.models.stored_matrix import StoredMatrix
 from kernels.cpu.native.grouped import Rows
+from kernels.forward import Linear
 
 _NARROW = (INT8, FP8, "F8_E5M2", BYTES)
-_UNUSED = ("input_scale", "input_zero_point", "output_scale", "activation_scale_ub")
-"""Scales for rounding activations. Ignored, because activations are not rounded here."""
+_INPUT_SCALE = "input_scale"
+_UNUSED = (_INPUT_SCALE, "input_zero_point", "output_scale", "activation_scale_ub")
+"""Scales for rounding activations. Ignored where activations are not rounded."""
 _T = TypeVar("_T")
 
 
@@ -96,15 +99,25 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
     return found
 
 
-def groups_in_order(stored: Stored, module: str, group: int | None) -> bool:
-    """Whether inputs that share a scale lie beside each other, also where the checkpoint lists each input's group."""
-    listed = f"{module}.g_idx"
-    if group is None or listed not in stored.files:
-        return True
-    found = stored.read(listed)
-    return bool((found == torch.arange(found.numel(), device=found.device) // group).all())
+def with_order(stored: Stored, module: str, layout: Narrow) -> Narrow | None:
+    """Return the layout with the order of inputs that the checkpoint lists; None: a group has more or fewer inputs than
+    the format says."""
+    listed = next((name for part in _GROUP_LISTS if (name := f"{module}.{part}") in stored.files), None)
+    if layout.group is None or listed is None:
+        return replace(layout, order="")
+    found = stored.read(listed).flatten()
+    in_order = torch.arange(found.numel(), device=found.device) // layout.group
+    if bool((found == in_order).all()) or bool((found == NO_GROUPS).all()):
+        return replace(layout, order="")
+    if not bool((found.sort().values == in_order).all()):
+        return None
+    return replace(layout, order=hashlib.sha256(found.cpu().int().numpy().tobytes()).hexdigest())
 
 
+_GROUP_LISTS = ("g_idx", "weight_g_idx")
+"""The parts that say which group each input is in."""
+NO_GROUPS = -1
+"""In place of every group: the list says nothing."""
 _ANY_SIZE = (256, 256)
 """Any matrix size will do, because the names of the parts do not depend on it."""
 
@@ -124,7 +137,8 @@ def fill_packed(
     """
     taken: set[str] = set()
     for module, packing in packed.items():
-        view, *narrow = take_views(module, missing)
+        views = take_views(module, missing)
+        view: Tensor | StoredMatrix | None = views.weight
         if view is None:
             continue  # the reader of the other tensors decides whether it may be left over
         if isinstance(view, StoredMatrix):
@@ -136,7 +150,8 @@ def fill_packed(
             raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is not two-dimensional.")
         parts, names = _read_parts(stored, module, packing, (len(view), num_inputs(view)))
         try:
-            _fill(packing.unpack(parts, len(view), num_inputs(view)), layouts.get(module), view, *narrow)
+            _fill(packing.unpack(parts, len(view), num_inputs(view)), layouts.get(module), views)
+            _take_input_scale(stored, module, views.input_scale)
         except ValueError as error:
             raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
         taken |= names | _leftovers(stored, module, missing)
@@ -155,16 +170,32 @@ def _rows(stored: Stored, module: str, packing: Packing, parts: Mapping[str, Ten
         raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
 
 
-def _fill(
-    unpacked: Unpacked, layout: Narrow | InBlocks | None, view: Tensor, scales: Tensor | None, zeros: Tensor | None
-) -> None:
+def _fill(unpacked: Unpacked, layout: Narrow | InBlocks | None, views: Linear) -> None:
     """Fill one matrix. layout: as the values are stored; None: they cannot be kept."""
+    view, scales, zeros = views.weight, views.scales, views.zeros
     if scales is None:
         view.copy_(unpacked.weight())
     elif not isinstance(layout, Narrow) or not layout.describes(view, scales, zeros):
         _copy((view, scales), round_by_output(unpacked.weight()))
-    else:
-        _copy((view, scales, zeros), unpacked.as_stored(layout))
+    elif layout.order or views.order is None:
+        _copy((view, scales, zeros, views.order), unpacked.as_stored(layout))
+    else:  # an expert whose inputs lie in order, beside others whose do not
+        order = torch.arange(num_inputs(view), dtype=torch.int32, device=view.device)
+        _copy((view, scales, zeros, views.order), (*unpacked.as_stored(layout)[:3], order))
+
+
+def _take_input_scale(stored: Stored, module: str, view: Tensor | None) -> None:
+    """Enlarge the scale of a stack's inputs to what one of its modules says: none of them is cut off then.
+
+    Raises:
+        ValueError: it is no scale.
+    """
+    if view is None or (name := f"{module}.{_INPUT_SCALE}") not in stored.files:
+        return
+    found = stored.read(name).float().max()
+    if not 0 < float(found) < float("inf"):
+        raise ValueError(f"{_INPUT_SCALE} is {float(found):g}: expected a positive number")
+    view.copy_(torch.maximum(view, found))
 
 
 def _copy(views: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> None:

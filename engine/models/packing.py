@@ -4,23 +4,20 @@ Never rounds: a weight is (q - zero) * scale in float32, as its format defines i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.models.gguf_rows import GgufRows, row_bytes
-from engine.models.narrow import Narrow
+from engine.models.narrow import LISTED, Narrow
 
 INT8, INT32, FP8, BYTES = "I8", "I32", "F8_E4M3", "U8"
 """Types, as safetensors spells them."""
 _SCALES = ("F16", "BF16", "F32")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """For each of eight outputs, which group of four bits in an int32 holds it."""
-
-
-OUT_OF_ORDER = "inputs of a group do not lie beside each other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +58,23 @@ class Unpacked:
         """Return the matrix itself. # [outputs, inputs] float32"""
         return self._less_zero * self.scales[self.rows][:, self.columns]
 
-    def as_stored(self, layout: Narrow) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the weight, its scales and its zeros as kernels.forward.Linear has them.
+    def by_group(self) -> tuple[Unpacked, Tensor]:
+        """Return the same with its inputs sorted by their groups, and where each was. # [inputs] int32"""
+        order = self.columns.argsort(stable=True)
+        return replace(self, values=self.values[:, order], columns=self.columns[order]), order.int()
+
+    def as_stored(self, layout: Narrow) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return the weight, its scales, its zeros and its order as kernels.forward.Linear has them.
 
         Raises:
             ValueError: a value less its zero point does not fit into 8 bits, and the layout has no zero points.
         """
+        if not layout.order:
+            return *self._as_stored(layout), None
+        ordered, order = self.by_group()
+        return *ordered._as_stored(layout), order
+
+    def _as_stored(self, layout: Narrow) -> tuple[Tensor, Tensor, Tensor | None]:
         scales = self.scales[self.rows, 0] if layout.group is None else self.scales[self.rows]
         if layout.dtype == torch.float8_e4m3fn:
             return self.values.to(layout.dtype), scales, None
@@ -99,8 +107,8 @@ class Packing(Protocol):
         """Whether values have 8 bits and each output has one scale. All kernels with 8 bits use it as stored."""
 
     def narrow(self, *, zeros: bool) -> Narrow | str:
-        """Return the layout in which a GPU's kernels use it as stored, or why there is none. zeros: whether a
-        checkpoint has zero points although the format makes them optional."""
+        """Return the layout in which a GPU's kernels use it as stored, its order LISTED where the format lists groups,
+        or why there is none. zeros: whether a checkpoint has zero points although the format makes them optional."""
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         """Return the stored parts by name. Raises ValueError if a matrix of this size cannot be packed in this way."""
@@ -135,12 +143,10 @@ class Grid:
         return self.kind != FP8 and self.bits == 8 and self.cell[1] is None and self.cell[0] in (1, None)
 
     def narrow(self, *, zeros: bool) -> Narrow | str:
-        if self.ordered:
-            return OUT_OF_ORDER
         if self.kind == FP8:
             return Narrow(torch.float8_e4m3fn, self.cell[1])
-        dtype = torch.uint8 if self.bits == 4 else torch.int8
-        return Narrow(dtype, self.cell[1], zeros=zeros or self.zero_points)
+        dtype, order = torch.uint8 if self.bits == 4 else torch.int8, LISTED if self.ordered else ""
+        return Narrow(dtype, self.cell[1], zeros or self.zero_points, order)
 
     @property
     def _per_int(self) -> int:
@@ -212,9 +218,8 @@ class Gptq:
         return self.bits == 8 and self.group_size is None
 
     def narrow(self, *, zeros: bool) -> Narrow | str:
-        if self.ordered and self.group_size is not None:
-            return OUT_OF_ORDER
-        return Narrow(torch.uint8 if self.bits == 4 else torch.int8, self.group_size, zeros=True)
+        order = LISTED if self.ordered and self.group_size is not None else ""
+        return Narrow(torch.uint8 if self.bits == 4 else torch.int8, self.group_size, True, order)
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         per_int, groups = 32 // self.bits, -(-inputs // (self.group_size or inputs))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.models.description import LayerConfig, LinearAttention, ModelConfig
-from engine.models.narrow import NARROW_PARTS, InBlocks, Kept, Narrow
+from engine.models.narrow import NARROW_PARTS, SHARED_PARTS, InBlocks, Kept, Narrow
 from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
 from engine.models.stored_matrix import StoredMatrix
@@ -104,9 +104,7 @@ def _allocate_embedding(
 
 
 def _allocate_head(config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept) -> Linear:
-    return _allocate(
-        kept.layout(["lm_head"], of_expert=False), config.vocab_size, config.hidden_size, dtype=dtype, device=device
-    )
+    return _allocate(kept.layout(["lm_head"]), config.vocab_size, config.hidden_size, dtype=dtype, device=device)
 
 
 def _allocate(
@@ -141,7 +139,7 @@ def _narrow_places(
     config: ModelConfig, number: int, layer_config: LayerConfig, kept: Kept
 ) -> Mapping[str, Narrow | InBlocks]:
     """Return the layouts of those of a layer's matrices that have fewer bits."""
-    modules: dict[str, list[str]] = {}
+    modules: dict[str, dict[int, list[str]]] = {}  # matrix -> expert, 0 where there is none -> its modules
     experts, unused = layer_config.experts, "linear_" if layer_config.linear is None else _ATTENTION_PLACES
     for name, place in FAMILIES[config.architecture].names.items():
         of_expert = experts is not None and place in _MLP_PLACES
@@ -149,12 +147,14 @@ def _narrow_places(
             continue
         if place.startswith("shared_") and (experts is None or not experts.shared_size):
             continue
-        numbers = range(experts.count if of_expert and experts is not None else 1)
-        modules.setdefault(_MATRIX_OF[place], []).extend(
-            name.replace("{layer}", str(number)).replace("{expert}", str(expert)) for expert in numbers
-        )
+        for expert in range(experts.count if of_expert and experts is not None else 1):
+            module = name.replace("{layer}", str(number)).replace("{expert}", str(expert))
+            modules.setdefault(_MATRIX_OF[place], {}).setdefault(expert, []).append(module)
     of_experts = () if experts is None else _MLP_PLACES
-    layouts = {place: kept.layout(needed, of_expert=place in of_experts) for place, needed in modules.items()}
+    layouts = {
+        place: kept.experts_layout(list(needed.values())) if place in of_experts else kept.layout(needed[0])
+        for place, needed in modules.items()
+    }
     if _turns_rows(config) and isinstance(layouts.get("qkv"), InBlocks):
         del layouts["qkv"]
     return {place: layout for place, layout in layouts.items() if layout is not None}
@@ -347,18 +347,17 @@ def checkpoint_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, 
     for number, (layer_config, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
         for name, view in _layer_table(config, layer_config, layer, of_layers).items():
             table[name.replace("{layer}", str(number))] = view
-    named, needed = (
-        sum(tensor.numel() for tensor in tensors) for tensors in (table.values(), _tensors(config, weights))
-    )
+    own = (tensor for name, tensor in table.items() if not name.endswith(SHARED_PARTS))
+    named, needed = (sum(tensor.numel() for tensor in tensors) for tensors in (own, _tensors(config, weights)))
     assert named == needed, f"{config.architecture} names {named} of the model's {needed} numbers"
     return table
 
 
-def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
-    """Map each name of a tensor with all of a layer's experts to (the view that it fills, the names in
+def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tuple[Linear, tuple[str, ...]]]:
+    """Map each name of a tensor with all of a layer's experts to (the matrices that it fills, the names in
     `checkpoint_table` that it replaces)."""
     family = FAMILIES[config.architecture]
-    table: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+    table: dict[str, tuple[Linear, tuple[str, ...]]] = {}
     for number, (layer_config, layer) in enumerate(zip(config.layers, weights.layers, strict=True)):
         for name, place in family.stacked.items() if layer_config.experts is not None else ():
             parts = ("gate", "up") if place == "gate_up" else ("down",)
@@ -369,7 +368,7 @@ def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tup
                 for expert in _numbers(layer_config)
             )
             linear = layer.gate_up if place == "gate_up" else layer.down
-            table[name.format(layer=number)] = linear.weight, tuple(stood_for)
+            table[name.format(layer=number)] = linear, tuple(stood_for)
     return table
 
 
@@ -377,19 +376,25 @@ def _numbers(layer_config: LayerConfig) -> range:
     return range(0 if layer_config.experts is None else layer_config.experts.count)
 
 
+def _matrices(config: ModelConfig, weights: DecoderWeights) -> Iterator[Linear]:
+    if not config.tie_word_embeddings:
+        yield weights.lm_head
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        if layer.shared is not None:
+            yield from (layer.shared.gate_up, layer.shared.down, layer.shared.gate)
+
+
 def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
+    """Yield all tensors but SHARED_PARTS, which several names of a checkpoint stand for."""
     yield weights.embedding
     yield from _norms(weights)
-    linears = [] if config.tie_word_embeddings else [weights.lm_head]
     for layer in weights.layers:
-        linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
         if layer.router is not None:
             yield layer.router
         if layer.linear is not None:
             yield from (layer.linear.conv, *layer.linear.rates, layer.linear.norm)
-        if layer.shared is not None:
-            linears += [layer.shared.gate_up, layer.shared.down, layer.shared.gate]
-    for linear in linears:
+    for linear in _matrices(config, weights):
         yield from (
             tensor for tensor in (linear.weight, linear.bias, linear.scales, linear.zeros) if tensor is not None
         )
@@ -397,7 +402,8 @@ def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
 
 def num_bytes(config: ModelConfig, weights: DecoderWeights) -> int:
     """Return the bytes of all tensors. A tied one counts once."""
-    return sum(tensor.nbytes for tensor in _tensors(config, weights))
+    shared = (part for linear in _matrices(config, weights) for part in (linear.order, linear.input_scale))
+    return sum(tensor.nbytes for tensor in (*_tensors(config, weights), *shared) if tensor is not None)
 
 
 def _layer_table(
@@ -409,7 +415,7 @@ def _layer_table(
     shared = {name: place for name, place in names.items() if "{expert}" not in name and place not in _MLP_PLACES}
     table = _table(shared, places)
     for number in range(layer_config.experts.count):
-        own = _mlp_places(_of_expert(layer.gate_up, number), _of_expert(layer.down, number))
+        own = _mlp_places(layer.gate_up.of_expert(number), layer.down.of_expert(number))
         expert = {name.replace("{expert}", str(number)): place for name, place in names.items() if "{expert}" in name}
         table |= _table(expert, own)
     return table
@@ -472,7 +478,8 @@ def _table(names: Mapping[str, str], places: Mapping[str, _Place]) -> dict[str, 
             table[f"{name}.weight"] = found.weight
             if found.bias is not None:
                 table[f"{name}.bias"] = found.bias
-            for part, tensor in zip(NARROW_PARTS, (found.scales, found.zeros), strict=True):
+            narrow = (found.scales, found.zeros, found.order, found.input_scale)
+            for part, tensor in zip(NARROW_PARTS, narrow, strict=True):
                 if tensor is not None:
                     table[f"{name}.{part}"] = tensor
         elif isinstance(found, _Bare):
@@ -490,9 +497,6 @@ def _parts(stacked: Linear, sizes: list[int]) -> list[Linear]:
     tensors = (stacked.weight, stacked.bias, stacked.scales, stacked.zeros)
     parts = [[None] * len(sizes) if tensor is None else tensor.split(sizes) for tensor in tensors]
     return [
-        Linear(weight, bias, scales, zeros, stacked.group) for weight, bias, scales, zeros in zip(*parts, strict=True)
+        Linear(weight, bias, scales, zeros, stacked.group, stacked.order, stacked.input_scale)
+        for weight, bias, scales, zeros in zip(*parts, strict=True)
     ]
-
-
-def _of_expert(stacked: Linear, number: int) -> Linear:
-    return Linear(stacked.weight[number], scales=None if stacked.scales is None else stacked.scales[number])

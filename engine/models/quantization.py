@@ -50,6 +50,11 @@ class Quantization:
         return tuple(packing.by_output for _, packing in self.groups)
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether any matrix may be in fp8."""
+        return any(isinstance(packing, Grid) and packing.kind == FP8 for _, packing in self.groups)
+
+    @property
     def summary(self) -> str:
         return " and ".join(dict.fromkeys(packing.summary for _, packing in self.groups))
 

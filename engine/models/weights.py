@@ -18,7 +18,7 @@ from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
 from engine.models.integer_rows import form_of
 from engine.models.narrow import INT8, NARROW_PARTS, InBlocks, Keep, Kept, Narrow, round_by_output
-from engine.models.packed_weights import Stored, fill_packed, find_packed, groups_in_order
+from engine.models.packed_weights import Stored, fill_packed, find_packed, with_order
 from engine.models.packing import Gguf, Packing
 from engine.models.parameters import (
     DecoderWeights,
@@ -48,12 +48,14 @@ def load_weights(
     others: Mapping[str, Tensor] = NO_OTHERS,
     keep: Keep = Keep.NOTHING,
     rounded: bool = False,
+    round_inputs: bool = False,
 ) -> DecoderWeights:
     """Load the checkpoint's weights in `dtype` on `device`.
 
     Each tensor is copied straight from its file to its place, so the host never holds more of the model than one
     tensor. others: further tensors to fill, by name. keep: which packed matrices stay as stored. rounded: round all
-    others, except experts', to 8 bits as they are read; a tied LM head gets a rounded copy of the embedding.
+    others to 8 bits as they are read; a tied LM head gets a rounded copy of the embedding. round_inputs: matrices in
+    fp8 get an input_scale, see kernels.forward.Linear.
 
     Raises:
         CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
@@ -65,7 +67,7 @@ def load_weights(
     else:
         with Stored.open(files, device) as stored:
             packed = find_packed(stored, config.quantization)
-            kept = _kept(stored, packed, keep, rounded)
+            kept = _kept(stored, packed, keep, rounded, round_inputs)
             weights = allocate(config, dtype, device, kept)
             missing = checkpoint_table(config, weights) | dict(others)
             taken = fill_packed(stored, packed, kept.modules, missing)
@@ -93,13 +95,18 @@ def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype
     return num_bytes(config, allocate(config, dtype, torch.device("meta"), kept))
 
 
-def _kept(stored: Stored, packed: Mapping[str, Packing], keep: Keep, rounded: bool = False) -> Kept:
+def _kept(
+    stored: Stored, packed: Mapping[str, Packing], keep: Keep, rounded: bool = False, round_inputs: bool = False
+) -> Kept:
     """Return which matrices stay as they are stored."""
     layouts = {module: _layout(stored, module, packing, keep) for module, packing in packed.items()}
     modules = {module: layout for module, layout in layouts.items() if layout is not None}
+    for module, layout in modules.items() if round_inputs else ():
+        if isinstance(layout, Narrow) and layout.dtype == torch.float8_e4m3fn:
+            modules[module] = replace(layout, input_scale=True)
     for module in _gated_apart(modules):
         del modules[module]
-    return Kept(modules=modules, experts=keep.by_output, rounded=rounded)
+    return Kept(modules=modules, rounded=rounded)
 
 
 def embedding_in_blocks(config: ModelConfig) -> bool:
@@ -123,18 +130,19 @@ def _gated_apart(modules: Mapping[str, Narrow | InBlocks]) -> list[str]:
 def _layout(stored: Stored, module: str, packing: Packing, keep: Keep) -> Narrow | InBlocks | None:
     if keep is Keep.GROUPED and not packing.by_output:
         form = form_of(packing)
-        return InBlocks(form) if form is not None and groups_in_order(stored, module, _group(packing)) else None
+        return InBlocks(form) if form is not None and _in_order(stored, module, packing) else None
     if keep.by_output:
         return INT8 if packing.by_output else None
     layout = packing.narrow(zeros=f"{module}.weight_zero_point" in stored.files)
     if keep is Keep.NOTHING or isinstance(layout, str) or layout.why_not is not None:
         return None
-    return layout if groups_in_order(stored, module, layout.group) else None
+    return with_order(stored, module, layout)
 
 
-def _group(packing: Packing) -> int | None:
+def _in_order(stored: Stored, module: str, packing: Packing) -> bool:
+    """Whether inputs that share a scale lie beside each other, also where the checkpoint lists each input's group."""
     layout = packing.narrow(zeros=True)
-    return layout.group if isinstance(layout, Narrow) else None
+    return not isinstance(layout, Narrow) or with_order(stored, module, layout) == layout
 
 
 def _with_rounded_head(weights: DecoderWeights) -> DecoderWeights:
@@ -166,12 +174,15 @@ def dummy_weights(
 
 
 def _store(tensor: Tensor, view: Tensor, scales: Tensor | None) -> None:
-    """Copy a tensor to its place, rounded if that has scales."""
+    """Copy a tensor to its place, rounded if that has scales. tensor: [outputs, inputs], or one for each expert."""
     if scales is None:
         view.copy_(tensor)
-        return
-    for own, part in zip((view, scales), round_by_output(tensor), strict=True):
-        own.copy_(part)
+    elif tensor.dim() == 3:
+        for own in zip(tensor, view, scales, strict=True):  # in float32, all experts take as much as several layers
+            _store(*own)
+    else:
+        for mine, part in zip((view, scales), round_by_output(tensor), strict=True):
+            mine.copy_(part)
 
 
 def fill_randomly(tensors: Mapping[str, Tensor], seed: int = DUMMY_SEED) -> None:
@@ -212,7 +223,7 @@ def _load_file(
     file: Path,
     config: ModelConfig,
     missing: dict[str, Tensor],
-    stacked: Mapping[str, tuple[Tensor, tuple[str, ...]]],
+    stacked: Mapping[str, tuple[Linear, tuple[str, ...]]],
     device: torch.device,
     taken: frozenset[str],
 ) -> None:
@@ -224,12 +235,16 @@ def _load_file(
                 if stored in taken:
                     continue
                 found, name = tensors.get_slice(stored), _own_name(stored, config)
-                view, parts = stacked.get(name) or (missing.get(name), (name,))
-                if view is not None and all(part in missing for part in parts):
-                    _check(file, stored, tuple(found.get_shape()), found.get_dtype(), view)
-                    _store(tensors.get_tensor(stored), view, missing.pop(f"{name}_scale", None))
+                place, parts = stacked.get(name) or (
+                    Linear(missing.get(name), scales=missing.get(f"{name}_scale")),
+                    (name,),
+                )
+                if place.weight is not None and all(part in missing for part in parts):
+                    _check(file, stored, tuple(found.get_shape()), found.get_dtype(), place.weight)
+                    _store(tensors.get_tensor(stored), place.weight, place.scales)
                     for part in parts:
                         del missing[part]
+                        missing.pop(f"{part}_scale", None)
                 elif not _harmless(name, config):
                     raise CheckpointError(
                         f"{file}: unexpected tensor {stored}: {config.architecture} has no such tensor."

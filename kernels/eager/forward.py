@@ -31,6 +31,14 @@ def multiply(ops: Ops, linear: Linear, x: Tensor) -> Tensor:
     return ops.narrow.linear(x, linear)
 
 
+def mix_experts(ops: Ops, x: Tensor, router: Tensor, weights: tuple[Linear, Linear], routing: Routing) -> Tensor:
+    """Sum the outputs of each token's experts; see ForwardPass.experts. weights: gate_up and down."""
+    if all(isinstance(linear.weight, Tensor) for linear in weights):
+        return ops.experts(x, router, weights[0].weight, weights[1].weight, routing)
+    assert ops.narrow is not None, "only these operators pack weights"
+    return ops.narrow.experts(x, router, *weights, routing)
+
+
 class EagerPass:
     """A kernels.forward.ForwardPass over one step, and a LinearAttentionPass where there are states.
 
@@ -83,7 +91,7 @@ class EagerPass:
         return self._ops.gelu_and_mul(gate_and_up) if activation == GELU else self._ops.silu_and_mul(gate_and_up)
 
     def experts(self, x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:
-        return self._ops.experts(x, router, gate_up.weight, down.weight, routing)
+        return mix_experts(self._ops, x, router, (gate_up, down), routing)
 
     def rotate_and_cache(
         self,

@@ -39,12 +39,16 @@ class NarrowOps:
     """Products with weights that have fewer bits than activations."""
 
     pack: Callable[[Linear], Linear]
-    """A matrix with scales, in a layout of kernels.forward.Linear -> the same product for `linear`, in the same memory
-    where that is possible."""
+    """A matrix with scales, or one for each expert, in a layout of kernels.forward.Linear -> the same product for
+    `linear` or `experts`, in the same memory where that is possible."""
     linear: Callable[[Tensor, Linear], Tensor]
     """(x [num_tokens, inputs], a packed matrix) -> x W^T + b. Never waits for the device."""
+    experts: Callable[[Tensor, Tensor, Linear, Linear, Routing], Tensor]
+    """Ops.experts, where at least one of the two weights is packed. Never waits for the device."""
     launch_rows: tuple[int, ...]
     """A number of rows for each kernel that `linear` may launch, so that a start can compile all of them."""
+    fp8_from: tuple[int, int]
+    """The compute capability from which `linear` may be given an input_scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,9 @@ class Ops:
     """`experts` never waits for the device: the host never learns which tokens an expert has."""
     narrow_cache: bool = False
     """On a GPU, `write_cache` and `attention` take K and V in 8 bits, in an order of their own."""
+    expert_launches: Callable[[int, Routing], tuple[int, ...]] | None = None
+    """(number of experts, routing) -> a number of tokens for each kernel that experts may launch, so that a start can
+    compile all of them. None: nothing is compiled."""
     fused_rotation: bool = False
     """Per-head norms, rotation and the cache write are one Triton launch, whatever `attention` is:
     kernels.choice.forward_pass takes kernels.triton.forward.TritonPass."""

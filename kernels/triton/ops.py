@@ -17,15 +17,16 @@ from kernels.triton.elementwise.cache import write_cache
 from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.elementwise.rotate import rope
-from kernels.triton.experts.experts import experts
+from kernels.triton.experts.experts import experts, launch_tokens, narrow_experts
+from kernels.triton.linear.fp8 import FP8_FROM
 from kernels.triton.linear.linear import LAUNCH_ROWS, narrow_linear
-from kernels.triton.linear.pack import pack
 from kernels.triton.linear_attention.causal_conv import causal_conv
 from kernels.triton.linear_attention.delta_rule import delta_rule
 from kernels.triton.low_rank.expand import add_low_rank
 from kernels.triton.sampling.logprobs import token_logprobs
 from kernels.triton.sampling.rows import SampledRows, pack_rows
 from kernels.triton.sampling.sampler import sample
+from kernels.triton.shared.pack import pack
 
 
 def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None, tokens: RowTokens | None) -> Tensor:
@@ -51,7 +52,9 @@ TRITON = Ops(
     delta_rule=delta_rule,
     gated_rms_norm=gated_rms_norm,
     sigmoid_gate=sigmoid_gate,
-    narrow=NarrowOps(pack=pack, linear=narrow_linear, launch_rows=LAUNCH_ROWS),
+    narrow=NarrowOps(
+        pack=pack, linear=narrow_linear, experts=narrow_experts, launch_rows=LAUNCH_ROWS, fp8_from=FP8_FROM
+    ),
     sample=_sample,
     sample_packed=_sample_packed,
     logprobs=token_logprobs,
@@ -60,5 +63,6 @@ TRITON = Ops(
     states_capturable=True,
     experts_capturable=True,
     narrow_cache=True,
+    expert_launches=launch_tokens,
     fused_rotation=True,
 )

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import kernels as bench
+from kernels.eager.forward import mix_experts
+from kernels.eager.ops import Ops
+from kernels.forward import Linear, Routing
 from tests.support.fake_flash import FakeFlash
 
 TINY = "--heads 4 --kv-heads 2 --head-dim 16 --hidden 48 --intermediate 80 --context 40 --rows 1 3 --chunk 5 --runs 2"
@@ -127,6 +133,8 @@ def test_on_a_gpu_every_attention_that_runs_there_has_its_cells(monkeypatch: pyt
         "attention_chunk_fp8_cache": True,
     }
     assert {"control_logits", "logprobs", "sample_greedy"} <= cells.keys()
+    assert {f"{op}_{kind}" for op in ("experts", "linear") for kind in ("int8", "fp8", "int4")} <= cells.keys()
+    assert "linear_fp8_by_fp8" in cells
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", None)
     tables, missing = of_gpu.attention_tables()
     assert [*tables] == ["torch"]
@@ -143,6 +151,28 @@ def test_controls_and_logprobs_run_as_their_cells_have_them() -> None:
     own, ids, top = on_cpu.logprobs(2).make()()
     assert own.shape == (2,)
     assert ids.shape == top.shape == (2, bench.LOGPROBS)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_experts_of_fewer_bits_run_as_their_cells_have_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This runs in Triton's interpreter, because only a GPU has these cells."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    from kernels.triton.ops import TRITON
+
+    options = bench._options(["--device", "cpu", *f"{EXPERTS} --hidden 256 --heads 4 --kv-heads 2".split()])
+    on_cpu = bench.Bench(options, torch.device("cpu"), torch.float32, torch.Generator().manual_seed(1))
+    monkeypatch.setattr(bench.Bench, "table", TRITON)
+    monkeypatch.setattr(bench.Bench, "run_of", lambda *_: SimpleNamespace(experts=partial(compute_experts, TRITON)))
+    cell = on_cpu.experts(3, kind)
+    assert cell.make()().shape == (3, 256)
+    numbers, groups = 3 * 256 * 24 * (4 if kind == "int4" else 8) // 8, 1 if kind == "int8" else 2
+    scales = 4 * (2 * 24 * groups + 256)
+    used = 6 * (1 - (1 - 2 / 6) ** 3)
+    assert cell.num_bytes == 4 * 6 * 256 + round(used * (numbers + scales)) + 2 * 3 * 256 * 4
+
+
+def compute_experts(table: Ops, x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:
+    return mix_experts(table, x, router, (gate_up, down), routing)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -68,6 +68,24 @@ def test_products_are_those_of_the_reference(
         assert_close(narrow.linear(x, packed), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.02])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_rounded_rows_are_those_of_the_reference(
+    device: Device, narrow: NarrowOps, shape: str, kind: str, scale: float
+) -> None:
+    """A GPU divides approximately, so that a few numbers are rounded to e4m3's next one."""
+    if torch.cuda.get_device_capability(device.torch_device) < narrow.fp8_from:
+        pytest.skip("this GPU does not multiply fp8")
+    given = torch.tensor([scale], device=device.torch_device)
+    linear = replace(case_of(kind, shape, device, bias=torch.bfloat16), input_scale=given)
+    cases = [rows_of(rows, shape, device, torch.bfloat16) for rows in (65, 300)]
+    wanted = [reference.fp8_linear(x, linear) for x in cases]
+    packed = narrow.pack(linear)
+    for x, want in zip(cases, wanted, strict=True):
+        assert_close(narrow.linear(x, packed), want, atol=3e-2, rtol=3e-2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_gets_the_same_bits_beside_any_others_of_its_launch(device: Device, narrow: NarrowOps, kind: str) -> None:
     packed = narrow.pack(case_of(kind, "8b", device))

@@ -3,6 +3,8 @@ Never uses the code that packs or reads them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kernels.forward import Linear
@@ -39,3 +41,24 @@ def narrow_case(
         points,
         group,
     )
+
+
+def narrow_experts_case(
+    kind: str, experts: int, outputs: int, inputs: int, *, group: int | None = None, zeros: bool = False
+) -> Linear:
+    """Return a random matrix for each expert, their tensors stacked."""
+    own = [narrow_case(kind, outputs, inputs, group=group, zeros=zeros) for _ in range(experts)]
+    return Linear(
+        torch.stack([linear.weight.view(torch.uint8) for linear in own]).view(own[0].weight.dtype),
+        scales=torch.stack([linear.scales for linear in own]) * (inputs / 3) ** -0.5,
+        zeros=torch.stack([linear.zeros for linear in own]) if zeros else None,
+        group=group,
+    )
+
+
+def shuffled(linear: Linear) -> Linear:
+    """Return the matrix with its numbers in a random order of inputs, one for each expert."""
+    generator, inputs = seeded_generator(), linear.weight.shape[-1] * (2 if linear.weight.dtype == torch.uint8 else 1)
+    stack = linear.weight.shape[:-2]
+    orders = [torch.randperm(inputs, generator=generator).int() for _ in range(stack.numel())]
+    return replace(linear, order=torch.stack(orders).view(*stack, inputs))

@@ -93,11 +93,17 @@ def in_int32(values: Tensor, bits: int, places: tuple[int, ...] | None = None) -
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
+def by_importance(inputs: int) -> Tensor:
+    """Return a random order of inputs, the same for all matrices with so many: those that share their inputs share
+    their order in a real checkpoint, too."""
+    return torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+
+
 def gptq(bits: int, group: int | None, *, ordered: bool, zeros: bool, v2: bool = False) -> Format:
     def pack(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
         outputs, inputs = weight.shape
         size = group or inputs
-        order = torch.randperm(inputs, generator=generator) if ordered else torch.arange(inputs)
+        order = by_importance(inputs) if ordered else torch.arange(inputs)
         q, scales, points = rounded(weight[:, order], size, 0, 2**bits - 1, zeros=zeros)
         g_idx = torch.zeros(inputs, dtype=torch.int32)
         unsorted = torch.zeros_like(q)
@@ -162,7 +168,7 @@ def pack_quantized(bits: int, group: int, *, zeros: bool, actorder: str | None =
 
     def pack(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
         inputs = weight.shape[1]
-        order = torch.randperm(inputs, generator=generator) if actorder == "group" else torch.arange(inputs)
+        order = by_importance(inputs) if actorder == "group" else torch.arange(inputs)
         q, scales, points = rounded(weight[:, order], group, -half, half - 1, zeros=zeros)
         g_idx = torch.zeros(inputs, dtype=torch.int32)
         unsorted = torch.zeros_like(q)

@@ -25,7 +25,7 @@ class NarrowProducts:
     counts: Counter[str] = field(default_factory=Counter)
     """By the type of the weights: how many matrices have it. All of a layer's experts are one."""
     kinds: dict[Any, tuple[Linear, int]] = field(default_factory=dict)
-    """By what kernels are compiled for: a packed matrix, and its inputs."""
+    """By what kernels are compiled for: a packed matrix, and its inputs. Experts are not among them."""
 
     @property
     def summary(self) -> str:
@@ -49,9 +49,11 @@ def pack_narrow(weights: DecoderWeights, ops: NarrowOps | None) -> tuple[Decoder
         if linear.scales is None:
             return linear
         assert ops is not None, "only what these operators multiply by is loaded so"
-        kind = linear.weight.shape, linear.weight.dtype, linear.group, linear.zeros is None, linear.bias is None
-        inputs, packed = num_inputs(linear.weight), ops.pack(linear)
-        found.kinds.setdefault(kind, (packed, inputs))
+        optional = (linear.zeros, linear.bias, linear.order, linear.input_scale)
+        kind = (linear.weight.shape, linear.weight.dtype, linear.group, *(part is None for part in optional))
+        of_experts, inputs, packed = linear.weight.dim() == 3, num_inputs(linear.weight), ops.pack(linear)
+        if not of_experts:
+            found.kinds.setdefault(kind, (packed, inputs))
         return packed
 
     return _each_matrix(weights, own), found

@@ -1,1 +1,1 @@
-"""Computes mixtures of experts: `routing` chooses each token's experts and sorts the pairs, `experts` multiplies."""
+"""Computes mixtures of experts: `routing` sorts tokens by expert, `multiply` has the products, `experts` launches."""

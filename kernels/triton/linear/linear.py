@@ -10,8 +10,9 @@ import triton
 from torch import Tensor
 
 from kernels.forward import Linear
+from kernels.triton.linear.fp8 import fp8_linear, multiplies_fp8
 from kernels.triton.linear.multiply import MOST_WORDS, add_splits, multiply_few, multiply_many
-from kernels.triton.linear.pack import Packed
+from kernels.triton.shared.pack import Packed
 
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 128
 """Rows of a tile. A step of up to SOME_ROWS has one tile, so that its weights are read once."""
@@ -42,14 +43,18 @@ def narrow_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Te
     """x W^T + b, the weights widened in registers. # [num_tokens, outputs]
 
     x: [num_tokens, inputs]; linear: its weight is a Packed. A row's sums have one order for all numbers of rows with
-    the same tile.
+    the same tile. More than SOME_ROWS are rounded to fp8 where `linear` has an input_scale.
     """
     packed: Packed = linear.weight
     rows, (outputs, width) = len(x), packed.words.shape
     assert x.shape[1] == packed.inputs
-    x = x.contiguous()
+    # Out of order, inputs would be read two bytes at a time, once for each block of outputs.
+    x = x.contiguous() if linear.order is None else x.index_select(1, linear.order)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
+        return out
+    if linear.input_scale is not None and rows > SOME_ROWS and multiplies_fp8(packed):
+        fp8_linear(x, linear, out)
         return out
     tile, span = tile_of(rows), span_of(rows, packed)
     splits = int(triton.cdiv(width, span))
@@ -60,7 +65,7 @@ def narrow_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Te
         return triton.cdiv(rows, tile), triton.cdiv(outputs, meta["BLOCK_N"]), splits
 
     group = packed.group
-    sizes = (packed.inputs, outputs, width, group, group & -group, span, packed.kind, packed.per_word, tile)
+    sizes = (packed.inputs, outputs, width, group, packed.group_step, span, packed.kind, packed.per_word, tile)
     launch = multiply_few if tile <= SOME_ROWS else multiply_many
     launch[grid](x, packed.words, packed.scales, packed.zeros, linear.bias if alone else None, to, rows, *sizes)
     if not alone:

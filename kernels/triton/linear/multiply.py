@@ -1,14 +1,13 @@
 """Owns the product of a tile of rows with a block of outputs whose weights have 8 or 4 bits.
-Never rounds a weight: a stored number less its zero point is exact in 16 bits, and scales multiply sums in float32."""
+Never widens a weight in memory: kernels.triton.shared.weights does so in registers."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kernels.triton.linear.pack import FP8, INT8, RUN
-from kernels.triton.shared.launch import dot, tuned
-from kernels.triton.shared.stored_numbers import COUNTER_VALUE, E4M3_UNIT, e4m3, less_zero
+from kernels.triton.shared.launch import tuned
+from kernels.triton.shared.weights import sum_products
 
 # BLOCK_K counts words. A group of 128 inputs has 64 words of 8-bit weights and 32 of 4-bit ones: no step is longer.
 # Only those of 16 words fit in 99 KiB of shared memory for every kind of weight with activations in float32.
@@ -30,17 +29,6 @@ MANY_CONFIGS = [
     )
 ]
 MOST_WORDS = max(config.kwargs["BLOCK_K"] for config in FEW_CONFIGS + MANY_CONFIGS)
-
-_RUN, _INT8, _FP8 = tl.constexpr(RUN), tl.constexpr(INT8), tl.constexpr(FP8)
-
-
-@triton.jit
-def _zeros(zeros, at, n, inside, KIND: tl.constexpr):
-    """Return each output's zero point, as `less_zero` takes it. at: the group's first. # [BLOCK_N, 1] float32"""
-    zero = tl.zeros_like(n).to(tl.float32) + (128.0 if KIND == _INT8 else 8.0)
-    if zeros is not None:
-        zero = tl.load(zeros + at + n, mask=inside, other=0).to(tl.float32) + (128.0 if KIND == _INT8 else 0.0)
-    return (zero + COUNTER_VALUE)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -64,46 +52,33 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N outputs of TILE rows, over SPAN words. words: [OUTPUTS, WIDTH] int16, PER_WORD weights in each; scales,
-    zeros: [groups, OUTPUTS]; out: [num_rows, OUTPUTS], or [splits, num_rows, OUTPUTS] float32 without bias.
-
-    Weights are the left operand: tensor cores take that one from registers, where it is widened. GROUP 0: all inputs.
-    GROUP_STEP: a power of two that divides GROUP.
-    """
-    BITS: tl.constexpr = 16 // PER_WORD
-    BY_PLACE: tl.constexpr = GROUP_STEP > 0 and GROUP_STEP < _RUN * PER_WORD  # a run of words has several groups
-    LONGEST: tl.constexpr = BLOCK_K if GROUP == 0 else _RUN if BY_PLACE else GROUP_STEP // PER_WORD
-    STEP: tl.constexpr = BLOCK_K if BLOCK_K < LONGEST else LONGEST
+    """BLOCK_N outputs of TILE rows, over SPAN words. words, scales, zeros: a kernels.triton.shared.pack.Packed; out:
+    [num_rows, OUTPUTS], or [splits, num_rows, OUTPUTS] float32 without bias."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     real, of_outputs = row < num_rows, n < OUTPUTS
-    from_x, from_words = x + row[None, :] * INPUTS, words + n.to(tl.int64)[:, None] * WIDTH
-    total = tl.zeros([BLOCK_N, TILE], tl.float32)
-    for first in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, WIDTH), STEP):
-        j = first + tl.arange(0, STEP)
-        stored = tl.load(from_words + j[None, :], mask=of_outputs[:, None] & (j < WIDTH)[None, :], other=0)
-        part = total if GROUP == 0 else tl.zeros([BLOCK_N, TILE], tl.float32)
-        for place in tl.static_range(PER_WORD):
-            k = j // _RUN * (_RUN * PER_WORD) + place * _RUN + j % _RUN
-            a = tl.load(from_x + k[:, None], mask=real[None, :] & (k < INPUTS)[:, None], other=0.0)
-            group = 0 if GROUP == 0 else (first * PER_WORD + (place * _RUN if BY_PLACE else 0)) // GROUP
-            inside = of_outputs & (group * GROUP < INPUTS)
-            number = (stored >> (place * BITS)) & ((1 << BITS) - 1)
-            if KIND == _FP8:
-                wide = e4m3(number).to(tl.float32)
-            else:
-                wide = less_zero(number, _zeros(zeros, group * OUTPUTS, n, inside, KIND))
-            part = dot(wide.to(x.dtype.element_ty), a, part)
-            if BY_PLACE or (GROUP > 0 and place == PER_WORD - 1):
-                total += part * tl.load(scales + group * OUTPUTS + n, mask=inside, other=0.0)[:, None]
-                part = tl.zeros([BLOCK_N, TILE], tl.float32)
-        if GROUP == 0:
-            total = part
-    if GROUP == 0:
-        total *= tl.load(scales + n, mask=of_outputs, other=0.0)[:, None]
-    if KIND == _FP8:
-        total *= E4M3_UNIT
+    total = sum_products(
+        x + row[None, :] * INPUTS,
+        real,
+        words,
+        scales,
+        zeros,
+        n,
+        of_outputs,
+        split * SPAN,
+        tl.minimum(split * SPAN + SPAN, WIDTH),
+        INPUTS,
+        OUTPUTS,
+        WIDTH,
+        GROUP,
+        GROUP_STEP,
+        KIND,
+        PER_WORD,
+        TILE,
+        BLOCK_N,
+        BLOCK_K,
+    )
     if bias is not None:
         total += tl.load(bias + n, mask=of_outputs, other=0.0).to(tl.float32)[:, None]
     to = out + (split.to(tl.int64) * num_rows + row)[None, :] * OUTPUTS + n[:, None]

@@ -47,6 +47,7 @@ VALUES: dict[Feature, Any] = {
     features.STORED: "stored",
     features.ROUNDED: "int8",
     features.WHOLE_WEIGHTS: "none",
+    features.FP8_ACTIVATIONS: "fp8",
     features.BATCH_INVARIANT: True,
     features.NARROW_KV: "int8",
     features.FP8_KV: "fp8_e4m3",
@@ -121,6 +122,7 @@ LACKS: dict[Feature, str] = {
 ON_GPU = {
     features.GPU, features.UNCAPTURED_ATTENTION, features.WIDE_ATTENTION, features.TORCH_ADAPTERS,
     features.TORCH_EXPERTS, features.TORCH_STATES, features.TORCH_PRODUCTS, features.NO_CAPTURES,
+    features.NO_FP8_PRODUCTS, features.NO_FP8_WEIGHTS,
 }  # fmt: skip
 
 CONFLICTS = [Conflict(rule, one, other) for rule in RULES for one, other in product(rule.features, rule.against)]
@@ -184,6 +186,7 @@ def start(terms: tuple[Feature, ...], find: Callable[[str], Path]) -> None:
     elif ON_GPU & {*terms}:
         device = FakeDevice()
         device.captures = features.NO_CAPTURES not in terms
+        device.capability = (8, 0) if features.NO_FP8_PRODUCTS in terms else (9, 0)
         start_on_device(model, EngineConfig(load_format="dummy", **asked), device, "a test")
     elif features.FAKE in terms:
         check_engine("", EngineConfig(**asked))

@@ -30,9 +30,10 @@ from kernels.triton.elementwise.cache import write_cache
 from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.experts import experts, routing
+from kernels.triton.experts import multiply as experts_kernel
+from kernels.triton.linear import fp8
 from kernels.triton.linear import multiply as linear_kernel
 from kernels.triton.linear.linear import LAUNCH_ROWS, narrow_linear
-from kernels.triton.linear.pack import pack
 from kernels.triton.linear_attention.causal_conv import causal_conv
 from kernels.triton.linear_attention.delta_rule import delta_rule
 from kernels.triton.low_rank import expand, shrink
@@ -40,7 +41,10 @@ from kernels.triton.sampling.logprobs import token_logprobs
 from kernels.triton.sampling.rows import pack_rows
 from kernels.triton.sampling.sampler import sample
 from kernels.triton.shared import launch
+from kernels.triton.shared.pack import pack
 from tests.kernels.triton.resources import read_code
+
+FP8_CAPABILITY = fp8.FP8_FROM[0] + fp8.FP8_FROM[1] / 10
 
 
 class NoGpu:
@@ -169,12 +173,46 @@ def launch_linear_attention(dtype: torch.dtype) -> None:
 
 
 def launch_experts(dtype: torch.dtype) -> None:
-    """Launch Qwen3-MoE's shape, and sizes that fill no block."""
-    for num_experts, hidden, size, per_token, renormalize in ((128, 2048, 768, 8, True), (5, 72, 40, 2, False)):
-        router, x = torch.zeros(num_experts, hidden), torch.zeros(5, hidden, dtype=dtype)
-        gate_up = torch.empty(num_experts, 2 * size, hidden, dtype=dtype)  # nobody reads the weights
-        down = torch.empty(num_experts, hidden, size, dtype=dtype)
-        experts.experts(x, router, gate_up, down, Routing(per_token, renormalize=renormalize))
+    """Launch Qwen3-MoE's shape in each tile, with few experts: weights of 16 bits, int8, fp8 in blocks, 4 bits with
+    zeros, of which the last also in an order of their own. Then sizes that fill no block."""
+    shape, routing = (8, 2048, 768), Routing(8, renormalize=True)
+    for numbers, group, zeros, ordered in (
+        (dtype, None, False, False),
+        (torch.int8, None, False, False),
+        (torch.float8_e4m3fn, 128, False, False),
+        (torch.uint8, 128, True, False),
+        (torch.uint8, 128, True, True),
+    ):
+        for tokens in experts.launch_tokens(shape[0], routing)[: 1 if ordered else None]:
+            weights = _experts_weights(*shape, numbers, group, zeros=zeros, ordered=ordered)
+            x = torch.zeros(tokens, shape[1], dtype=dtype)
+            experts.narrow_experts(x, torch.zeros(shape[0], shape[1]), *weights, routing)
+    weights = _experts_weights(5, 72, 40, dtype)
+    experts.narrow_experts(torch.zeros(5, 72, dtype=dtype), torch.zeros(5, 72), *weights, Routing(2, renormalize=False))
+
+
+def _experts_weights(
+    num_experts: int,
+    hidden: int,
+    size: int,
+    numbers: torch.dtype,
+    group: int | None = None,
+    *,
+    zeros: bool = False,
+    ordered: bool = False,
+) -> tuple[Linear, Linear]:
+    """Return weights that nobody reads: gate_up and down."""
+    found = []
+    for outputs, inputs in ((2 * size, hidden), (hidden, size)):
+        weight = torch.empty(num_experts, outputs, inputs // (2 if numbers == torch.uint8 else 1), dtype=numbers)
+        if numbers.itemsize > 1:
+            found.append(Linear(weight))
+            continue
+        by_group = torch.empty(num_experts, outputs, *([] if group is None else [inputs // group]))
+        order = torch.zeros(num_experts, inputs, dtype=torch.int32) if ordered else None
+        points = by_group.to(torch.int8) if zeros else None
+        found.append(pack(Linear(weight, None, by_group, points, group, order)))
+    return found[0], found[1]
 
 
 def launch_low_rank(dtype: torch.dtype) -> None:
@@ -202,6 +240,15 @@ def launch_narrow_linear(dtype: torch.dtype) -> None:
         packed = pack(linear)
         for rows in LAUNCH_ROWS:
             narrow_linear(torch.zeros(rows, size, dtype=dtype), packed)
+
+
+def launch_fp8_linear(dtype: torch.dtype) -> None:
+    """Launch the same product by rounded activations: a scale for each output, and for blocks of 128 inputs."""
+    size, group, given = 4096, 128, torch.zeros(1)
+    for scales, inputs in ((torch.empty(size), None), (torch.empty(size, size // group), group)):
+        weight = torch.empty(size, size, dtype=torch.float8_e4m3fn)
+        packed = pack(Linear(weight, scales=scales, group=inputs, input_scale=given))
+        narrow_linear(torch.zeros(LAUNCH_ROWS[-1], size, dtype=dtype), packed)
 
 
 def launch_sampler(dtype: torch.dtype) -> None:
@@ -233,8 +280,9 @@ def main() -> None:
         for kernel in of_attention:
             kernel.configs = [min(kernel.configs, key=lambda config: (config.kwargs["BLOCK_N"], config.num_stages))]
     if args.first_config:
-        of_linear = (linear_kernel.multiply_few, linear_kernel.multiply_many, shrink._shrink)
-        for kernel in (*of_attention, *of_linear, routing._router_logits, experts._gate_up, experts._down):
+        of_linear = (linear_kernel.multiply_few, linear_kernel.multiply_many, fp8.multiply_fp8, shrink._shrink)
+        of_experts = (*experts_kernel.GATE_UP.values(), *experts_kernel.DOWN.values(), routing._router_logits)
+        for kernel in (*of_attention, *of_linear, *of_experts):
             kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
     compile_instead(found, resources=args.resources)
@@ -245,6 +293,8 @@ def main() -> None:
             launch_experts(getattr(torch, dtype))
             launch_low_rank(getattr(torch, dtype))
             launch_narrow_linear(getattr(torch, dtype))
+            if args.capability >= FP8_CAPABILITY:
+                launch_fp8_linear(getattr(torch, dtype))
         for head_dim in args.head_dims:
             for group in args.groups:
                 launch_all(getattr(torch, dtype), head_dim, group)

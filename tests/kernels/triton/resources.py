@@ -52,7 +52,8 @@ def read_code(cubin: bytes) -> Code:
         usage, assembly = (_disassembled(file.name, option) for option in ("-res-usage", "-sass"))
     registers = re.search(r"\bREG:(\d+)", usage)
     assert registers is not None, usage
-    kinds = {"wgmma": r"\bHGMMA\b", "tcgen05": r"\bUTC\w*MMA\b", "mma": r"\bHMMA\b"}
+    # The letter before names the operands: H has 16 bits, Q eight.
+    kinds = {"wgmma": r"\b[HQ]GMMA\b", "tcgen05": r"\bUTC\w*MMA\b", "mma": r"\b[HQ]MMA\b"}
     return Code(
         registers=int(registers[1]),
         local_accesses=len(re.findall(r"\b(?:LDL|STL)\b", assembly)),

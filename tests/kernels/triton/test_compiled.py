@@ -12,31 +12,40 @@ from tests.kernels.triton.resources import compile_for
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
+from tests.kernels.triton.compiled import FP8_CAPABILITY
+
 EVERY = {
     "_norm", "_silu_and_mul", "_rotate", "_write", "_sum_items", "attend", "_combine", "_copy", "_edit", "_look",
     "_limit", "scan_block", "filter_row", "sample_row", "_logprobs", "_convolve", "_one_step", "_invert", "_scan",
-    "_gated_norm", "_sigmoid_gate", "_router_logits", "_choose", "_sort", "_gate_up", "_down", "_add_parts", "_shrink",
-    "_expand", "multiply", "add_splits",
+    "_gated_norm", "_sigmoid_gate", "_router_logits", "_choose", "_sort", "gate_up", "down", "gather_inputs",
+    "add_parts", "_shrink", "_expand", "multiply", "add_splits",
 }  # fmt: skip
+FROM_8_9 = {"round_rows", "multiply_fp8"}
+"""The kernels that only GPUs with products of fp8 have."""
+
+
+def every(capability: str) -> set[str]:
+    return EVERY | FROM_8_9 if float(capability) >= FP8_CAPABILITY else EVERY
 
 
 def compile_all(cache: Path, capability: str, *arguments: str) -> list[dict[str, Any]]:
     found = compile_for(capability, str(cache), *arguments)
-    assert {kernel["name"] for kernel in found} == EVERY
+    assert {kernel["name"] for kernel in found} == every(capability)
     return found
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     found = compile_all(tmp_path, "9.0", "--first-config")
-    multiplying = ("attend", "multiply", "_gate_up", "_down", "_shrink", "_expand")
+    pipelined = ("attend", "multiply", "gate_up", "down", "multiply_fp8")
+    multiplying = (*pipelined, "_shrink", "_expand")
     products = [kernel["tensor_cores"] for kernel in found if kernel["name"] in multiplying]
     assert all(products), "bfloat16 products"
     assert not any(kernel["tensor_cores"] for kernel in found if kernel["name"] == "_router_logits"), "float32 ones"
     # One tile is copied while another is computed on: with fewer stages, every copy of attention was waited for.
-    assert all(kernel["copies_in_flight"] for kernel in found if kernel["name"] in ("attend", "multiply"))
+    assert all(kernel["copies_in_flight"] for kernel in found if kernel["name"] in pipelined)
     # These have no smaller configuration to fall back to: the smallest of the supported GPUs has 99 KiB.
-    alone = ("_invert", "_scan", "_one_step", "_router_logits", "_choose", "_sort", *multiplying[2:])
+    alone = ("_invert", "_scan", "_one_step", "_router_logits", "_choose", "_sort", "_shrink", "_expand")
     assert max(kernel["shared_bytes"] for kernel in found if kernel["name"] in alone) <= 99 * 1024
     # Their threads exchange values through global memory, and the compiler does not order accesses to it.
     exchanging = [

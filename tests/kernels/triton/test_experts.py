@@ -18,7 +18,16 @@ from tests.kernels.experts_case import ExpertsCase, exact_case, experts_case
 from tests.kernels.rows import seeded_generator
 from tests.kernels.triton.cases import POISON, TOLERANCE, close, poisoned, slow
 
-from kernels.triton.experts.experts import BLOCK, ROWS, experts  # isort: skip
+from kernels.triton.experts.experts import (  # isort: skip
+    BLOCK,
+    FEW_PAIRS,
+    MANY_PAIRS,
+    MOST_FOR_SOME,
+    SOME_PAIRS,
+    experts,
+    launch_tokens,
+    tile_of,
+)
 from kernels.triton.experts.routing import PAIRS_AT_A_TIME, choose_experts, most_tiles, sort_pairs  # isort: skip
 
 ONE, TWO, EIGHT = Routing(1, renormalize=False), Routing(2, renormalize=True), Routing(8, renormalize=True)
@@ -53,7 +62,7 @@ def test_experts_match_the_reference(device: str, routing: Routing, dtype: torch
 
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "routing"),
-    [(1, 9, ONE), (1, 8, EIGHT), (2, 1, ONE), (3, 2, TWO), (ROWS + 1, 3, TWO), slow(70, 40, EIGHT)],
+    [(1, 9, ONE), (1, 8, EIGHT), (2, 1, ONE), (3, 2, TWO), (SOME_PAIRS + 1, 3, TWO), slow(70, 40, EIGHT)],
     ids=str,
 )
 def test_few_tokens_and_every_expert_at_once_match_the_reference(
@@ -62,9 +71,19 @@ def test_few_tokens_and_every_expert_at_once_match_the_reference(
     check(experts_case(tokens, num_experts), device, routing)
 
 
-@pytest.mark.parametrize("count", [1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS])
-def test_all_tokens_to_one_expert_match_the_reference_at_the_edges_of_a_tile(device: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("tile", "count"),
+    [
+        *((FEW_PAIRS, count) for count in (1, FEW_PAIRS - 1, FEW_PAIRS, FEW_PAIRS + 1)),
+        *((SOME_PAIRS, count) for count in (SOME_PAIRS - 1, SOME_PAIRS, SOME_PAIRS + 1, 2 * SOME_PAIRS)),
+        *((MANY_PAIRS, count) for count in (3 * MANY_PAIRS - 1, 3 * MANY_PAIRS, 3 * MANY_PAIRS + 1)),
+    ],
+)
+def test_all_tokens_to_one_expert_match_the_reference_at_the_edges_of_a_tile(
+    device: str, tile: int, count: int
+) -> None:
     case = experts_case(count, 5, favoured=(3,))
+    assert tile_of(count, 5) == tile
     assert set(reference.route(case.x, case.router, ONE)[1].flatten().tolist()) == {3}
     check(case, device, ONE)
 
@@ -165,7 +184,7 @@ def test_a_token_of_no_numbers_still_has_experts(device: str, what: float) -> No
     assert len({number for number in chosen[0].tolist() if 0 <= number < 9}) == 8
 
 
-@pytest.mark.parametrize("tile", [16, ROWS])
+@pytest.mark.parametrize("tile", [FEW_PAIRS, MANY_PAIRS])
 @pytest.mark.parametrize(
     ("tokens", "per_token", "num_experts"),
     [(1, 2, 16), (5, 1, 1), (40, 2, 3), (PAIRS_AT_A_TIME // 2, 2, 5), (PAIRS_AT_A_TIME + 1, 3, 7)],
@@ -196,6 +215,20 @@ def test_the_most_uneven_choice_fills_the_list() -> None:
     assert most_tiles(8, 128, 64) == 8, "eight experts with a pair each"
     assert most_tiles(64 + 64 + 1, 2, 64) == 3
     assert most_tiles(4096 * 8, 128, 64) == 512 + 126
+
+
+@pytest.mark.parametrize(("num_experts", "routing"), [(128, EIGHT), (8, TWO), (5, ONE), (1, ONE)], ids=str)
+def test_each_launch_has_a_number_of_tokens_with_which_it_begins(num_experts: int, routing: Routing) -> None:
+    firsts = launch_tokens(num_experts, routing)
+    tiles = [tile_of(tokens * routing.per_token, num_experts) for tokens in firsts]
+    assert tiles == [FEW_PAIRS, SOME_PAIRS, MANY_PAIRS]
+    before = [tile_of((tokens - 1) * routing.per_token, num_experts) for tokens in firsts[1:]]
+    assert before == tiles[:-1]
+
+
+def test_an_expert_with_many_pairs_has_larger_tiles_than_sixty_four() -> None:
+    assert tile_of(2048 * 8, 128) == MANY_PAIRS > 64
+    assert tile_of(MOST_FOR_SOME * 128, 128) == SOME_PAIRS
 
 
 def test_the_choice_of_a_token_does_not_depend_on_its_neighbours(device: str) -> None:

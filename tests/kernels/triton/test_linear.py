@@ -20,7 +20,7 @@ from tests.support.distances import assert_close
 
 from kernels.triton.linear.linear import FEW_ROWS, LAUNCH_ROWS, SOME_ROWS, narrow_linear, span_of, tile_of  # isort: skip
 from kernels.triton.linear.multiply import MOST_WORDS  # isort: skip
-from kernels.triton.linear.pack import Packed, pack  # isort: skip
+from kernels.triton.shared.pack import Packed, pack  # isort: skip
 
 KINDS = [
     ("int8", None, False),

@@ -22,7 +22,7 @@ from tests.kernels.triton.resources import (
     table_of,
     written,
 )
-from tests.kernels.triton.test_compiled import EVERY
+from tests.kernels.triton.test_compiled import every
 
 DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
 SPILLS = {"_scan": 1400, "attend": 160, "multiply": 10, "filter_row": 12, "sample_row": 10}
@@ -56,8 +56,8 @@ def test_as_many_programs_fit_as_registers_shared_memory_and_threads_allow(
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_table_has_every_kernel_and_each_has_a_configuration_that_fits(capability: str) -> None:
-    assert {variant.partition("(")[0] for variant in rows(capability)} == EVERY
-    for name in EVERY:
+    assert {variant.partition("(")[0] for variant in rows(capability)} == every(capability)
+    for name in every(capability):
         assert max(row["programs"] for row in rows(capability, name).values()) >= 1, name
 
 
@@ -102,6 +102,31 @@ def test_products_with_narrow_weights_spill_nothing_and_copy_sixteen_bytes_at_a_
     kept = [row for row in found if not row["local_accesses"] and row["programs"]]
     assert any(row["products"] in PRODUCTS[capability] for row in kept), "by the newest tensor cores"
     assert all(row["wide_copies"] for row in found if row["programs"])
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("tile", [16, 64, 128])
+def test_products_of_experts_spill_nothing_and_copy_sixteen_bytes_at_a_time(
+    capability: str, name: str, kind: str, tile: int
+) -> None:
+    per_word = {"plain": 1, "int4": 4}.get(kind, 2)
+    shape = f" KIND={kind} PER_WORD={per_word} TILE={tile} "
+    found = [row for variant, row in rows(capability, name).items() if shape in variant and "SIZE=768" in variant]
+    kept = [row for row in found if not row["local_accesses"] and row["programs"]]
+    assert any(row["products"] in PRODUCTS[capability] for row in kept), "by the newest tensor cores"
+    assert all(row["wide_copies"] for row in found if row["programs"])
+    assert min(row["shared_bytes"] for row in found) <= 99 * 1024, "for the smallest of the supported GPUs"
+
+
+@pytest.mark.parametrize("capability", ["9.0", "10.0"])
+@pytest.mark.parametrize("group", [0, 128])
+def test_products_of_fp8_by_fp8_spill_nothing_and_use_the_newest_tensor_cores(capability: str, group: int) -> None:
+    found = [row for variant, row in rows(capability, "multiply_fp8").items() if f" GROUP={group} " in variant]
+    kept = [row for row in found if not row["local_accesses"] and row["programs"]]
+    assert any(row["products"] in PRODUCTS[capability] for row in kept)
+    assert all(row["wide_copies"] for row in found)
 
 
 @pytest.mark.slow

@@ -111,6 +111,10 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
         assert launches <= at_start, f"{count} rows"
 
 
+MIXTURE = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 1, "num_experts_per_tok": 1}
+"""So few experts that steps of up to 8, 64 and more tokens have other tiles."""
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -119,8 +123,10 @@ def test_no_step_compiles_a_kernel_of_the_sampler(vocab: int, tmp_path: Path, la
         ({}, {"max_loras": 3}),
         ({}, {"quantize": "int8"}),
         ({}, {"kv_cache_dtype": "fp8_e4m3"}),
+        (MIXTURE, {}),
+        (MIXTURE, {"quantize": "int8"}),
     ],
-    ids=["llama", "norms by head", "adapters", "8 bits", "cache in 8 bits"],
+    ids=["llama", "norms by head", "adapters", "8 bits", "cache in 8 bits", "experts", "experts in 8 bits"],
 )
 def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
     kind: dict[str, Any],
@@ -137,7 +143,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
         attention="triton",
         cuda_graphs="none",
         max_num_seqs=4,
-        max_num_batched_tokens=40,
+        max_num_batched_tokens=80,
         num_kv_blocks=40,
         **settings,
     )
@@ -149,9 +155,9 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
         for digest in digests:
             slots.keep(digest, torch.zeros(slots.num_bytes // max_loras // 2, dtype=torch.bfloat16))
     for num_decode in range(4):
-        for count in (0, 1, 2, 3, 5, 8, 16, 17):
+        for count in (0, 1, 2, 3, 5, 8, 16, 17, 64, 70):
             rows = [decode(f"row {i}", 5, 16 * i + 3, range(4 * i, 4 * i + i + 1)) for i in range(num_decode)]
-            rows += [chunk("chunk", (1,) * count, 0, count, (30, 31))] if count else []
+            rows += [chunk("chunk", (1,) * count, 0, count, range(30, 35))] if count else []
             rows = [row._replace(adapter=digests[i]) if i < max_loras else row for i, row in enumerate(rows)]
             if rows:
                 executor.logits(StepPlan(0, tuple(rows)))
@@ -162,6 +168,7 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
         "_norm",
         *(["multiply"] * (config.quantize == "int8")),
     }
+    assert sum(name == "gate_up" for name, _ in at_start) == (3 if "num_local_experts" in kind else 0)
     assert ("_expand" in {name for name, _ in at_start}) is bool(max_loras)
     assert sorted(launches - at_start) == []
 

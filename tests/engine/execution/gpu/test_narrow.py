@@ -27,11 +27,11 @@ from kernels.forward import Linear
 from tests.support.fake_device import FakeDevice
 from tests.support.packed_models import FORMATS, save_packed
 from tests.support.plans import decode, forced_logits
-from tests.support.tiny_models import VOCAB, save_model
+from tests.support.tiny_models import VOCAB, edit_tensors, save_model
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
-from kernels.triton.linear.pack import Packed  # isort: skip
+from kernels.triton.shared.pack import Packed  # isort: skip
 from kernels.triton.ops import TRITON  # isort: skip
 
 TOKENS = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -39,16 +39,13 @@ BLOCKS = (9,)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 12, "num_threads": 1}
 LIMITS: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 12}
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
-OTHERWISE = {
-    "gptq_4_ordered": "inputs of a group do not lie beside each other",
-    "packed_4_ordered": "inputs of a group do not lie beside each other",
-    "fp8_blocks": "groups of 20 inputs are no multiple of 16",
-}
+OTHERWISE = {"fp8_blocks": "groups of 20 inputs are no multiple of 16"}
 """The formats that are unpacked while they are loaded, and why."""
 KEPT = {
     **dict.fromkeys(("gptq_4", "gptq_4_v2", "awq", "packed_4", "packed_4_zeros", "packed_4_weight"), "4 bits"),
     **dict.fromkeys(("gptq_8", "gptq_8_by_output", "int_by_output", "int_groups", "packed_8"), "8 bits"),
     **dict.fromkeys(("float_tensor", "float_channel", "fp8_blocks_16"), "fp8"),
+    **dict.fromkeys(("gptq_4_ordered", "packed_4_ordered"), "4 bits, in the order of the inputs' groups"),
 }
 
 USUAL = ("gptq_4_ordered", "int_by_output", "packed_4_zeros", "fp8_blocks_16")
@@ -118,7 +115,8 @@ def test_each_format_gives_the_text_of_the_same_weights_unpacked(name: str, tmp_
         assert reason.endswith("; matrices: 13 in float32")
     else:
         assert f": kept in {KEPT[name]}" in reason
-        assert f"; matrices: {len(packed)} in {KEPT[name]}" in reason
+        assert f"; matrices: {len(packed)} in {KEPT[name].partition(',')[0]}" in reason
+        assert all((linear.order is not None) is name.endswith("_ordered") for linear in packed)
 
 
 @pytest.mark.usefixtures("_narrow_by_triton")
@@ -149,30 +147,30 @@ def test_a_device_holds_as_many_bytes_as_the_numbers_have_bits(name: str, bits: 
         *(pytest.param(name, "qwen3_next", marks=pytest.mark.slow) for name in ("packed_4_zeros", "fp8_blocks_16")),
     ],
 )
-def test_stacked_turned_biased_and_linear_layers_stay_packed_and_experts_do_not(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_stacked_turned_biased_and_linear_layers_and_experts_stay_packed(name: str, kind: str, tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", name, kind)
     got, resolved, matrices = device_logits(tmp_path / "packed")
     same_text(got, cpu_logits(tmp_path / "plain"))
     *matrices, head = matrices
     assert isinstance(head.weight, Packed) is FORMATS[name].packs_head
-    experts = [linear for linear in matrices if isinstance(linear.weight, Tensor)]
-    assert {linear.weight.dim() for linear in experts} <= {3}
-    assert ("experts are computed in float32" in resolved.reasons["weights"]) is bool(experts)
+    assert all(isinstance(linear.weight, Packed) for linear in matrices)
+    assert any(linear.weight.words.dim() == 3 for linear in matrices) is ("moe" in kind or "next" in kind)
+    assert f": kept in {KEPT[name]}" in resolved.reasons["weights"]
 
 
 # --- rounded while they are loaded ------------------------------------------------------------------------------------
 
 
 def save_rounded(directory: Path, kind: str, rounded: Path) -> None:
-    """Save a model, and one whose matrices are rounded to 8 bits, but for embedding, routers, experts and gates."""
+    """Save a model, and one whose matrices are rounded to 8 bits, but for embedding, routers and gates."""
     save_model(kind, directory)
     save_model(kind, rounded)
     tensors = load_file(directory / "model.safetensors")
     for name, tensor in tensors.items():
-        if tensor.dim() == 2 and not any(part in name for part in ("embed", "mlp.gate.", "experts.", "expert_gate")):
+        if tensor.dim() == 2 and not any(part in name for part in ("embed", "mlp.gate.", "expert_gate")):
             tensors[name] = reference.round_weight(tensor).float()
+        if tensor.dim() == 3 and "experts" in name:
+            tensors[name] = torch.stack([reference.round_weight(expert).float() for expert in tensor])
     save_file(tensors, rounded / "model.safetensors")
 
 
@@ -182,11 +180,8 @@ def test_quantize_int8_computes_with_weights_rounded_by_output(kind: str, tmp_pa
     save_rounded(tmp_path / "plain", kind, tmp_path / "rounded")
     got, resolved, matrices = device_logits(tmp_path / "plain", quantize="int8")
     same_text(got, cpu_logits(tmp_path / "rounded"))
-    experts = [linear for linear in matrices if isinstance(linear.weight, Tensor)]
-    assert {linear.weight.dim() for linear in experts} <= {3}
-    experts_stay = "; experts are computed in float32" if experts else ""
-    summary = f"; matrices: {13 - len(experts)} in 8 bits" + (f", {len(experts)} in float32" if experts else "")
-    assert resolved.reasons["weights"] == f"rounded to 8 bits (quantize int8){experts_stay}{summary}"
+    assert all(isinstance(linear.weight, Packed) for linear in matrices)
+    assert resolved.reasons["weights"] == "rounded to 8 bits (quantize int8); matrices: 13 in 8 bits"
 
 
 @pytest.mark.usefixtures("_narrow_by_triton")
@@ -208,7 +203,7 @@ def test_a_tied_head_is_rounded_and_the_embedding_is_not(tmp_path: Path) -> None
     ("name", "way"),
     [
         ("packed_4", "kept in 4 bits"),
-        ("gptq_4_ordered", r"rounded anew to 8 bits \(quantize int8\), because inputs of"),
+        ("fp8_blocks", r"rounded anew to 8 bits \(quantize int8\), because groups of 20 inputs"),
     ],
 )
 def test_quantize_int8_leaves_what_stays_packed_and_rounds_the_rest(name: str, way: str, tmp_path: Path) -> None:
@@ -230,6 +225,32 @@ def test_without_triton_quantize_int8_is_refused_and_packed_weights_are_unpacked
     got, resolved, _ = device_logits(tmp_path / "packed")
     same_text(got, cpu_logits(tmp_path / "plain"))
     assert "an output: computed in float32; matrices: 13 in float32" in resolved.reasons["weights"]
+
+
+# --- activations in fp8 -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_narrow_by_triton")
+def test_many_tokens_are_rounded_to_fp8_on_request_and_few_are_not(tmp_path: Path) -> None:
+    save_packed(tmp_path / "packed", tmp_path / "plain", "float_channel")
+    edit_tensors(tmp_path / "packed", **dict.fromkeys(input_scales(tmp_path / "packed")))
+    longer = torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(3)).tolist()
+    found = {}
+    for asked in ("auto", "fp8"):
+        executor, resolved = on_device(tmp_path / "packed", activations=asked, max_num_batched_tokens=80)
+        found[asked] = [forced_logits(executor, tokens, range(6)) for tokens in (longer, longer[:12])]
+        executor.shutdown()
+    assert "activations are rounded to fp8 for many tokens, otherwise they stay float32" in resolved.reasons["weights"]
+    many, few = zip(found["auto"], found["fp8"], strict=True)
+    assert torch.equal(*few)
+    assert not torch.equal(*many)
+    off = (many[0].log_softmax(1) - many[1].log_softmax(1)).abs().mean()
+    assert off < 0.3, "e4m3 has three bits of mantissa"
+
+
+def input_scales(directory: Path) -> list[str]:
+    names = load_file(directory / "model.safetensors")
+    return [name.replace(".", "__") for name in names if name.endswith("input_scale")]
 
 
 # --- captured ---------------------------------------------------------------------------------------------------------
