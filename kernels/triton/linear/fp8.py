@@ -22,6 +22,8 @@ LARGEST = 448.0
 _BYTES = 2 * RUN
 """Inputs of a run of words; a group of inputs has whole runs."""
 _RUN, _LARGEST = tl.constexpr(RUN), tl.constexpr(LARGEST)
+_COUNTER = tl.constexpr(8388608.0)
+"""2**23 in float32, whose lowest bits count ones."""
 _TINY = tl.constexpr(1e-30)
 """In place of a row's largest magnitude where that is 0."""
 
@@ -34,27 +36,41 @@ CONFIGS = [
 
 
 @triton.jit
+def _to_e4m3(value):
+    """Return the bits of the nearest numbers of e4m3, of two as near the even one. What is beyond LARGEST becomes that.
+    The interpreter's own conversion loses carries. value: float32. # uint8"""
+    magnitude = tl.abs(value)
+    magnitude = tl.where(magnitude > _LARGEST, _LARGEST, magnitude)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1) >> 20) - (127 - 7 << 3)
+    tiny = (magnitude * 512.0 + _COUNTER).to(tl.int32, bitcast=True) & 15  # multiples of 2**-9, counted
+    number = tl.where(magnitude < 0.015625, tiny, normal)
+    number = tl.where(value == value, number, 0x7F)
+    return (number | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def round_rows(
     x, input_scale, rounded, scales, x_stride, INPUTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Round one row to e4m3. input_scale: [1] float32, 0: the row's largest magnitude / 448. rounded: [num_rows,
-    WIDTH], in the order in which a Packed has its inputs, and 0 beyond INPUTS; scales: [num_rows] float32."""
+    WIDTH] uint8, in the order in which a Packed has its inputs, and 0 beyond INPUTS; scales: [num_rows] float32."""
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
+    largest, nan = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, INPUTS, BLOCK):
         i = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * x_stride + i, mask=i < INPUTS, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
+        nan += tl.where(value == value, 0.0, value)
     own = tl.maximum(tl.max(largest, axis=0), _TINY) / _LARGEST
     given = tl.load(input_scale)
     scale = tl.where(given > 0.0, given, own)
-    tl.store(scales + row, scale)
+    tl.store(scales + row, scale + tl.sum(nan, axis=0))  # one that is no number makes the row none
     for first in tl.range(0, WIDTH, BLOCK):
         i = first + tl.arange(0, BLOCK)
         k = i // (2 * _RUN) * (2 * _RUN) + i % 2 * _RUN + i % (2 * _RUN) // 2
         value = tl.load(x + row * x_stride + k, mask=k < INPUTS, other=0.0).to(tl.float32) / scale
-        value = tl.clamp(value, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(rounded + row * WIDTH + i, value.to(rounded.dtype.element_ty), mask=i < WIDTH)
+        tl.store(rounded + row * WIDTH + i, _to_e4m3(value), mask=i < WIDTH)
 
 
 @tuned(CONFIGS, key=["WIDTH", "OUTPUTS", "GROUP"])
@@ -117,7 +133,8 @@ def fp8_linear(x: Tensor, linear: Linear, out: Tensor) -> None:
     rows, (outputs, width) = len(x), numbers.shape
     rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     row_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    round_rows[(rows,)](x, linear.input_scale, rounded, row_scales, x.stride(0), packed.inputs, width, BLOCK)
+    places = rounded.view(torch.uint8)
+    round_rows[(rows,)](x, linear.input_scale, places, row_scales, x.stride(0), packed.inputs, width, BLOCK)
 
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return triton.cdiv(rows, TILE), triton.cdiv(outputs, meta["BLOCK_N"])

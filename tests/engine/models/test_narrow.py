@@ -147,12 +147,12 @@ def test_experts_are_rounded_one_by_one_and_as_a_stack(kind: str, tmp_path: Path
                 torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-O = "model__layers__0__self_attn__o_proj"
+OUTPUT = "model__layers__0__self_attn__o_proj"
 
 
 def test_a_stack_has_the_largest_scale_of_its_modules_inputs_where_activations_are_rounded(tmp_path: Path) -> None:
     save_packed(tmp_path, tmp_path / "plain", "float_channel")
-    given = {Q: torch.tensor(0.5), Q.replace("q_proj", "k_proj"): torch.tensor(2.5), O: None}
+    given = {Q: torch.tensor(0.5), Q.replace("q_proj", "k_proj"): torch.tensor(2.5), OUTPUT: None}
     edit_tensors(tmp_path, **{f"{name}__input_scale": scale for name, scale in given.items()})
     config = read_model_config(tmp_path)
     first = load_weights(tmp_path, config, torch.float32, keep=Keep.NARROW, round_inputs=True).layers[0]
@@ -163,7 +163,7 @@ def test_a_stack_has_the_largest_scale_of_its_modules_inputs_where_activations_a
 @pytest.mark.parametrize("scale", [0.0, -1.0, torch.inf, torch.nan])
 def test_a_scale_of_inputs_that_is_no_scale_is_refused_by_name(scale: float, tmp_path: Path) -> None:
     save_packed(tmp_path, tmp_path / "plain", "float_channel")
-    edit_tensors(tmp_path, **{f"{O}__input_scale": torch.tensor(scale)})
+    edit_tensors(tmp_path, **{f"{OUTPUT}__input_scale": torch.tensor(scale)})
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.o_proj\.input_scale is .*: expected a positive"):
         load_weights(tmp_path, read_model_config(tmp_path), torch.float32, keep=Keep.NARROW, round_inputs=True)
 

@@ -98,12 +98,27 @@ def test_a_checkpoints_scale_is_that_of_all_rows_and_cuts_off_what_is_beyond_it(
 def test_rows_are_rounded_to_the_numbers_of_torch_in_the_order_of_packed_weights(device: str) -> None:
     x = rows_of(5, 70).to(device)
     rounded, scales = torch.empty(5, 96, dtype=torch.float8_e4m3fn, device=device), torch.empty(5, device=device)
-    round_rows[(5,)](x, torch.zeros(1, device=device), rounded, scales, x.stride(0), 70, 96, BLOCK)
+    places = rounded.view(torch.uint8)
+    round_rows[(5,)](x, torch.zeros(1, device=device), places, scales, x.stride(0), 70, 96, BLOCK)
     unit = x.abs().amax(dim=1) / 448
     torch.testing.assert_close(scales, unit, rtol=1e-6, atol=0)
     want = torch.nn.functional.pad((x / scales[:, None]).to(torch.float8_e4m3fn).float(), (0, 26))
     by_run = rounded.float().view(5, 3, 16, 2).transpose(2, 3).flatten(1)
     assert torch.equal(by_run, want)
+
+
+def test_every_number_of_e4m3_and_what_lies_between_is_rounded_as_torch_does(device: str) -> None:
+    """To the nearest, and of two as near to the even one, also where a carry changes the exponent."""
+    numbers = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    near = torch.cat((numbers, middles, middles.nextafter(numbers[1:]), middles.nextafter(numbers[:-1])))
+    x = torch.cat((near, -near, torch.tensor([1000.0, -1e30, torch.inf, torch.nan]))).view(1, -1).to(device)
+    width = -(-x.shape[1] // 32) * 32
+    places, scales = torch.full((1, width), 0x55, dtype=torch.uint8, device=device), torch.empty(1, device=device)
+    round_rows[(1,)](x, torch.ones(1, device=device), places, scales, x.stride(0), x.shape[1], width, BLOCK)
+    got = places.view(torch.float8_e4m3fn).float().view(1, -1, 16, 2).transpose(2, 3).flatten(1)[:, : x.shape[1]]
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_row_of_zeros_stays_zero_and_one_of_no_numbers_spoils_no_other(device: str) -> None:
