@@ -103,7 +103,7 @@ class Bench:
             torch.zeros(*places, stored_size(head_dim, kept_in), dtype=torch.int8, device=self.device).view(kept_in)
             for _ in "kv"
         )
-        for slots in torch.arange(places[0] * places[1], device=self.device).split(WRITTEN_AT_A_TIME):
+        for slots in torch.split(torch.arange(places[0] * places[1], device=self.device), WRITTEN_AT_A_TIME):
             some = self.random(len(slots), places[2], head_dim)
             self.table.write_cache(some, some, k, v, slots)
         return k, v

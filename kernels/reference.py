@@ -63,7 +63,7 @@ def round_token(x: Tensor, dtype: torch.dtype) -> Tensor:
 def round_blocks(x: Tensor) -> Tensor:
     """Round activations in blocks of 32 of a row, to multiples of each block's largest magnitude / 127, a float32. A
     block whose magnitudes are all below 1e-30 is zero; one with NaN or infinity is NaN. # [..., inputs] float64"""
-    blocks = x.float().unflatten(-1, (-1, 32))
+    blocks = x.float().reshape(*x.shape[:-1], -1, 32)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
     factor = torch.full_like(largest, 127) / largest  # `127 / largest` would round twice, by way of 1 / largest
     rounded = (blocks.double() * factor.double()).round() * (largest / 127).double()

@@ -19,12 +19,19 @@ from typing import Any
 
 import yaml
 
-from engine.checkpoints.default_model import download_default_gguf
 from loadtest.server import ROOT, Server, free_port, launched, starting
 
 _VERSIONS = """
 import importlib.metadata, json
 print(json.dumps({name: importlib.metadata.version(name) for name in ("vllm", "ray", "torch", "transformers")}))
+"""
+
+_DEFAULT_GGUF = """
+import pathlib, sys
+from engine.checkpoints.default_model import download_default_gguf
+directory, name = sys.argv[1:]
+with download_default_gguf(pathlib.Path(directory), progress=False) as file:
+    file.rename(pathlib.Path(directory, name))
 """
 
 
@@ -76,8 +83,8 @@ class Setup:
         """Return the file that the default model is made from, which is downloaded to the peers' environment once."""
         kept = self.venv / "default.gguf"
         if not kept.exists():
-            with download_default_gguf(self.venv, progress=False) as file:
-                file.rename(kept)
+            command = [sys.executable, "-c", _DEFAULT_GGUF, str(self.venv), kept.name]
+            subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
         return kept
 
     def versions(self) -> dict[str, str]:
