@@ -148,7 +148,7 @@ def choose_narrow(asked: str = "auto", present: tuple[str, ...] = (TRITON_TABLE,
             raise ImportError(f"No module named '{module}'")
         return SimpleNamespace(TRITON=NARROW_TRITON) if module == TRITON_TABLE else FakeFlash()
 
-    return choose(asked, narrow_cache=True, block_size=256, **{"load": load} | changes)
+    return choose(asked, **{"narrow_cache": True, "block_size": 256, "load": load} | changes)
 
 
 def test_a_cache_in_8_bits_is_left_to_triton_and_the_reason_says_so() -> None:
