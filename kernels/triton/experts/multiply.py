@@ -13,12 +13,12 @@ from kernels.triton.shared.weights import sum_products
 # them are 64, 128 or 256 inputs. The last of each list fits in 99 KiB of shared memory for every kind of weight.
 FEW_CONFIGS = [
     triton.Config({"BLOCK_N": outputs, "BLOCK_K": words}, num_warps=warps, num_stages=stages)
-    for outputs, words, warps, stages in ((64, 64, 4, 4), (128, 64, 4, 3), (64, 32, 4, 5), (64, 16, 4, 3))
+    for outputs, words, warps, stages in ((64, 64, 4, 4), (128, 64, 4, 3), (64, 16, 4, 3))
 ]
 """Tiles of up to 64 pairs: the expert's weights are what takes time."""
 MANY_CONFIGS = [
     triton.Config({"BLOCK_N": outputs, "BLOCK_K": words}, num_warps=warps, num_stages=stages)
-    for outputs, words, warps, stages in ((128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3), (64, 16, 4, 3))
+    for outputs, words, warps, stages in ((128, 32, 8, 3), (64, 32, 4, 3), (64, 16, 4, 3))
 ]
 """Tiles of more pairs with weights of fewer bits, which take registers to widen."""
 PLAIN_CONFIGS = [

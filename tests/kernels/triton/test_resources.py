@@ -25,7 +25,10 @@ from tests.kernels.triton.resources import (
 from tests.kernels.triton.test_compiled import every
 
 DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-SPILLS = {"_scan": 1400, "attend": 160, "multiply": 10, "filter_row": 12, "sample_row": 10}
+SPILLS = {
+    **{"_scan": 1400, "attend": 160, "multiply": 10, "multiply_fp8": 10, "filter_row": 12, "sample_row": 10},
+    **{"gate_up": 50, "down": 340},
+}
 """The kernels that use local memory in some variant, and how often at most in its code."""
 PRODUCTS = {"8.0": {"mma"}, "9.0": {"wgmma"}, "10.0": {"tcgen05"}}
 
