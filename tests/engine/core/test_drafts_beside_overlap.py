@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import SchedulerConfig, SpeculativeConfig
+from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
 from engine.core.wall_times import Chunk, Costs, Shares, WallTimes
 from engine.protocol import Failed, Finished, FinishReason, TimeCause
 from engine.scheduling.planner import Plan
@@ -227,6 +227,35 @@ def test_drafts_that_are_never_right_leave_the_pipeline_full() -> None:
     core.run()
     late = decode_rows(core, "a")[100:]
     assert sum(map(is_pending, late)) > 0.8 * len(late)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_drafts", "looks_up"),
+    [
+        ({}, 0, False),
+        ({"num_speculative_tokens": 3}, 3, True),
+        ({"speculative": SpeculativeConfig(method="ngram")}, 4, True),
+        ({"speculative": SpeculativeConfig(method="none"), "num_speculative_tokens": 2}, 2, False),
+    ],
+    ids=str,
+)
+def test_with_overlap_drafts_are_off_until_they_are_asked_for(
+    settings: dict[str, Any], num_drafts: int, looks_up: bool
+) -> None:
+    """`auto` looks drafts up only for kernels with which they change no bit."""
+    found = dict(
+        max_model_len=128,
+        num_kv_blocks=64,
+        vocab_size=32,
+        eos_token_ids=(),
+        dtype="none",
+        device="none",
+        kernels="fake",
+        num_threads=1,
+    )
+    asked = EngineConfig(overlap=True, **settings)
+    resolved = ResolvedConfig.of(asked, drafts=True, unseen_drafts=True, **found)
+    assert (resolved.num_speculative_tokens, resolved.looks_up_drafts) == (num_drafts, looks_up)
 
 
 # --- ends, failures and memory, with drafts in flight ----------------------------------------------------------------
