@@ -25,11 +25,12 @@ from tests.support.engines import resolved_config
 
 @needs_compiler
 def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.build.cpu.cpu_flags", lambda: frozenset({"avx512_vnni"}))
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
     arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--context", "20", "--steps", "2", "--seed", "5"]
-    kernels = ["native", "torch_cpu", "int8"]
+    kernels = ["native", "torch_cpu", "int8", "int8+rounded"]
     out = tmp_path / "out.json"
     main(
         [
