@@ -1,4 +1,4 @@
-"""Owns one engine's step: plan, execute, apply. It makes the Scheduled events; the applier makes most of the others.
+"""Owns one engine's step: plan, execute, apply. Long: the loop without and that with overlap are one.
 Never blocks on anything but the executor, and never knows who reads its events. One thread at a time may use it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns the queues, and the effects of a plan on them: admission, growth, preemption, release.
+"""Owns the queues, and the effects of a plan on them: admission, growth, release. Long: each has its way back.
 Never chooses what runs: `engine.scheduling.planner` does, from a view of these queues that it does not change."""
 
 from __future__ import annotations
