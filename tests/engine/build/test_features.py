@@ -25,6 +25,7 @@ from engine.execution.device import HostDevice
 from engine.features import RULES, Conflict, Feature, Group, find_conflict, shown, terms_of
 from engine.models.config import CheckpointError
 from engine.step import Capabilities
+from kernels.choice import TRITON_TABLE
 from tests.support.engines import resolved_config
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_flash import FakeFlash
@@ -204,6 +205,9 @@ def test_what_breaks_a_rule_is_refused_by_both_and_the_reason(
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", FakeFlash())  # type: ignore[arg-type]
     flags = frozenset({"avx2"} if features.NO_BYTES in conflict.terms else {"avx512_vnni"})
     monkeypatch.setattr("engine.build.cpu.cpu_flags", lambda: flags)
+    if features.NO_FP8_WEIGHTS in conflict.terms:  # without Triton there would be no products of fp8, either
+        pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+        monkeypatch.setattr("kernels.choice.TRITON_TABLE", TRITON_TABLE)
     with pytest.raises((ConfigError, CheckpointError)) as refused:
         start(conflict.terms, checkpoint)
     text = str(refused.value)
