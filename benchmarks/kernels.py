@@ -103,7 +103,9 @@ class Bench:
             torch.zeros(*places, stored_size(head_dim, kept_in), dtype=torch.int8, device=self.device).view(kept_in)
             for _ in "kv"
         )
-        for slots in torch.split(torch.arange(places[0] * places[1], device=self.device), WRITTEN_AT_A_TIME):
+        num_slots = places[0] * places[1]
+        for first in range(0, num_slots, WRITTEN_AT_A_TIME):
+            slots = torch.arange(first, min(first + WRITTEN_AT_A_TIME, num_slots), device=self.device)
             some = self.random(len(slots), places[2], head_dim)
             self.table.write_cache(some, some, k, v, slots)
         return k, v

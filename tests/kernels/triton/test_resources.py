@@ -25,9 +25,10 @@ from tests.kernels.triton.resources import (
 from tests.kernels.triton.test_compiled import every
 
 DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+OVER_8_BITS = "attend over 8 bits"
 SPILLS = {
-    **{"_scan": 1400, "attend": 160, "multiply": 10, "multiply_fp8": 10, "filter_row": 12, "sample_row": 10},
-    **{"gate_up": 50, "down": 340},
+    **{"_scan": 1400, "attend": 160, OVER_8_BITS: 6100, "multiply": 10, "multiply_fp8": 10, "filter_row": 12},
+    **{"sample_row": 10, "gate_up": 50, "down": 340},
 }
 """The kernels that use local memory in some variant, and how often at most in its code."""
 PRODUCTS = {"8.0": {"mma"}, "9.0": {"wgmma"}, "10.0": {"tcgen05"}}
@@ -37,6 +38,12 @@ def rows(capability: str, name: str = "") -> dict[str, dict[str, Any]]:
     return {
         variant: row for variant, row in DOCUMENT[capability].items() if variant.startswith(f"{name}(" if name else "")
     }
+
+
+def spilling(variant: str) -> str:
+    """Return a variant's name in SPILLS: of K and V in 8 bits, tiles of 128 queries by 128 keys spill on Ampere."""
+    name, _, types = variant.partition("(")
+    return OVER_8_BITS if name == "attend" and not types.startswith("bf16,bf16,") else name
 
 
 @pytest.mark.parametrize(
@@ -67,15 +74,19 @@ def test_the_table_has_every_kernel_and_each_has_a_configuration_that_fits(capab
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_registers_are_spilled_only_where_that_is_known(capability: str) -> None:
     spilled = {variant: row["local_accesses"] for variant, row in rows(capability).items() if row["local_accesses"]}
-    assert {
-        variant: count for variant, count in spilled.items() if count > SPILLS.get(variant.partition("(")[0], 0)
-    } == {}
+    assert {variant: count for variant, count in spilled.items() if count > SPILLS.get(spilling(variant), 0)} == {}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("part", ["DECODE=True", "DECODE=False"])
-def test_attention_has_configurations_that_spill_nothing(capability: str, part: str) -> None:
-    found = [row for variant, row in rows(capability, "attend").items() if part in variant]
+@pytest.mark.parametrize("cache", ["bf16", "i8", "fp8"])
+def test_attention_has_configurations_that_spill_nothing(capability: str, part: str, cache: str) -> None:
+    """Before 8.9 there is no type of fp8: its numbers are bytes."""
+    kept_in = cache if cache != "fp8" else "u8" if capability == "8.0" else "fp8e4nv"
+    of_cache = f"attend(bf16,{kept_in},{kept_in},"
+    found = [
+        row for variant, row in rows(capability).items() if variant.startswith(of_cache) and f" {part} " in variant
+    ]
     assert any(not row["local_accesses"] and row["programs"] >= 2 for row in found)
 
 
