@@ -312,9 +312,9 @@ class PaddedSizes(NamedTuple):
     """Numbers of tokens, ascending, to which an executor pads its steps. One that exceeds them all runs as it is."""
 
     decode: tuple[int, ...] = ()
-    """Of steps whose rows all have one token, which is chosen after."""
+    """For steps whose rows all have one token, after which another is chosen."""
     mixed: tuple[int, ...] = ()
-    """Of all other steps."""
+    """For all other steps."""
 
 
 NOT_PADDED = PaddedSizes()

@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Activations in int8": {"activations": "int8", "quantize": "stored"},
     "KV cache in int8": {"kv_cache_dtype": "int8"},
     "KV cache in fp8": {"kv_cache_dtype": "fp8_e4m3"},
-    "Activations in fp8": {"fp8_activations": True},
+    "Activations in fp8": {"activations": "fp8"},
     "Batch invariance": {"batch_invariant": True},
     "float16": {"dtype": "float16"},
     "CUDA graphs": {"cuda_graphs": "all"},
