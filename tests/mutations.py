@@ -2128,6 +2128,14 @@ MUTATIONS = (
         (STEP_PREDICTION,),
     ),
     Mutation(
+        "time: drift",
+        "Steps of a machine that has changed count no more than others, so that it is followed in hundreds of them.",
+        "engine/scheduling/step_prediction.py",
+        "memory = RECENT_STEPS if abs(self._drift) > MOST_DRIFT else MEMORY_STEPS",
+        "memory = MEMORY_STEPS",
+        (STEP_PREDICTION,),
+    ),
+    Mutation(
         "time: starvation",
         "A prompt's place moves with its length without a bound, and a long one starves behind short ones.",
         "engine/scheduling/time_order.py",

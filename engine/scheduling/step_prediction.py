@@ -12,6 +12,13 @@ from engine.scheduling.step_time import StepCosts, StepWork, chunk_work
 
 MEMORY_STEPS = 200
 """Steps after which an error of the past counts a third."""
+RECENT_STEPS = 12
+"""The same once the machine has changed: a neighbour that came or went is followed within some dozens of steps."""
+MOST_DRIFT = math.log(1.25)
+"""The machine has changed if the logarithms of measured to predicted times are further from 0, on average over the
+recent steps. Single steps that were late do not do that, and differing errors of one prediction cancel out."""
+SPREAD_STEPS = 64
+"""Steps after which an error counts a third in the deviation."""
 PRIOR_STEPS = 16
 """At first the fit counts like so many steps."""
 LEAST_PRIOR = 0.5
@@ -75,14 +82,16 @@ class Prediction:
 
 class StepTimeModel:
     """Predicts step times, and follows the machine with two numbers: a factor, as for a noisy neighbour, and a time
-    that is added to each step, as for the work of the host. Both follow within some hundred steps, by least squares
-    over relative errors in which older steps count less, and never leave their bounds."""
+    that is added to each step, as for the work of the host. Both follow within some hundred steps, or dozens if the
+    machine has changed, by least squares over relative errors in which older steps count less, and never leave their
+    bounds."""
 
     def __init__(self, costs: StepCosts, *, deviation: float, scale: float = 1.0) -> None:
         """`deviation`: the relative deviation of measured steps from `costs`, such as 0.05. `scale`: what the costs are
         multiplied by at first."""
         self._shortest = max(costs.curve_s[0], LEAST_STEP_S)
         self._square = deviation**2
+        self._drift = 0.0
         self._start = scale
         # The normal equations of seconds / fitted = extra * (shortest / fitted) + scale.
         self._extras, self._extra_sum, self._both = float(PRIOR_STEPS), 0.0, 0.0
@@ -101,13 +110,15 @@ class StepTimeModel:
         if min(seconds, predicted, fitted) <= 0:
             return  # no ratio
         seconds = min(max(seconds, predicted / MOST_SURPRISE), predicted * MOST_SURPRISE)
-        self._add(self._shortest / fitted, seconds / fitted)
+        error = math.log(seconds / predicted)
+        self._drift += (error - self._drift) / RECENT_STEPS
+        memory = RECENT_STEPS if abs(self._drift) > MOST_DRIFT else MEMORY_STEPS
+        self._add(self._shortest / fitted, seconds / fitted, kept=1 - 1 / memory)
         scale, extra_s = self._solve()
-        self._square += (math.log(seconds / predicted) ** 2 - self._square) / MEMORY_STEPS
+        self._square += (error**2 - self._square) / SPREAD_STEPS
         self.now = Prediction(now.costs, scale, extra_s, math.sqrt(self._square))
 
-    def _add(self, x: float, y: float) -> None:
-        kept = 1 - 1 / MEMORY_STEPS
+    def _add(self, x: float, y: float, *, kept: float) -> None:
         self._extras = kept * self._extras + x * x
         self._both = kept * self._both + x
         self._scales = kept * self._scales + 1.0

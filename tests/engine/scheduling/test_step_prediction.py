@@ -37,6 +37,34 @@ def test_what_the_host_adds_to_every_step_is_told_from_a_slower_machine() -> Non
         assert model.now.seconds(work) == pytest.approx(COSTS.seconds(work) + 0.004, rel=0.03)
 
 
+def shown(model: StepTimeModel, draw: random.Random, steps: int, *, times: float) -> None:
+    """Show the model steps of a machine that takes `times` as long as the costs say, give or take a twentieth."""
+    for _ in range(steps):
+        work = decode_work(draw.randint(1, 16), 100).plus(chunk_work(0, draw.choice((0, 0, 40, 400)), last=False))
+        model.observe(work, times * COSTS.seconds(work) * draw.uniform(0.95, 1.05))
+
+
+@pytest.mark.parametrize("times", [3.0, 1 / 3])
+def test_a_neighbour_that_came_or_went_is_followed_within_dozens_of_steps(times: float) -> None:
+    """With the same memory as for small errors it took 400 steps, in which prompts got a third of their time."""
+    model, draw = StepTimeModel(COSTS, deviation=0.03), random.Random(8)
+    shown(model, draw, 1000, times=1.0)
+    for now in (times, 1.0):
+        shown(model, draw, 80, times=now)
+        for work in (StepWork(1), StepWork(36), StepWork(500, 10, 5000, 5000)):
+            assert model.now.seconds(work) == pytest.approx(now * COSTS.seconds(work), rel=0.15)
+    shown(model, draw, 300, times=1.0)
+    assert model.now.deviation < 0.06
+
+
+def test_steps_that_were_stopped_now_and_then_are_no_slower_machine() -> None:
+    model, draw = StepTimeModel(COSTS, deviation=0.03), random.Random(9)
+    for _ in range(20):
+        shown(model, draw, 40, times=1.0)
+        model.observe(StepWork(8), 60.0)
+        assert model.now.seconds(StepWork(64)) == pytest.approx(COSTS.seconds(StepWork(64)), rel=0.1)
+
+
 def test_one_step_of_a_minute_moves_it_by_a_tenth_at_most() -> None:
     model = StepTimeModel(COSTS, deviation=0.02)
     before = model.now.seconds(StepWork(8))
