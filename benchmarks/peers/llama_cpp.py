@@ -15,7 +15,7 @@ from loadtest.server import ROOT
 
 RESULTS = ROOT / "loadtest" / "results" / "llama_cpp.json"
 LLAMA_CPP = "llama-cpp"
-OURS = ("chunkserve-stored", "chunkserve-no-drafts")
+OURS = ("chunkserve-rounded", "chunkserve-stored", "chunkserve-no-drafts")
 LOADS: dict[str, Scenario] = {
     "single": SCENARIOS["single"],
     "prompt-180": Closed(requests=4, clients=1, prompt=180, answer=2),

@@ -136,11 +136,16 @@ def chunkserve_250_ms(setup: Setup) -> AbstractContextManager[Server]:
     return starting(config, {"PYTHONPATH": str(ROOT)})
 
 
-def chunkserve_stored(setup: Setup) -> AbstractContextManager[Server]:
+def chunkserve_stored(setup: Setup, **settings: Any) -> AbstractContextManager[Server]:
     """Start the same server without drafts, and with weights computed as their file stores them."""
     config = copy.deepcopy(setup.config)
-    _args(config)["engine"] |= {"speculative": {"method": "none"}, "quantize": "stored"}
+    _args(config)["engine"] |= {"speculative": {"method": "none"}, "quantize": "stored", **settings}
     return starting(config, {"PYTHONPATH": str(ROOT)})
+
+
+def chunkserve_rounded(setup: Setup) -> AbstractContextManager[Server]:
+    """Start the same, with activations rounded to 8 bits, as llama.cpp rounds them."""
+    return chunkserve_stored(setup, activations="int8")
 
 
 @contextmanager
@@ -210,6 +215,7 @@ SERVERS = {
     "chunkserve-no-drafts": Contender("chunkserve, no drafts", chunkserve_no_drafts),
     "chunkserve-250-ms": Contender("chunkserve, no drafts, 250 ms", chunkserve_250_ms),
     "chunkserve-stored": Contender("chunkserve, weights as stored", chunkserve_stored),
+    "chunkserve-rounded": Contender("chunkserve, weights as stored, activations in int8", chunkserve_rounded),
     "vllm": Contender("vLLM", vllm),
     "vllm-512": Contender("vLLM, 512 a step", vllm_512),
     "vllm-128": Contender("vLLM, 128 a step", vllm_128),

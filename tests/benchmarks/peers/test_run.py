@@ -269,13 +269,14 @@ def test_ours_is_config_yaml_as_it_is(monkeypatch: pytest.MonkeyPatch, setup: Se
         assert given == [setup.config]
     with SERVERS["chunkserve-no-drafts"].start(setup):
         pass
-    for name in ("chunkserve-stored", "chunkserve-250-ms"):
+    for name in ("chunkserve-stored", "chunkserve-250-ms", "chunkserve-rounded"):
         with SERVERS[name].start(setup):
             pass
     engines = [config["applications"][0]["args"].pop("engine") for config in copy.deepcopy(given)]
     assert engines[1] == engines[0] | {"speculative": {"method": "none"}}
     assert engines[2] == engines[1] | {"quantize": "stored"}
     assert engines[3] == engines[1] | {"targets": {"tpot_ms": 250}}
+    assert engines[4] == engines[2] | {"activations": "int8"}
     assert "speculative" not in engines[0]
 
 
