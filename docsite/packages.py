@@ -102,11 +102,17 @@ are compared with it. Nothing here imports anything of the engine.
 ![The kernels' packages, from the choice of kernels to a step's rows](../packages-kernels.svg)
 """,
     picture="packages-kernels.svg",
-    modules={"choice": ("choice",), "forward": ("forward",), "reference": ("reference",)},
+    modules={
+        "choice": ("choice",),
+        "forward": ("forward",),
+        "reference": ("reference",),
+        "kv_format": ("kv_format",),
+    },
     owns={
         "choice": "Which kernels a model runs on, with the reason; made once for each engine.",
         "forward": "The operations that a model's definition is written in.",
         "reference": "The definition of correct: every operation in plain torch.",
+        "kv_format": "How K and V of 8 bits are kept: types, and the size of scales.",
     },
     merged={"triton": "triton"},
 )

@@ -653,7 +653,8 @@ class EngineConfig:
         "Maximum draft tokens of a decode row, besides its newest token, if a grammar forces what follows; they are "
         "verified together. Times max_num_seqs, it is also the maximum number of draft tokens in a step. Unset: 4, and "
         "fewer if decode rows would take more than half of max_num_batched_tokens; 0 with overlap unless drafts are "
-        "looked up, and on a GPU with recurrent state. With overlap, beside other answers, 4 or more must be forced.",
+        "looked up, and on a GPU with recurrent state. With overlap, a token in flight is waited for if 4 or more are "
+        "forced beside other answers.",
         expert=True,
         ge=0,
     )

@@ -177,6 +177,7 @@ IMAGES = Feature("models that take images", Group.MODEL)
 TEXT = Feature("models that take text alone", Group.MODEL)
 PACKED = Feature("packed checkpoints", Group.MODEL)
 NO_FP8_WEIGHTS = Feature("no weights in fp8", Group.MODEL)
+NO_BYTE_WEIGHTS = Feature("no weights in 4 to 8 bits", Group.MODEL)
 DRAFT_TAKES_IMAGES = Feature("one that takes images", Group.MODEL)
 DRAFT_HAS_STATE = Feature("one with recurrent state", Group.MODEL)
 
@@ -260,6 +261,7 @@ RULES = (
         "on a GPU, recurrent state is not rolled back after a rejected draft",
         (GPU,),
     ),
+    Rule((ROUNDED,), (NO_BYTE_WEIGHTS,), "activations are rounded only for weights of 4 to 8 bits that stay so"),
     Rule((FP8_ACTIVATIONS,), (NO_FP8_WEIGHTS,), "only weights in fp8 are multiplied by activations in fp8"),
     Rule((PACKED,), (IMAGES,), "quantized checkpoints are supported only for text models"),
     Rule((ENCODER_TOKENS, ENCODER_CACHE), (TEXT,), "this setting has an effect only with models that take images"),

@@ -308,18 +308,6 @@ class ExecutorOutOfMemoryError(Exception):
     fit."""
 
 
-class PaddedSizes(NamedTuple):
-    """Numbers of tokens, ascending, to which an executor pads its steps. One that exceeds them all runs as it is."""
-
-    decode: tuple[int, ...] = ()
-    """For steps whose rows all have one token, after which another is chosen."""
-    mixed: tuple[int, ...] = ()
-    """For all other steps."""
-
-
-NOT_PADDED = PaddedSizes()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an executor can do. A config that needs more is refused at start, not served by something slower."""
@@ -338,8 +326,6 @@ class Capabilities:
     """Compiles a grammar before a step needs it, on any thread, or raises GrammarError. None: it has no grammars."""
     adapters: AdapterHost | None = None
     """None: it has no adapters."""
-    padded: PaddedSizes = NOT_PADDED
-    """A step takes as long as one of the size that it is padded to."""
 
 
 class Executor(Protocol):

@@ -19,12 +19,13 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conf
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
 from engine.execution.executor import TorchExecutor
-from engine.features import CPU, NO_BYTES, Facts, find_conflict, turned_on
+from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
 from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.eager import EagerModel
+from engine.models.integer_rows import form_of
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
@@ -91,7 +92,7 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     on = {**turned_on(config), CPU: f"this engine runs on the CPU ({device[1]})", **_missing()}
     refuse_conflicts(on)
     model = read_model_config(model_dir)
-    refuse_conflicts(on | facts_of(model))
+    refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
     kernels = _kernels(model, config)
     draft = read_draft(model_dir, model, config)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
@@ -112,6 +113,15 @@ def _missing() -> Facts:
     if cpu_flags() & BYTE_FLAGS:
         return {}
     return {NO_BYTES: f"this processor has none of {', '.join(sorted(BYTE_FLAGS))}"}
+
+
+def _without_byte_weights(model: ModelConfig, config: EngineConfig) -> Facts:
+    """Return why `quantize: stored` leaves no matrix in few bits, if it leaves none."""
+    packed = model.quantization
+    kept = packed is not None and any(one.by_output or form_of(one) is not None for _, one in packed.groups)
+    if config.quantize != "stored" or kept:
+        return {}
+    return {NO_BYTE_WEIGHTS: f"the weights are {'not packed' if packed is None else packed.summary}"}
 
 
 def _alone(config: EngineConfig) -> EngineConfig:

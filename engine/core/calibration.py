@@ -19,7 +19,6 @@ from engine.scheduling.step_time import (
     StepCosts,
     fit_costs,
     knots_up_to,
-    padded_tokens,
     relative_errors,
     work_of,
 )
@@ -119,9 +118,7 @@ def calibrate(
     _forget(executor, list(plans.values()), clock)
     works = {shape: work_of(plan) for shape, plan in plans.items()}
     medians = tuple(Measured(works[shape], statistics.median(found)) for shape, found in times.items())
-    padded = executor.capabilities.padded
-    most = max(padded_tokens(work, padded) for work in works.values())
-    costs = fit_costs(medians, knots_up_to(most), padded)
+    costs = fit_costs(medians, knots_up_to(max(work.tokens for work in works.values())))
     single = [Measured(works[shape], seconds) for shape, found in times.items() for seconds in found]
     errors = relative_errors(costs, single)
     return Calibration(costs, (sum(error**2 for error in errors) / len(errors)) ** 0.5, medians)
@@ -149,7 +146,6 @@ def check_costs(
     _forget(executor, plans, clock)
     scale = statistics.median(ratios)
     same = all(scale / MOST_CHANGE <= ratio <= scale * MOST_CHANGE for ratio in ratios)
-    same = same and costs.padded == executor.capabilities.padded
     return scale if same and 1 / MOST_SLOWER <= scale <= MOST_SLOWER else None
 
 

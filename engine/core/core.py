@@ -232,12 +232,13 @@ class EngineCore:
             if launched is not None and launched.output is not None:  # it failed, so nothing may build on it
                 due, self._in_flight = [*due, launched], None
         read = [step for step in due if step is not None]
-        chunks = [chunk for step in read for chunk in chunks_of(step.plan.rows, step.epochs)]
+        in_hand = read or ([launched] if launched else [])
+        chunks = [chunk for step in in_hand for chunk in chunks_of(step.plan.rows, step.epochs)]
         events = [*events, *scheduled, *(event for step in read for event in self._complete(step))]
         if len(read) == 1 and self.has_work and self.last_step.computed:
             self._time(read[0].work, now if launched else self._only_launched)
         self._only_launched = None if read else now
-        self._account(now, read or ([launched] if launched else []), chunks)
+        self._account(now, in_hand, chunks if read else [chunk.in_flight for chunk in chunks])
         return self._close(events) if self._applier.take_ended() else events
 
     def _account(self, began: float, steps: Sequence[_Launched], chunks: Sequence[Chunk]) -> None:

@@ -71,6 +71,11 @@ class Chunk(NamedTuple):
     is_last: bool
     """Whether it completes the prompt, after a preemption with the answer so far."""
 
+    @property
+    def in_flight(self) -> Chunk:
+        """The chunk in a call that launches it alone: its part of the time, while its prompt is as far as before."""
+        return self._replace(end=-1, is_last=False)
+
 
 def chunks_of(rows: Sequence[PlannedRow], epochs: Sequence[int]) -> list[Chunk]:
     """Return the chunks of a step whose requests still have what was computed. `epochs`: those of the rows' requests

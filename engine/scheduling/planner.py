@@ -392,6 +392,9 @@ class _Planner:
             return None
         usual = any(row.request.tpot_s == least_s for row in self._rows)  # none is shorter
         target_s = least_s if usual else min(row.request.tpot_s for row in self._rows)
+        if self._config.overlap:  # requests that stand aside wait for the end of this step, too
+            aside = (request.tpot_s for request in self._view.decoding.values() if request.stands_aside)
+            target_s = min([target_s, *aside])
         work = _decode_work(self._rows, self._decode_tokens)
         return TimeBudget(prediction, target_s, work, lateness=self._lateness())
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from engine.protocol import num_pairs
-from engine.step import NOT_PADDED, PaddedSizes, RowKind, StepPlan
+from engine.step import RowKind, StepPlan
 
 FIRST_KNOT = 8
 """The curve of tokens has no knot between 1 and this: so few tokens wait for the weights to be read."""
@@ -73,7 +73,7 @@ class StepCosts:
     """How long a step takes.
 
         seconds = curve(tiles * tile) + sample_s * samples + key_s * keys + attended_s * attended + encoded_s * encoded
-        tiles = ceil(tokens / tile), of the tokens that the step is padded to
+        tiles = ceil(tokens / tile)
 
     `curve` is linear between its knots and goes on from the last two: few tokens wait for the weights to be read, many
     for the arithmetic, and where one becomes the other is the machine's affair. It never falls, and no factor is
@@ -91,11 +91,10 @@ class StepCosts:
     encoded_s: float = 0.0
     tile: int = 1
     """Number of tokens."""
-    padded: PaddedSizes = NOT_PADDED
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted duration."""
-        return self._curve(padded_tokens(work, self.padded)) + self._rest(work)
+        return self._curve(work.tokens) + self._rest(work)
 
     def tokens_within(self, seconds: float, beside: StepWork, start: int, most: int) -> int:
         """Return how many tokens of a prompt, after `start` others, fit into a step of `seconds` beside other work: 0
@@ -104,7 +103,7 @@ class StepCosts:
 
         def fits(count: int) -> bool:
             reading = self.key_s * (start + count) + self.attended_s * num_pairs(start, start + count)
-            return self._curve(_padded(beside.tokens + count, self.padded.mixed)) + reading <= rest
+            return self._curve(beside.tokens + count) + reading <= rest
 
         if fits(most):
             return most
@@ -153,14 +152,13 @@ def read_costs(document: Mapping[str, Any]) -> StepCosts:
         curve = tuple(float(one) for one in document["curve_s"])
         rest = {name: float(document[name]) for name in _FACTORS}
         tile = int(document["tile"])
-        padded = PaddedSizes(*(tuple(int(one) for one in sizes) for sizes in document.get("padded", ())))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"these are no step costs: {type(error).__name__}: {error}") from error
     rising = all(x0 < x1 for x0, x1 in pairwise(knots)) and all(y0 <= y1 for y0, y1 in pairwise(curve))
     sound = all(math.isfinite(one) and one >= 0 for one in (*curve, *rest.values()))
     if len(knots) < 2 or len(knots) != len(curve) or not rising or not sound or tile < 1:
         raise ValueError("these are no step costs: expected rising knots with rising times, and no negative factor")
-    return StepCosts(knots, curve, **rest, tile=tile, padded=padded)
+    return StepCosts(knots, curve, **rest, tile=tile)
 
 
 _FACTORS = ("sample_s", "key_s", "attended_s", "encoded_s")
@@ -171,9 +169,8 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def fit_costs(steps: Sequence[Measured], knots: Sequence[int], padded: PaddedSizes = NOT_PADDED) -> StepCosts:
-    """Fit costs to measured steps, which were padded to these sizes, by least squares over relative errors, with no
-    factor below 0.
+def fit_costs(steps: Sequence[Measured], knots: Sequence[int]) -> StepCosts:
+    """Fit costs to measured steps by least squares over relative errors, with no factor below 0.
 
     A knot beyond which no step was measured has no effect and is left out. A kind of work that no step has costs
     nothing. The tile is that of TILES with the least errors.
@@ -181,19 +178,19 @@ def fit_costs(steps: Sequence[Measured], knots: Sequence[int], padded: PaddedSiz
     Raises:
         ValueError: there are too few steps for so many knots, or one took no time.
     """
-    most = max((padded_tokens(step.work, padded) for step in steps), default=0)
+    most = max((step.work.tokens for step in steps), default=0)
     kept = (*(knot for knot in knots if knot < most), most)
     if len(kept) < 2 or len({step.work.tokens for step in steps}) < len(kept):
         raise ValueError(f"{len(steps)} steps of up to {most} tokens are too few for a curve with {len(kept)} knots")
     if min(step.seconds for step in steps) <= 0:
         raise ValueError("a step took no time")
-    fits = [_fit(steps, kept, tile, padded) for tile in TILES if tile <= most]
+    fits = [_fit(steps, kept, tile) for tile in TILES if tile <= most]
     return min(fits, key=lambda costs: sum(error**2 for error in relative_errors(costs, steps)))
 
 
-def _fit(steps: Sequence[Measured], kept: tuple[int, ...], tile: int, padded: PaddedSizes) -> StepCosts:
+def _fit(steps: Sequence[Measured], kept: tuple[int, ...], tile: int) -> StepCosts:
     """Solve for the time at the first knot, what each next knot adds, and the factors. None is negative."""
-    tokens = [_rounded(padded_tokens(step.work, padded), tile) for step in steps]
+    tokens = [_rounded(step.work.tokens, tile) for step in steps]
     rows = [[1.0, *_shares(kept, count), *map(float, step.work[1:])] for count, step in zip(tokens, steps, strict=True)]
     found = _non_negative_least_squares(
         [[x / step.seconds for x in row] for row, step in zip(rows, steps, strict=True)]
@@ -202,16 +199,7 @@ def _fit(steps: Sequence[Measured], kept: tuple[int, ...], tile: int, padded: Pa
     curve = [first]
     for more in added:
         curve.append(curve[-1] + more)
-    return StepCosts(kept, tuple(curve), **dict(zip(_FACTORS, factors, strict=True)), tile=tile, padded=padded)
-
-
-def padded_tokens(work: StepWork, padded: PaddedSizes) -> int:
-    """Return the tokens of a step with its padding. A token is chosen after each token of a decode step."""
-    return _padded(work.tokens, padded.decode if work.samples == work.tokens else padded.mixed)
-
-
-def _padded(tokens: int, sizes: Sequence[int]) -> int:
-    return sizes[bisect_left(sizes, tokens)] if sizes and tokens <= sizes[-1] else tokens
+    return StepCosts(kept, tuple(curve), **dict(zip(_FACTORS, factors, strict=True)), tile=tile)
 
 
 def _rounded(tokens: int, tile: int) -> int:

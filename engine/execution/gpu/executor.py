@@ -119,7 +119,6 @@ class DeviceExecutor:
             recurrent_state=has_state,
             compile_grammar=None if grammars is None else grammars.compile,
             adapters=self.model.adapters,
-            padded=self.model.padded,
         )
 
     # --- launch -------------------------------------------------------------------------------------------------------

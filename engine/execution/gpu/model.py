@@ -21,7 +21,7 @@ from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
-from engine.step import GraphUse, PaddedSizes, StepPlan
+from engine.step import GraphUse, StepPlan
 from kernels.choice import forward_pass
 from kernels.eager.forward import multiply
 from kernels.eager.ops import Ops
@@ -149,11 +149,6 @@ class DeviceModel:
     def _views(self, layout: Layout) -> DeviceInputs:
         tables = self._tables[: layout.num_rows, : layout.width]
         return layout.split(self._packed[: layout.tables_begin], tables)
-
-    @property
-    def padded(self) -> PaddedSizes:
-        """The sizes of captured steps."""
-        return PaddedSizes(self._buckets.decode_rows, self._buckets.mixed_tokens)
 
     @property
     def _padding_block(self) -> int:

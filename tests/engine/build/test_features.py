@@ -93,6 +93,7 @@ BESIDE: dict[Feature, dict[str, Any]] = {
     features.LOCAL_CHUNKS: {"scheduler.max_partial_prefills": 0},
     features.DRAFT_MODEL: {"speculative.model": "small"},
     features.ROUNDED: {"quantize": "int8"},
+    features.NO_BYTE_WEIGHTS: {"quantize": "stored"},
     features.UNCAPTURED_ATTENTION: {"attention": "torch"},
     features.FAKE: {"executor": "fake"},
     features.NO_SECOND_MODEL: {"num_speculative_tokens": 2},

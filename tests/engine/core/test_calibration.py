@@ -14,7 +14,7 @@ from engine.build.engine import FAKE_IMAGES
 from engine.core.calibration import ROUNDS, calibrate, check_costs, shapes_for
 from engine.fake.encoder import FakeEncoder
 from engine.scheduling.step_time import StepCosts, work_of
-from engine.step import Capabilities, PaddedSizes, StepOutput, StepPlan
+from engine.step import Capabilities, StepOutput, StepPlan
 from tests.support.engines import resolved_config
 
 COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7)
@@ -27,7 +27,7 @@ class ClockedExecutor:
 
     def __init__(self, costs: StepCosts, *, noise: float = 0.0, recurrent_state: bool = False) -> None:
         self._costs, self._noise, self._draw = costs, noise, random.Random(0)
-        self.capabilities = Capabilities(recurrent_state=recurrent_state, padded=costs.padded)
+        self.capabilities = Capabilities(recurrent_state=recurrent_state)
         self.now, self.plans, self.forgotten = 0.0, list[StepPlan](), list[str]()
 
     def launch(self, plan: StepPlan) -> None:
@@ -50,17 +50,6 @@ def test_a_calibration_finds_what_steps_cost() -> None:
     assert found.deviation < 0.02
     for step in found.steps:
         assert found.costs.seconds(step.work) == pytest.approx(step.seconds, rel=0.05)
-
-
-def test_a_calibration_knows_to_which_sizes_the_executor_pads() -> None:
-    sizes = PaddedSizes(decode=(1, 2, 4, 8, 16, 64), mixed=(64, 128, 256, 512))
-    executor = ClockedExecutor(replace(COSTS, padded=sizes))
-    config = resolved_config(**LARGE, **BUDGETS)
-    found = calibrate(executor, config, clock=lambda: executor.now)
-    assert (found.costs.padded, found.deviation < 0.02) == (sizes, True)
-    assert check_costs(executor, config, found.costs, clock=lambda: executor.now) == pytest.approx(1, rel=0.05)
-    elsewhere = ClockedExecutor(COSTS)
-    assert check_costs(elsewhere, config, found.costs, clock=lambda: elsewhere.now) is None
 
 
 def test_its_deviation_is_that_of_single_steps_and_not_of_their_medians() -> None:

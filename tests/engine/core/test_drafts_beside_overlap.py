@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig
+from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig, SpeculativeConfig, Targets
 from engine.core.wall_times import Chunk, Costs, Shares, WallTimes
 from engine.protocol import Failed, Finished, FinishReason, TimeCause
 from engine.scheduling.planner import Plan
-from engine.scheduling.step_time import StepCosts
+from engine.scheduling.step_time import StepCosts, chunk_work, decode_work
 from engine.step import PENDING_TOKEN, RowKind, ScheduledRequest, StepOutput, StepPlan
 from tests.support.drafting import (
     FEW,
@@ -489,3 +489,20 @@ def test_a_stream_that_copies_is_faster_and_those_beside_it_keep_the_pace_of_ove
     assert others[True, True] <= 1.02 * others[True, False]
     assert others[True, True] < 0.9 * others[False, True]
     assert took[True, True]["copies"] < 0.8 * took[True, False]["copies"]
+
+
+def test_a_step_beside_a_row_that_stands_aside_keeps_to_its_target_too() -> None:
+    """The row has none in the step, and still waits for its end: another request's longer target would hold it up."""
+    costs = StepCosts((1, 512), (0.010, 0.521))
+    targets, sizes = Targets(tpot_ms=50), {"max_num_batched_tokens": 512, "max_prefill_tokens": 512}
+    core = TimedCore(costs, overlap=True, targets=targets, max_model_len=4096, num_kv_blocks=2000, **sizes)
+    core.send("urgent", [1, 2, 3], max_tokens=50, ignore_eos=True)
+    core.send("patient", [7, 8, 9], max_tokens=50, ignore_eos=True, tpot_ms=500)
+    while min(len(core.tokens(name)) for name in ("urgent", "patient")) < 3:
+        core.keep(core.step())
+    core.send("long", [1 + i * i % 29 for i in range(2000)], max_tokens=1)
+    core._scheduler.await_token(core._scheduler.decoding["urgent"])
+    patient, chunk = core._scheduler.plan(core.now).rows
+    assert (patient.request.request_id, chunk.request.request_id) == ("patient", "long")
+    work = decode_work(1, patient.start).plus(chunk_work(0, chunk.num_tokens, last=False))
+    assert 0.04 < costs.seconds(work) <= 0.05

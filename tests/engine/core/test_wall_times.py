@@ -88,6 +88,15 @@ def test_the_causes_of_every_request_add_up_to_its_time(targets: Targets, overla
     assert not core._wall_times._accounts
 
 
+def test_a_call_that_launches_alone_is_time_of_the_prompts_in_its_step() -> None:
+    """With overlap the first call reads nothing back. Its time was booked as that of other answers, of which there were
+    none."""
+    core = TimedCore(COSTS, overlap=True, max_num_batched_tokens=64, max_prefill_tokens=32)
+    core.send("alone", prompt_of(150), max_tokens=3, ignore_eos=True)
+    core.run()
+    assert slowed_by(core, "alone") == []
+
+
 def test_the_shares_of_a_step_add_up_whatever_it_was() -> None:
     random = seeded_random()
     for _ in range(500):

@@ -24,7 +24,7 @@ from engine.scheduling.step_time import (
     relative_errors,
     work_of,
 )
-from engine.step import PaddedSizes, RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7, 0.001)
@@ -129,40 +129,6 @@ def test_a_fit_finds_how_many_tokens_are_multiplied_at_a_time() -> None:
     assert max(map(abs, relative_errors(found, measured(tiled, random.Random(8), 100)))) < 0.05
 
 
-def test_a_step_takes_as_long_as_one_of_the_size_that_it_is_padded_to() -> None:
-    """Captured graphs have few sizes: 65 tokens in the graph of 128 take as long as 128, and 513 run as they are."""
-    padded = replace(COSTS, padded=PaddedSizes(decode=(4, 8, 16), mixed=(64, 128, 512)))
-    decode, mixed = (lambda rows: StepWork(rows, rows)), StepWork
-    assert padded.seconds(mixed(65)) == padded.seconds(mixed(128)) == COSTS.seconds(mixed(128))
-    assert padded.seconds(mixed(513)) == COSTS.seconds(mixed(513))
-    assert padded.seconds(decode(9)) - padded.seconds(decode(16)) == pytest.approx(-7 * COSTS.sample_s)
-    assert padded.seconds(decode(17)) == COSTS.seconds(decode(17))
-
-
-@given(st.integers(0, 40), st.integers(0, 3000), st.integers(1, 600), st.floats(0.0, 0.4))
-def test_as_many_tokens_fit_into_a_padded_step_as_its_prediction_says(
-    rows: int, start: int, most: int, seconds: float
-) -> None:
-    costs = replace(COSTS, padded=PaddedSizes(decode=(8, 32), mixed=(64, 128, 256)))
-    beside = decode_work(rows, 100)
-    count = costs.tokens_within(seconds, beside, start, most)
-    taken = [costs.seconds(beside.plus(chunk_work(start, number, last=True))) for number in (count, count + 1)]
-    if count > 1:  # a chunk of one token beside decode rows counts as one of them
-        assert taken[0] <= seconds * (1 + 1e-12)
-    if 0 < count < most:
-        assert taken[1] > seconds * (1 - 1e-12)
-
-
-def test_a_fit_knows_which_sizes_were_run() -> None:
-    """Without them the curve would have to be a staircase between its knots."""
-    sizes = PaddedSizes(decode=(4, 8, 16), mixed=(64, 128, 256, 512))
-    padded = replace(COSTS, padded=sizes)
-    steps, others = (measured(padded, random.Random(seed), 300) for seed in (5, 6))
-    found = fit_costs(steps, (1, 8, 64, 512), sizes)
-    assert max(map(abs, relative_errors(found, others))) < 0.001
-    assert max(map(abs, relative_errors(fit_costs(steps, (1, 8, 64, 512)), others))) > 0.1
-
-
 def test_noise_of_a_tenth_moves_a_prediction_by_little() -> None:
     found = fit_costs(measured(COSTS, random.Random(3), 600, noise=0.1), (1, 8, 64, 512))
     errors = sorted(map(abs, relative_errors(found, measured(COSTS, random.Random(4), 200))))
@@ -210,8 +176,7 @@ def test_knots_rise_up_to_the_largest_step(most: int) -> None:
 
 
 def test_costs_survive_a_file() -> None:
-    costs = replace(COSTS, padded=PaddedSizes((1, 2, 4), (64,)))
-    assert read_costs(json.loads(json.dumps(costs.document()))) == costs
+    assert read_costs(json.loads(json.dumps(COSTS.document()))) == COSTS
 
 
 @pytest.mark.parametrize(
@@ -225,7 +190,6 @@ def test_costs_survive_a_file() -> None:
         {"sample_s": "x"},
         {"sample_s": math.nan},
         {"tile": 0},
-        {"padded": [[1, 2], None]},
     ],
 )
 def test_a_file_with_something_else_is_refused(change: dict[str, object]) -> None:

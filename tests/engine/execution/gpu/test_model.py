@@ -31,11 +31,9 @@ from engine.models.parameters import allocate
 from engine.protocol import SamplingParams, Submission
 from engine.scheduling.request import create_request
 from engine.step import (
-    NOT_PADDED,
     PENDING_TOKEN,
     GraphUse,
     LogitControls,
-    PaddedSizes,
     RowKind,
     RowSampling,
     ScheduledRequest,
@@ -110,14 +108,6 @@ def test_captured_and_padded_steps_give_the_logits_of_plain_ones(
     poison(captured)
     want = forced_logits(eager, TOKENS, BLOCKS, size)
     torch.testing.assert_close(forced_logits(captured, TOKENS, BLOCKS, size), want, atol=2e-5, rtol=1e-5)
-
-
-def test_step_times_learn_to_which_sizes_steps_are_padded(captured: DeviceExecutor, eager: DeviceExecutor) -> None:
-    kept = captured.model._buckets
-    assert captured.capabilities.padded == PaddedSizes(decode=kept.decode_rows, mixed=kept.mixed_tokens)
-    assert kept.decode_rows
-    assert kept.mixed_tokens
-    assert eager.capabilities.padded == NOT_PADDED
 
 
 @pytest.mark.usefixtures("flash")
