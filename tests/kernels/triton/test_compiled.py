@@ -37,13 +37,15 @@ def compile_all(cache: Path, capability: str, *arguments: str) -> list[dict[str,
 @pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     found = compile_all(tmp_path, "9.0", "--first-config")
-    pipelined = ("attend", "multiply", "gate_up", "down", "multiply_fp8")
-    multiplying = (*pipelined, "_shrink", "_expand")
+    pipelined = ("attend", "multiply", "gate_up", "multiply_fp8")
+    multiplying = (*pipelined, "down", "_shrink", "_expand")
     products = [kernel["tensor_cores"] for kernel in found if kernel["name"] in multiplying]
     assert all(products), "bfloat16 products"
     assert not any(kernel["tensor_cores"] for kernel in found if kernel["name"] == "_router_logits"), "float32 ones"
     # One tile is copied while another is computed on: with fewer stages, every copy of attention was waited for.
     assert all(kernel["copies_in_flight"] for kernel in found if kernel["name"] in pipelined)
+    # The smallest experts have one block of inputs, beside which nothing can be copied.
+    assert sum(not kernel["copies_in_flight"] for kernel in found if kernel["name"] == "down") <= 1
     # These have no smaller configuration to fall back to: the smallest of the supported GPUs has 99 KiB.
     alone = ("_invert", "_scan", "_one_step", "_router_logits", "_choose", "_sort", "_shrink", "_expand")
     assert max(kernel["shared_bytes"] for kernel in found if kernel["name"] in alone) <= 99 * 1024
@@ -61,7 +63,7 @@ def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_pa
     """Regression guard: chunks had none that fits Ada and small Ampere GPUs, where no step could run."""
     found = compile_for("8.9", str(tmp_path), "--head-dims", "256", "--groups", "4", "--least-shared")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
-    assert len(sizes) == 2
+    assert len(sizes) == 6, "chunks and decodes over K and V in 16 bits, int8 and fp8"
     assert max(sizes) <= 99 * 1024
 
 
