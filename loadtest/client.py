@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 READY, GO, ENDED = "ready\n", "go\n", "ended\n"
-_END_OF_CHUNKS = b"0\r\n\r\n"
+_END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 _END_OF_HEAD = b"\r\n\r\n"
 
 

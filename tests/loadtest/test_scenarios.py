@@ -152,6 +152,13 @@ async def test_a_connection_that_the_server_announced_to_close_is_not_used_again
     assert server.num_connections == 6
 
 
+async def test_a_head_that_ends_as_a_last_chunk_does_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's ends with `Keep-Alive: timeout=5, max=100`, and arrives by itself."""
+    monkeypatch.setattr("tests.loadtest.fake_openai.HEAD", HEAD[:-2] + b"Keep-Alive: timeout=5, max=100\r\n\r\n")
+    outcome = await run(FakeServer(step_s=0.02), Closed(requests=1, clients=1, prompt=3, answer=2))
+    assert errors(outcome) == []
+
+
 async def test_a_request_is_greedy_of_a_fixed_length_and_asks_for_usage() -> None:
     server = FakeServer()
     await run(server, Closed(requests=1, clients=1, prompt=3, answer=7))
