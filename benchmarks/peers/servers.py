@@ -120,32 +120,29 @@ def chunkserve(setup: Setup) -> AbstractContextManager[Server]:
     return starting(setup.config, {"PYTHONPATH": str(ROOT)})
 
 
-def chunkserve_no_drafts(setup: Setup) -> AbstractContextManager[Server]:
-    """Start the same server without drafts, so that every token takes a step. vLLM does not draft by default either."""
+def chunkserve_no_drafts(setup: Setup, **settings: Any) -> AbstractContextManager[Server]:
+    """Start the same server without drafts, so that every token takes a step. vLLM does not draft by default either.
+    settings: others of the engine."""
     config = copy.deepcopy(setup.config)
-    _args(config)["engine"]["speculative"] = {"method": "none"}
+    _args(config)["engine"] |= {"speculative": {"method": "none"}, **settings}
     return starting(config, {"PYTHONPATH": str(ROOT)})
 
 
 def chunkserve_250_ms(setup: Setup) -> AbstractContextManager[Server]:
-    """Start the same server without drafts, and with a target between two tokens that vLLM keeps with its smallest
-    steps: what is left of the difference is not the gap's."""
-    config = copy.deepcopy(setup.config)
-    engine = _args(config)["engine"]
-    engine |= {"speculative": {"method": "none"}, "targets": {**engine.get("targets", {}), "tpot_ms": 250}}
-    return starting(config, {"PYTHONPATH": str(ROOT)})
+    """Start the same, with a target between two tokens that vLLM keeps with its smallest steps: what is left of the
+    difference is not the gap's."""
+    targets = _args(setup.config)["engine"].get("targets", {})
+    return chunkserve_no_drafts(setup, targets={**targets, "tpot_ms": 250})
 
 
-def chunkserve_stored(setup: Setup, **settings: Any) -> AbstractContextManager[Server]:
-    """Start the same server without drafts, and with weights computed as their file stores them."""
-    config = copy.deepcopy(setup.config)
-    _args(config)["engine"] |= {"speculative": {"method": "none"}, "quantize": "stored", **settings}
-    return starting(config, {"PYTHONPATH": str(ROOT)})
+def chunkserve_stored(setup: Setup) -> AbstractContextManager[Server]:
+    """Start the same, with weights computed as their file stores them."""
+    return chunkserve_no_drafts(setup, quantize="stored")
 
 
 def chunkserve_rounded(setup: Setup) -> AbstractContextManager[Server]:
-    """Start the same, with activations rounded to 8 bits, as llama.cpp rounds them."""
-    return chunkserve_stored(setup, activations="int8")
+    """Start the same, with activations rounded to 8 bits besides, as llama.cpp rounds them."""
+    return chunkserve_no_drafts(setup, quantize="stored", activations="int8")
 
 
 @contextmanager

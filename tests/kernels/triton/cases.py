@@ -3,8 +3,10 @@ Never compares with stored numbers: every input is random, and every output is p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,20 @@ def close(got: Tensor, want: Tensor) -> None:
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     return torch.full(tuple(shape), POISON, dtype=dtype, device=device)
+
+
+@contextmanager
+def poisoned_buffers() -> Iterator[None]:
+    """Poison all new buffers, so that reading a number or an index that no program wrote shows."""
+    real = torch.empty
+
+    def empty(*size: Any, **options: Any) -> Tensor:
+        tensor = real(*size, **options)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max // 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.empty", empty)
+        yield
 
 
 def plan_of(case: Case, device: str, split: int = SPLIT) -> AttentionPlan:

@@ -4,7 +4,6 @@ Never compares with stored numbers: every input is random, and every output and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from kernels import reference
 from kernels.forward import Routing
 from tests.kernels.experts_case import ExpertsCase, exact_case, experts_case
 from tests.kernels.rows import seeded_generator
-from tests.kernels.triton.cases import POISON, TOLERANCE, close, poisoned, slow
+from tests.kernels.triton.cases import POISON, TOLERANCE, close, poisoned, poisoned_buffers, slow
 
 from kernels.triton.experts.experts import (  # isort: skip
     BLOCK,
@@ -34,16 +33,8 @@ ONE, TWO, EIGHT = Routing(1, renormalize=False), Routing(2, renormalize=True), R
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Poison new buffers, so that reading a value or an index that no kernel wrote shows."""
-    real = torch.empty
-
-    def empty(*size: Any, **options: Any) -> Tensor:
-        tensor = real(*size, **options)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**30)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kernels.triton.experts.experts.torch.empty", empty)
+def _poisoned_buffers() -> Iterator[None]:
+    with poisoned_buffers():
         yield
 
 

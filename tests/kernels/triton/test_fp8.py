@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from kernels import reference
 from kernels.forward import Linear
 from tests.kernels.narrow_case import narrow_case, shuffled
 from tests.kernels.rows import seeded_generator
-from tests.kernels.triton.cases import TOLERANCE, poisoned, slow
+from tests.kernels.triton.cases import TOLERANCE, poisoned, poisoned_buffers, slow
 from tests.support.distances import assert_close
 
 from kernels.triton.linear.fp8 import BLOCK, TILE, multiplies_fp8, round_rows  # isort: skip
@@ -28,15 +27,8 @@ MANY = SOME_ROWS + 1
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Poison new buffers, so that reading a number that no program wrote shows."""
-    real = torch.empty
-
-    def empty(*size: Any, **options: Any) -> Tensor:
-        return real(*size, **options).fill_(torch.nan)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kernels.triton.linear.fp8.torch.empty", empty)
+def _poisoned_buffers() -> Iterator[None]:
+    with poisoned_buffers():
         yield
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels.forward import LowRankStack
 from kernels.rows.adapter_tokens import NO_SLOT, TILE, AdapterTokens, count_tiles, most_tiles, pack_tokens
 from tests.kernels.low_rank_case import low_rank_case, mixed
-from tests.kernels.triton.cases import TOLERANCE, close, slow
+from tests.kernels.triton.cases import TOLERANCE, close, poisoned_buffers, slow
 
 from kernels.triton.low_rank.expand import OUTPUTS_AT_A_TIME, add_low_rank  # isort: skip
 from kernels.triton.low_rank.shrink import SPLIT, shrink  # isort: skip
@@ -23,11 +23,8 @@ QKV = (40, 16, 16)
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Poison new buffers, so that reading a part of a sum that no program wrote shows."""
-    real = torch.empty
-    with monkeypatch.context() as patch:
-        patch.setattr("kernels.triton.low_rank.shrink.torch.empty", lambda *a, **k: real(*a, **k).fill_(torch.nan))
+def _poisoned_buffers() -> Iterator[None]:
+    with poisoned_buffers():
         yield
 
 

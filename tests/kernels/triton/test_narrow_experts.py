@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from kernels import reference
 from kernels.forward import Linear, Routing
 from tests.kernels.experts_case import ExpertsCase, experts_case
 from tests.kernels.narrow_case import narrow_experts_case, shuffled
-from tests.kernels.triton.cases import TOLERANCE, poisoned, slow
+from tests.kernels.triton.cases import TOLERANCE, poisoned, poisoned_buffers, slow
 from tests.support.distances import assert_close
 
 from kernels.triton.experts.experts import (  # isort: skip
@@ -44,16 +43,8 @@ KINDS: list[tuple[str, int | None, bool]] = [
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Poison new buffers, so that reading a value or an index that no kernel wrote shows."""
-    real = torch.empty
-
-    def empty(*size: Any, **options: Any) -> Tensor:
-        tensor = real(*size, **options)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**30)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kernels.triton.experts.experts.torch.empty", empty)
+def _poisoned_buffers() -> Iterator[None]:
+    with poisoned_buffers():
         yield
 
 
