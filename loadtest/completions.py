@@ -118,7 +118,17 @@ class Client:
         return Exchange(sent, reads, tokens, error)
 
     async def _exchange(self, request: bytes) -> list[tuple[float, bytes]]:
-        connection = await self._connection()
+        if kept := self._kept():
+            try:
+                return await self._on(kept, request)
+            except ConnectionError:
+                # The server closed an idle connection, which it may at any time; it has not begun with this request.
+                if kept.reads:
+                    raise
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, HOST, self._port)
+        return await self._on(connection, request)
+
+    async def _on(self, connection: Connection, request: bytes) -> list[tuple[float, bytes]]:
         try:
             await connection.exchange(request)
         except BaseException:  # a timeout, too: a late answer must not be read as the next request's
@@ -127,13 +137,12 @@ class Client:
         self._idle.append(connection)
         return connection.reads
 
-    async def _connection(self) -> Connection:
+    def _kept(self) -> Connection | None:
         while self._idle:
             if (connection := self._idle.pop()).is_open:
                 return connection
             connection.close()
-        _, connection = await asyncio.get_running_loop().create_connection(Connection, HOST, self._port)
-        return connection
+        return None
 
     async def __aenter__(self) -> Client:
         return self

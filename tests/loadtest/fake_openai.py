@@ -26,28 +26,35 @@ class FakeServer:
         lose: int = 0,
         *,
         says_close: bool = False,
+        drops_every: int = 0,
     ) -> None:
         """`lose`: how many tokens are left out of each answer, in text and usage. `says_close`: each connection is
-        closed after an answer, whose head says so."""
+        closed after an answer, whose head says so. `drops_every`: a connection is closed without a word when it gets
+        its request of this number, of which no byte is answered."""
         self.bodies: list[dict[str, Any]] = []
         self.in_hand = 0
         self.most_in_hand = 0
         self.num_connections = 0
         self._step_s, self._long_s = step_s, long_s
         self._tokens_an_event, self._lose = tokens_an_event, lose
-        self._says_close = says_close
+        self._says_close, self._drops_every = says_close, drops_every
         self._may_step = asyncio.Event()
         self._may_step.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
+        num_asked = 0
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 if head.startswith(b"GET"):
                     writer.write(_whole(self._load() if head.startswith(b"GET /load ") else {"data": [{"id": "fake"}]}))
                     continue
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-                await self._answer(json.loads(await reader.readexactly(length)), writer)
+                body = json.loads(await reader.readexactly(length))
+                num_asked += 1
+                if num_asked == self._drops_every:
+                    return
+                await self._answer(body, writer)
                 if self._says_close:
                     return
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -152,6 +152,21 @@ async def test_a_connection_that_the_server_announced_to_close_is_not_used_again
     assert server.num_connections == 6
 
 
+async def test_a_request_on_a_kept_connection_that_closes_without_an_answer_is_asked_again_on_another() -> None:
+    """llama.cpp's server closes kept connections without a word: half of its answers were errors of this client."""
+    server = FakeServer(drops_every=2)
+    outcome = await run(server, Closed(requests=6, clients=2, prompt=3, answer=2))
+    assert errors(outcome) == []
+    assert (server.num_connections, len(server.bodies)) == (6, 6)
+
+
+async def test_a_request_on_a_new_connection_that_closes_without_an_answer_is_an_error() -> None:
+    server = FakeServer(drops_every=1)
+    outcome = await run(server, Closed(requests=2, clients=1, prompt=3, answer=2))
+    assert errors(outcome) == ["the server closed the connection"] * 2
+    assert server.num_connections == 2
+
+
 async def test_a_head_that_ends_as_a_last_chunk_does_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp's ends with `Keep-Alive: timeout=5, max=100`, and arrives by itself."""
     monkeypatch.setattr("tests.loadtest.fake_openai.HEAD", HEAD[:-2] + b"Keep-Alive: timeout=5, max=100\r\n\r\n")
