@@ -532,7 +532,7 @@ class _Planner:
         return budget
 
     def _num_admitted(self) -> int:
-        return sum(row.prefix_blocks is not None for row in self._rows)
+        return sum(row.prefix_blocks is not None for row in self._rows[self._num_decodes :])
 
     def _candidates(self, ahead_of: Request | None) -> Iterator[Request]:
         for request in self._view.waiting.in_order(self._view.now):
