@@ -7,8 +7,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,31 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def equal_gaps(document: dict[str, Any]) -> str:
+    """Render the second table: the first token by time, and what a fixed number of tokens would give at the same 99th
+    percentile of gaps. That is interpolated between the two budgets around it, linearly in the logarithms."""
+    lines = ["| streams | prompt | gap p99 | by time | a fixed budget | share |", "|--:|--:|--:|--:|--:|--:|"]
+    for cell in document["cells"]:
+        if cell["steps"] != BY_TIME:
+            continue
+        load = (cell["streams"], cell["prompt_tokens"])
+        budgets = [c for c in document["cells"] if (c["streams"], c["prompt_tokens"]) == load and c is not cell]
+        gap, ttft = cell["gap_p99"][0], cell["ttft_p50"][0]
+        fixed = _between(sorted((c["gap_p99"][0], c["ttft_p50"][0]) for c in budgets), gap)
+        compared = f"{fixed:,.0f} | {ttft / fixed:.2f}" if fixed else "– | –"
+        lines.append(f"| {load[0]} | {load[1]:,} | {gap:,.0f} | {ttft:,.0f} | {compared} |")
+    return "\n".join(lines)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float | None:
+    """Return y at x on the line through the points around it; None where there is no point on one side."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= x <= x1 and x0 < x1:
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return math.exp((1 - share) * math.log(y0) + share * math.log(y1))
+    return None
+
+
 def _shown(spread: Sequence[float]) -> str:
     median, least, most = spread
     return f"{median:,.0f} ({least:,.0f}–{most:,.0f})"
@@ -96,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tpot-ms", type=float, default=75.0, help="the target between two tokens (%(default)s)")
     parser.add_argument(
-        "--budgets", type=int, nargs="+", default=[32, 64, 128], help="fixed tokens of a step (%(default)s)"
+        "--budgets", type=int, nargs="+", default=[16, 32, 64, 128], help="fixed tokens of a step (%(default)s)"
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[4, 16], help="numbers of streams (%(default)s)")
     parser.add_argument(
@@ -110,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     document = measure(options)
     if options.out:
         write_whole(options.out, document)
-    print(table(document))
+    print(table(document), equal_gaps(document), sep="\n\n")
     print(json.dumps(document))
 
 
