@@ -3,6 +3,7 @@ Never holds a tensor or a reference to a live request: a plan is a frozen snapsh
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -308,6 +309,25 @@ class ExecutorOutOfMemoryError(Exception):
     fit."""
 
 
+class PaddedSizes(NamedTuple):
+    """The numbers of tokens that steps are padded to, ascending, as those of captured CUDA graphs. A step of more
+    tokens than the last size is not padded."""
+
+    decode: tuple[int, ...] = ()
+    """Of steps whose rows are all decode rows of one token."""
+    mixed: tuple[int, ...] = ()
+    """Of all other steps."""
+
+    def padded(self, tokens: int, *, mixed: bool) -> int:
+        """Return how many tokens a step of so many computes."""
+        sizes = self.mixed if mixed else self.decode
+        index = bisect_left(sizes, tokens)
+        return sizes[index] if tokens and index < len(sizes) else tokens
+
+
+UNPADDED = PaddedSizes()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an executor can do. A config that needs more is refused at start, not served by something slower."""
@@ -326,6 +346,8 @@ class Capabilities:
     """Compiles a grammar before a step needs it, on any thread, or raises GrammarError. None: it has no grammars."""
     adapters: AdapterHost | None = None
     """None: it has no adapters."""
+    sizes: PaddedSizes = UNPADDED
+    """What its steps are padded to."""
 
 
 class Executor(Protocol):

@@ -42,6 +42,7 @@ def measured_step_times(
 ) -> StepTimeModel:
     """Return the model for an engine that is ready to run steps. Measures some seconds, unless an earlier start of the
     same model on the same machine with the same settings has kept its costs and a few steps still take what they say.
+    What steps are padded to may differ from start to start, as it follows from measured launches.
 
     Raises:
         ConfigError: the engine's limits leave too few sizes of steps to measure.
@@ -50,11 +51,12 @@ def measured_step_times(
     kept = _read(path)
     if kept is not None:
         costs, deviation = kept
-        scale = check_costs(executor, served, costs, clock=clock)
+        same = costs.sizes == executor.capabilities.sizes
+        scale = check_costs(executor, served, costs, clock=clock) if same else None
         if scale is not None:
             logger.info("step times: kept in %s, and %.2f times that now", path, scale)
             return StepTimeModel(costs, deviation=deviation, scale=scale)
-        logger.info("step times: steps no longer take what %s says", path)
+        logger.info("step times: steps no longer take what %s says" if same else "step times: %s pads otherwise", path)
     began = clock()
     try:
         found = calibrate(executor, served, clock=clock)

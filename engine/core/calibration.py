@@ -118,7 +118,8 @@ def calibrate(
     _forget(executor, list(plans.values()), clock)
     works = {shape: work_of(plan) for shape, plan in plans.items()}
     medians = tuple(Measured(works[shape], statistics.median(found)) for shape, found in times.items())
-    costs = fit_costs(medians, knots_up_to(max(work.tokens for work in works.values())))
+    most = max(work.tokens for work in works.values())
+    costs = fit_costs(medians, knots_up_to(most), executor.capabilities.sizes)
     single = [Measured(works[shape], seconds) for shape, found in times.items() for seconds in found]
     errors = relative_errors(costs, single)
     return Calibration(costs, (sum(error**2 for error in errors) / len(errors)) ** 0.5, medians)

@@ -469,7 +469,7 @@ class _Planner:
 
     def _chunk_size(self, request: Request, start: int, target: int, budget: int) -> int:
         if self._time is not None:
-            least = 0 if self._chunk_ends else 1  # some prompt always advances
+            least = 0 if self._chunk_ends else self._time.least  # some prompt always advances
             budget = min(budget, max(self._time.most(start, min(budget, target - start)), least))
         room = Room(budget, self._tokens_left, bool(self._chunk_ends), not self._rows)
         count = self._chunks.size(request, start, target, room)
@@ -590,7 +590,8 @@ def _decode_work(rows: Sequence[PlannedRow], tokens: int) -> StepWork:
     """Return the work of decode rows with so many tokens. Positions that drafts attend to are counted as those of their
     row's newest token: the difference is a few in thousands."""
     keys = sum(map(_START, rows)) + tokens
-    return StepWork(tokens, tokens, keys, keys + (tokens - len(rows)) * keys // len(rows))
+    drafts = tokens - len(rows)
+    return StepWork(tokens, tokens, keys, keys + drafts * keys // len(rows), mixed=drafts)
 
 
 def _without(gone: Collection[Request], requests: Iterable[Request]) -> Iterable[Request]:

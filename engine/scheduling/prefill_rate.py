@@ -92,7 +92,7 @@ def prefill_costs(prediction: Prediction, decodes: StepWork, target_s: float, mo
 
     def token_s(start: int) -> tuple[float, float]:
         """Return the positions that a token of a chunk from `start` attends to on average, and the seconds it takes."""
-        count = most if budget is None else max(budget.most(start, most), 1)
+        count = most if budget is None else max(budget.most(start, most), min(budget.least, most))
         step_s = prediction.seconds(decodes.plus(chunk_work(start, count, last=False)))
         return start + (count + 1) / 2, step_s / count
 

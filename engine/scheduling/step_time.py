@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from engine.protocol import num_pairs
-from engine.step import RowKind, StepPlan
+from engine.step import UNPADDED, PaddedSizes, RowKind, StepPlan
 
 FIRST_KNOT = 8
 """The curve of tokens has no knot between 1 and this: so few tokens wait for the weights to be read."""
@@ -36,6 +36,8 @@ class StepWork(NamedTuple):
     """Sum over tokens of the positions that they attend to."""
     encoded: int = 0
     """Tokens of inputs, such as images, that are encoded before the rows."""
+    mixed: int = 0
+    """Tokens of chunks, and drafts. A step with any is padded to other sizes than one of decode rows of one token."""
 
     def plus(self, other: StepWork) -> StepWork:
         return StepWork(*map(sum, zip(self, other, strict=True)))
@@ -51,21 +53,25 @@ def decode_work(num_rows: int, context: int) -> StepWork:
 
 def chunk_work(start: int, count: int, *, last: bool) -> StepWork:
     """Return the work of a prompt's chunk of `count` tokens after `start` others; `last` if it completes the prompt."""
-    return StepWork(count, int(last), start + count, num_pairs(start, start + count))
+    return StepWork(count, int(last), start + count, num_pairs(start, start + count), mixed=count)
 
 
 def work_of(plan: StepPlan) -> StepWork:
     """Return the work of a planned step."""
-    tokens = samples = keys = attended = 0
+    tokens = samples = keys = attended = mixed = 0
     for row in plan.rows:
         count = len(row.token_ids)
         tokens += count
         keys += row.start + count
         attended += num_pairs(row.start, row.start + count)
-        # A row with drafts chooses a token after each of its tokens.
-        samples += count if row.kind is RowKind.DECODE else row.sampling is not None
+        if row.kind is RowKind.DECODE:  # with drafts, a token is chosen after each
+            samples += count
+            mixed += count - 1
+        else:
+            samples += row.sampling is not None
+            mixed += count
     encoded = sum(math.prod(job.grid) for job in plan.encodes)
-    return StepWork(tokens, samples, keys, attended, encoded)
+    return StepWork(tokens, samples, keys, attended, encoded, mixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class StepCosts:
     """How long a step takes.
 
         seconds = curve(tiles * tile) + sample_s * samples + key_s * keys + attended_s * attended + encoded_s * encoded
-        tiles = ceil(tokens / tile)
+        tiles = ceil(padded tokens / tile)
 
     `curve` is linear between its knots and goes on from the last two: few tokens wait for the weights to be read, many
     for the arithmetic, and where one becomes the other is the machine's affair. It never falls, and no factor is
@@ -91,10 +97,12 @@ class StepCosts:
     encoded_s: float = 0.0
     tile: int = 1
     """Number of tokens."""
+    sizes: PaddedSizes = UNPADDED
+    """What steps are padded to."""
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted duration."""
-        return self._curve(work.tokens) + self._rest(work)
+        return self._curve(self.sizes.padded(work.tokens, mixed=work.mixed > 0)) + self._rest(work)
 
     def tokens_within(self, seconds: float, beside: StepWork, start: int, most: int) -> int:
         """Return how many tokens of a prompt, after `start` others, fit into a step of `seconds` beside other work: 0
@@ -103,7 +111,7 @@ class StepCosts:
 
         def fits(count: int) -> bool:
             reading = self.key_s * (start + count) + self.attended_s * num_pairs(start, start + count)
-            return self._curve(beside.tokens + count) + reading <= rest
+            return self._curve(self.sizes.padded(beside.tokens + count, mixed=True)) + reading <= rest
 
         if fits(most):
             return most
@@ -115,6 +123,11 @@ class StepCosts:
             else:
                 most = middle
         return least
+
+    def padding_beside(self, work: StepWork) -> int:
+        """Return how many tokens of a prompt take no longer than one beside other work, but for what they read: those
+        that a step of this work and one token is padded to. At least 1."""
+        return self.sizes.padded(work.tokens + 1, mixed=True) - work.tokens
 
     def token_s(self, tokens: int) -> float:
         """Return what one token more takes in a step of so many: the slope of the curve there."""
@@ -152,16 +165,22 @@ def read_costs(document: Mapping[str, Any]) -> StepCosts:
         curve = tuple(float(one) for one in document["curve_s"])
         rest = {name: float(document[name]) for name in _FACTORS}
         tile = int(document["tile"])
+        sizes = PaddedSizes(*(tuple(int(one) for one in found) for found in document.get("sizes", ())))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"these are no step costs: {type(error).__name__}: {error}") from error
     rising = all(x0 < x1 for x0, x1 in pairwise(knots)) and all(y0 <= y1 for y0, y1 in pairwise(curve))
+    rising &= all(x0 < x1 for found in sizes for x0, x1 in pairwise((0, *found)))
     sound = all(math.isfinite(one) and one >= 0 for one in (*curve, *rest.values()))
     if len(knots) < 2 or len(knots) != len(curve) or not rising or not sound or tile < 1:
-        raise ValueError("these are no step costs: expected rising knots with rising times, and no negative factor")
-    return StepCosts(knots, curve, **rest, tile=tile)
+        raise ValueError(
+            "these are no step costs: expected rising knots with rising times, rising sizes, and no negative factor"
+        )
+    return StepCosts(knots, curve, **rest, tile=tile, sizes=sizes)
 
 
 _FACTORS = ("sample_s", "key_s", "attended_s", "encoded_s")
+_AMOUNTS = ("samples", "keys", "attended", "encoded")
+"""What each factor is multiplied by."""
 
 
 class Measured(NamedTuple):
@@ -169,29 +188,36 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def fit_costs(steps: Sequence[Measured], knots: Sequence[int]) -> StepCosts:
-    """Fit costs to measured steps by least squares over relative errors, with no factor below 0.
+def fit_costs(steps: Sequence[Measured], knots: Sequence[int], sizes: PaddedSizes = UNPADDED) -> StepCosts:
+    """Fit costs to measured steps, padded to `sizes`, by least squares over relative errors, with no factor below 0.
 
-    A knot beyond which no step was measured has no effect and is left out. A kind of work that no step has costs
-    nothing. The tile is that of TILES with the least errors.
+    A knot beyond which no step was measured has no effect and is left out, and so is one before which no step was
+    since the last: padding leaves out sizes. A kind of work that no step has costs nothing. The tile is that of TILES
+    with the least errors.
 
     Raises:
         ValueError: there are too few steps for so many knots, or one took no time.
     """
-    most = max((step.work.tokens for step in steps), default=0)
+    found = sorted({sizes.padded(step.work.tokens, mixed=step.work.mixed > 0) for step in steps})
+    most = found[-1] if found else 0
     kept = (*(knot for knot in knots if knot < most), most)
-    if len(kept) < 2 or len({step.work.tokens for step in steps}) < len(kept):
+    if any(sizes):
+        kept = tuple(dict.fromkeys(found[bisect_left(found, knot)] for knot in kept))
+    if len(kept) < 2 or len(found) < len(kept):
         raise ValueError(f"{len(steps)} steps of up to {most} tokens are too few for a curve with {len(kept)} knots")
     if min(step.seconds for step in steps) <= 0:
         raise ValueError("a step took no time")
-    fits = [_fit(steps, kept, tile) for tile in TILES if tile <= most]
+    fits = [_fit(steps, kept, tile, sizes) for tile in TILES if tile <= most]
     return min(fits, key=lambda costs: sum(error**2 for error in relative_errors(costs, steps)))
 
 
-def _fit(steps: Sequence[Measured], kept: tuple[int, ...], tile: int) -> StepCosts:
+def _fit(steps: Sequence[Measured], kept: tuple[int, ...], tile: int, sizes: PaddedSizes) -> StepCosts:
     """Solve for the time at the first knot, what each next knot adds, and the factors. None is negative."""
-    tokens = [_rounded(step.work.tokens, tile) for step in steps]
-    rows = [[1.0, *_shares(kept, count), *map(float, step.work[1:])] for count, step in zip(tokens, steps, strict=True)]
+    tokens = [_rounded(sizes.padded(step.work.tokens, mixed=step.work.mixed > 0), tile) for step in steps]
+    rows = [
+        [1.0, *_shares(kept, count), *(float(getattr(step.work, name)) for name in _AMOUNTS)]
+        for count, step in zip(tokens, steps, strict=True)
+    ]
     found = _non_negative_least_squares(
         [[x / step.seconds for x in row] for row, step in zip(rows, steps, strict=True)]
     )
@@ -199,7 +225,7 @@ def _fit(steps: Sequence[Measured], kept: tuple[int, ...], tile: int) -> StepCos
     curve = [first]
     for more in added:
         curve.append(curve[-1] + more)
-    return StepCosts(kept, tuple(curve), **dict(zip(_FACTORS, factors, strict=True)), tile=tile)
+    return StepCosts(kept, tuple(curve), **dict(zip(_FACTORS, factors, strict=True)), tile=tile, sizes=sizes)
 
 
 def _rounded(tokens: int, tile: int) -> int:

@@ -40,6 +40,11 @@ class TimeBudget:
         """Return how many tokens of a prompt after `start` others the step can still take: 0 to `tokens`."""
         return self._prediction.tokens_within(self._limit_s, self._work, start, tokens)
 
+    @property
+    def least(self) -> int:
+        """How many tokens of a prompt the step takes if it takes any: with fewer, it would be padded to as many."""
+        return self._prediction.costs.padding_beside(self._work)
+
     def take(self, start: int, count: int, *, last: bool) -> None:
         """Note that the step has a chunk of `count` tokens from `start`; `last` if it completes its prompt."""
         self._work = self._work.plus(chunk_work(start, count, last=last))

@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from engine.scheduling.step_time import StepCosts, StepWork
+from engine.step import UNPADDED
 
 CHEAP, DEAR = 0.4, 1.15
 """The slopes of AssumedCosts: `free_tokens` times what one more token adds to a step's time, in units of a step of one
@@ -40,14 +41,15 @@ class Costs(Protocol):
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """Those that were measured on this machine. Contexts are left out, which makes every token a little dearer than it
-    is, and parts of tiles count as parts: a draft that begins a tile is judged as if the tile were full."""
+    is, and parts of tiles and of padded sizes count as parts: a draft that begins a tile is judged as if the tile were
+    full."""
 
     steps: StepCosts
-    """With a tile of 1; `of` sees to that."""
+    """With a tile of 1, and without padding; `of` sees to that."""
 
     @classmethod
     def of(cls, steps: StepCosts) -> MeasuredCosts:
-        return cls(replace(steps, tile=1))
+        return cls(replace(steps, tile=1, sizes=UNPADDED))
 
     def duration(self, num_tokens: int) -> float:
         return self._seconds(num_tokens) / self._seconds(1)

@@ -119,6 +119,7 @@ class DeviceExecutor:
             recurrent_state=has_state,
             compile_grammar=None if grammars is None else grammars.compile,
             adapters=self.model.adapters,
+            sizes=self.model.sizes,
         )
 
     # --- launch -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
-from engine.step import GraphUse, StepPlan
+from engine.step import GraphUse, PaddedSizes, StepPlan
 from kernels.choice import forward_pass
 from kernels.eager.forward import multiply
 from kernels.eager.ops import Ops
@@ -72,6 +72,11 @@ class DeviceModel:
         """None: no decode step is captured."""
 
     # --- captured steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> PaddedSizes:
+        """What steps are padded to. The rare step of an image's positions or of too long a row runs unpadded."""
+        return PaddedSizes(self._buckets.decode_rows, self._buckets.mixed_tokens)
 
     @torch.inference_mode()
     def warm_up(self, buckets: Buckets) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.config import ConfigError, EngineConfig, FakeConfig, Targets
 from engine.protocol import Finished, SamplingParams, Token
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepCosts, StepWork, decode_work
+from engine.step import PaddedSizes
 from tests.engine.core.test_calibration import BUDGETS, COSTS, LARGE, ClockedExecutor
 from tests.support.engines import resolved_config
 
@@ -78,6 +80,20 @@ def test_other_settings_are_measured_for_themselves(model_dir: Path, other: dict
     _, again = start(model_dir, **other)
     assert again > measured / 2
     assert len(kept(model_dir)) == 2
+
+
+def test_steps_that_are_padded_otherwise_now_are_measured_again(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which sizes are captured follows from a launch that is measured at each start."""
+    _, measured = start(model_dir)
+    padded = replace(COSTS, sizes=PaddedSizes((8, 16, 32), (64, 512)))
+    with caplog.at_level(logging.INFO):
+        model, again = start(model_dir, padded)
+    assert again > measured / 2
+    assert "pads otherwise" in caplog.text
+    assert model.now.costs.sizes == padded.sizes
+    assert start(model_dir, padded)[1] < measured / 4
 
 
 def test_another_model_is_measured_for_itself(model_dir: Path) -> None:

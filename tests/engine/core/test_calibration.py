@@ -13,8 +13,8 @@ import pytest
 from engine.build.engine import FAKE_IMAGES
 from engine.core.calibration import ROUNDS, calibrate, check_costs, shapes_for
 from engine.fake.encoder import FakeEncoder
-from engine.scheduling.step_time import StepCosts, work_of
-from engine.step import Capabilities, StepOutput, StepPlan
+from engine.scheduling.step_time import StepCosts, chunk_work, decode_work, work_of
+from engine.step import Capabilities, PaddedSizes, StepOutput, StepPlan
 from tests.support.engines import resolved_config
 
 COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7)
@@ -27,7 +27,7 @@ class ClockedExecutor:
 
     def __init__(self, costs: StepCosts, *, noise: float = 0.0, recurrent_state: bool = False) -> None:
         self._costs, self._noise, self._draw = costs, noise, random.Random(0)
-        self.capabilities = Capabilities(recurrent_state=recurrent_state)
+        self.capabilities = Capabilities(recurrent_state=recurrent_state, sizes=costs.sizes)
         self.now, self.plans, self.forgotten = 0.0, list[StepPlan](), list[str]()
 
     def launch(self, plan: StepPlan) -> None:
@@ -50,6 +50,20 @@ def test_a_calibration_finds_what_steps_cost() -> None:
     assert found.deviation < 0.02
     for step in found.steps:
         assert found.costs.seconds(step.work) == pytest.approx(step.seconds, rel=0.05)
+
+
+def test_a_calibration_knows_what_steps_are_padded_to() -> None:
+    """On a GPU two decode rows beside a chunk of one token take as long as 64 tokens, and three alone as four."""
+    padded = replace(COSTS, sizes=PaddedSizes((1, 2, 4, 8, 16, 24, 32, 64), (64, 128, 256, 512)))
+    executor = ClockedExecutor(padded)
+    found = calibrate(executor, resolved_config(**LARGE, **BUDGETS), clock=lambda: executor.now)
+    assert found.deviation < 0.02
+    for work in (
+        decode_work(2, 100).plus(chunk_work(50, 1, last=True)),
+        decode_work(3, 100),
+        chunk_work(0, 65, last=False),
+    ):
+        assert found.costs.seconds(work) == pytest.approx(padded.seconds(work), rel=0.05)
 
 
 def test_its_deviation_is_that_of_single_steps_and_not_of_their_medians() -> None:

@@ -127,7 +127,7 @@ def test_rows_that_decode_are_told_from_prompts_and_follow_the_number_of_request
     core.keep(core.step())
     contexts = [len(row.token_ids) + row.start for row in core.plans[-1].rows[:3]]
     rows = decode_rows(core)
-    assert rows.work(3) == (3, 3, sum(contexts), sum(contexts), 0)
+    assert rows.work(3) == (3, 3, sum(contexts), sum(contexts), 0, 0)
     assert rows.work(6) == rows.work(3).plus(rows.work(3))
     assert rows.work(0) == StepWork(0)
     assert DecodeRows().work(2) == decode_work(2, 0)

@@ -24,10 +24,12 @@ from engine.scheduling.step_time import (
     relative_errors,
     work_of,
 )
-from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
+from engine.step import PaddedSizes, RowKind, RowSampling, ScheduledRequest, StepPlan
 
 GREEDY = RowSampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7, 0.001)
+PADDED = replace(COSTS, sizes=PaddedSizes(decode=(1, 2, 4, 8, 16, 24), mixed=(64, 128, 320)))
+"""As on a GPU, where steps of up to 24 decode rows, or of up to 320 tokens with prompts, are captured."""
 WORKS = st.builds(
     StepWork,
     st.integers(1, 2000),
@@ -35,6 +37,7 @@ WORKS = st.builds(
     st.integers(0, 10**6),
     st.integers(0, 10**6),
     st.integers(0, 500),
+    st.integers(0, 2000),
 )
 
 
@@ -43,10 +46,12 @@ def row(kind: RowKind, start: int, count: int, *, samples: bool = True) -> Sched
 
 
 def measured(costs: StepCosts, draw: random.Random, count: int, noise: float = 0.0) -> list[Measured]:
-    """Draw steps of up to 512 tokens, which take what `costs` say but for `noise`."""
+    """Draw steps of up to 512 tokens, some of decode rows alone, which take what `costs` say but for `noise`."""
     steps = []
     for _ in range(count):
-        work = StepWork(draw.randint(1, 512), draw.randint(0, 32), draw.randint(0, 10**5), draw.randint(0, 10**5))
+        amounts = draw.randint(0, 32), draw.randint(0, 10**5), draw.randint(0, 10**5)
+        tokens = draw.choice((draw.randint(1, 24), draw.randint(1, 512)))
+        work = StepWork(tokens, *amounts, mixed=draw.choice((0, tokens)) if tokens <= 24 else tokens)
         steps.append(Measured(work, costs.seconds(work) * draw.uniform(1 - noise, 1 + noise)))
     return [Measured(decode_work(1, 10), costs.seconds(decode_work(1, 10))), *steps]
 
@@ -67,7 +72,7 @@ def test_the_work_of_a_step_is_that_of_its_rows() -> None:
         encodes=(EncodeJob(b"", (1, 4, 6), b""), EncodeJob(b"", (1, 2, 2), b"")),
     )
     attended = 101 + (201 + 202 + 203) + 40 * 41 // 2 + (17 + 18 + 19 + 20)
-    assert work_of(plan) == StepWork(48, 5, 101 + 203 + 40 + 20, attended, 28)
+    assert work_of(plan) == StepWork(48, 5, 101 + 203 + 40 + 20, attended, 28, mixed=2 + 40 + 4)
 
 
 @given(st.integers(1, 40), st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 500), st.booleans())
@@ -91,21 +96,40 @@ def test_beyond_its_last_knot_the_curve_goes_on_as_it_came() -> None:
     assert COSTS.seconds(StepWork(960)) == pytest.approx(0.2 + 0.17)
 
 
-@given(WORKS, WORKS)
-def test_more_work_never_takes_less_time(work: StepWork, more: StepWork) -> None:
-    assert COSTS.seconds(work.plus(more)) >= COSTS.seconds(work)
+def test_a_step_takes_as_long_as_one_of_the_size_that_it_is_padded_to() -> None:
+    for count in (3, 4):
+        assert PADDED.seconds(StepWork(count)) == COSTS.seconds(StepWork(4))
+    for mixed in (1, 2):
+        assert PADDED.seconds(StepWork(4, mixed=mixed)) == COSTS.seconds(StepWork(64)), "a chunk, or a draft"
+    assert PADDED.seconds(StepWork(25)) == COSTS.seconds(StepWork(25)), "larger steps are not padded"
+    assert PADDED.seconds(StepWork(321, mixed=300)) == COSTS.seconds(StepWork(321))
+    assert PADDED.seconds(StepWork(0)) == COSTS.seconds(StepWork(0))
 
 
-@given(st.floats(0.001, 2.0), st.integers(0, 40), st.integers(0, 8000), st.integers(1, 3000))
+def test_a_chunk_fills_what_its_step_is_padded_to() -> None:
+    """Its first token takes as long as all of them."""
+    assert PADDED.padding_beside(decode_work(4, 10)) == 60
+    assert PADDED.padding_beside(StepWork(64, mixed=60)) == 64
+    assert PADDED.padding_beside(StepWork(320, mixed=300)) == COSTS.padding_beside(decode_work(4, 10)) == 1
+
+
+@pytest.mark.parametrize("costs", [COSTS, PADDED])
+@given(work=WORKS, more=WORKS)
+def test_more_work_never_takes_less_time(costs: StepCosts, work: StepWork, more: StepWork) -> None:
+    assert costs.seconds(work.plus(more)) >= costs.seconds(work)
+
+
+@pytest.mark.parametrize("costs", [COSTS, PADDED])
+@given(seconds=st.floats(0.001, 2.0), rows=st.integers(0, 40), start=st.integers(0, 8000), most=st.integers(1, 3000))
 def test_the_tokens_that_fit_are_as_many_as_the_prediction_allows(
-    seconds: float, rows: int, start: int, most: int
+    costs: StepCosts, seconds: float, rows: int, start: int, most: int
 ) -> None:
     beside = decode_work(rows, 500)
-    count = COSTS.tokens_within(seconds, beside, start, most)
+    count = costs.tokens_within(seconds, beside, start, most)
     assert 0 <= count <= most
-    assert not count or COSTS.seconds(beside.plus(chunk_work(start, count, last=True))) <= seconds * (1 + 1e-12)
+    assert not count or costs.seconds(beside.plus(chunk_work(start, count, last=True))) <= seconds * (1 + 1e-12)
     if count < most:
-        assert COSTS.seconds(beside.plus(chunk_work(start, count + 1, last=True))) > seconds * (1 - 1e-12)
+        assert costs.seconds(beside.plus(chunk_work(start, count + 1, last=True))) > seconds * (1 - 1e-12)
 
 
 def test_where_tokens_cost_nothing_all_of_them_fit() -> None:
@@ -115,9 +139,17 @@ def test_where_tokens_cost_nothing_all_of_them_fit() -> None:
 # --- the fit ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fit_finds_the_costs_that_made_the_measurements() -> None:
-    found = fit_costs(measured(COSTS, random.Random(1), 400), (1, 8, 64, 512))
-    assert max(map(abs, relative_errors(found, measured(COSTS, random.Random(2), 100)))) < 0.001
+@pytest.mark.parametrize("costs", [COSTS, PADDED])
+def test_a_fit_finds_the_costs_that_made_the_measurements(costs: StepCosts) -> None:
+    found = fit_costs(measured(costs, random.Random(1), 400), (1, 8, 64, 512), costs.sizes)
+    assert max(map(abs, relative_errors(found, measured(costs, random.Random(2), 100)))) < 0.001
+
+
+def test_a_fits_knots_are_sizes_that_occur() -> None:
+    """What no step is padded to, no measurement tells."""
+    found = fit_costs(measured(PADDED, random.Random(1), 400), (1, 8, 16, 32, 48, 100, 512), PADDED.sizes)
+    assert found.knots[:5] == (1, 8, 16, 64, 128)
+    assert found.knots[5] > 320
 
 
 def test_a_fit_finds_how_many_tokens_are_multiplied_at_a_time() -> None:
@@ -176,7 +208,14 @@ def test_knots_rise_up_to_the_largest_step(most: int) -> None:
 
 
 def test_costs_survive_a_file() -> None:
-    assert read_costs(json.loads(json.dumps(COSTS.document()))) == COSTS
+    for costs in (COSTS, PADDED):
+        assert read_costs(json.loads(json.dumps(costs.document()))) == costs
+
+
+def test_costs_of_a_file_that_names_no_sizes_are_of_steps_that_are_not_padded() -> None:
+    document = COSTS.document()
+    del document["sizes"]
+    assert read_costs(document) == COSTS
 
 
 @pytest.mark.parametrize(
@@ -190,6 +229,10 @@ def test_costs_survive_a_file() -> None:
         {"sample_s": "x"},
         {"sample_s": math.nan},
         {"tile": 0},
+        {"sizes": [[8, 4], []]},
+        {"sizes": [[0, 4], []]},
+        {"sizes": [[], [], []]},
+        {"sizes": 3},
     ],
 )
 def test_a_file_with_something_else_is_refused(change: dict[str, object]) -> None:

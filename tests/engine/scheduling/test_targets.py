@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.config import ConfigError, EngineConfig, SchedulerConfig, Targets
 from engine.protocol import ErrorCode, Failed, Finished, RequestRejected, Token
 from engine.scheduling.step_time import StepCosts
-from engine.step import RowKind, StepPlan
+from engine.step import PaddedSizes, RowKind, StepPlan
 from tests.support.engines import RecordingCore, TimedCore, answer_alone, policy
 
 COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7)
@@ -48,6 +48,19 @@ def parts(plan: StepPlan) -> tuple[int, int]:
     """Return (decode rows, prefill tokens) of a step."""
     chunks = [row for row in plan.rows if row.kind is not RowKind.DECODE]
     return len(plan.rows) - len(chunks), sum(len(row.token_ids) for row in chunks)
+
+
+def test_where_steps_are_padded_a_prompt_fills_what_its_step_takes_anyhow() -> None:
+    """A step of 64 tokens takes longer than the target leaves, and so would one with a single token of the prompt."""
+    costs = replace(COSTS, sizes=PaddedSizes((1, 2, 4, 8), (64, 128, 256, 512)))
+    core = core_with(tpot_ms=20, costs=costs)
+    streams(core, 4)
+    core.send("long", PROMPT[:600], max_tokens=1)
+    found = []
+    while not core.tokens("long"):
+        core.keep(core.step())
+        found.append(parts(core.plans[-1]))
+    assert set(found[:-1]) == {(4, 60)}
 
 
 def first_token_at(core: TimedCore, *names: str) -> dict[str, float]:

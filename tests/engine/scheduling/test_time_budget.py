@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from engine.scheduling.step_prediction import Prediction
 from engine.scheduling.step_time import StepCosts, StepWork, chunk_work, decode_work
 from engine.scheduling.time_budget import LEAST_SHARE, MARGIN, TimeBudget, step_limit
+from engine.step import PaddedSizes
 
 COSTS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7)
 SECONDS = st.floats(1e-4, 10.0)
@@ -51,6 +54,15 @@ def test_chunks_share_the_time_of_their_step() -> None:
     second = budget.most(500, 4000)
     work = decodes.plus(chunk_work(0, 40, last=True)).plus(chunk_work(500, second, last=True))
     assert COSTS.seconds(work) <= 0.1 < COSTS.seconds(work.plus(StepWork(4)))
+
+
+def test_a_step_that_takes_a_prompt_at_all_takes_what_it_is_padded_to() -> None:
+    costs = replace(COSTS, sizes=PaddedSizes((4, 8), (64, 128)))
+    budget = TimeBudget(Prediction(costs), 0.011, decode_work(4, 100))
+    assert (budget.most(0, 4000), budget.least) == (0, 60), "a step of 64 tokens takes longer than the target allows"
+    budget.take(0, 60, last=False)
+    assert budget.least == 64
+    assert TimeBudget(Prediction(COSTS), 0.011, decode_work(4, 100)).least == 1
 
 
 def test_a_prediction_that_varies_leaves_a_margin() -> None:

@@ -30,6 +30,7 @@ from engine.speculation.draft_budget import (
     may_pay,
     pace_aside,
 )
+from engine.step import PaddedSizes
 
 CHANCES = st.integers(0, 100).map(lambda percent: percent / 100)
 WISHES = st.lists(st.builds(Wish, CHANCES, st.integers(1, 8)), min_size=1, max_size=5)
@@ -126,10 +127,12 @@ def test_the_curve_names_what_it_was_fitted_to() -> None:
     assert f"this curve has {AssumedCosts(8).duration(32):.1f}" in told
 
 
-STEPS = StepCosts((1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7, tile=8)
+STEPS = StepCosts(
+    (1, 8, 64, 512), (0.010, 0.012, 0.030, 0.200), 0.0002, 1e-6, 4e-7, tile=8, sizes=PaddedSizes((8,), (64,))
+)
 
 
-def test_measured_costs_are_those_of_the_steps_without_their_tiles() -> None:
+def test_measured_costs_are_those_of_the_steps_without_their_tiles_and_padding() -> None:
     costs = MeasuredCosts.of(STEPS)
     assert costs.duration(1) == 1
     assert costs.duration(8) == pytest.approx((0.012 + 8 * 0.0002) / 0.0102)

@@ -30,6 +30,7 @@ from engine.models.kv_cache import KVCache
 from engine.models.parameters import allocate
 from engine.protocol import SamplingParams, Submission
 from engine.scheduling.request import create_request
+from engine.scheduling.step_time import work_of
 from engine.step import (
     PENDING_TOKEN,
     GraphUse,
@@ -345,6 +346,26 @@ def test_each_step_says_which_capture_it_was_or_why_none(model: Path, captured: 
     miss = use(make(model, cuda_graphs="decode"), prompt)
     assert (miss.hit, miss.name) == (False, "prefill rows or drafts")
     assert use(make(model, cuda_graphs="none"), prompt) is None
+
+
+def test_a_step_is_padded_to_the_size_that_the_executor_names_for_its_work(captured: DeviceExecutor) -> None:
+    """The prediction of its time counts the tokens of that size."""
+    drafting = decode("a", 1, 20, BLOCKS)._replace(token_ids=(1, 2, 3))
+    for rows in (
+        (chunk("a", TOKENS[:20], 0, 20, BLOCKS),),
+        (chunk("b", TOKENS[:1], 0, 1, OTHER_BLOCKS),),
+        (decode("a", 1, 20, BLOCKS),),
+        (decode("a", 1, 20, BLOCKS), decode("b", 1, 1, OTHER_BLOCKS)),
+        (drafting,),
+        (decode("a", 1, 20, BLOCKS), chunk("c", TOKENS[:70], 0, 70, OTHER_BLOCKS)),
+    ):
+        plan = StepPlan(0, rows)
+        captured.launch(plan)
+        use, work = captured.collect().graph, work_of(plan)
+        assert use is not None
+        assert use.hit
+        named = captured.capabilities.sizes.padded(work.tokens, mixed=work.mixed > 0)
+        assert use.name.split()[1].partition("x")[0] == str(named)
 
 
 def test_hits_and_misses_of_captures_add_up_to_the_steps(captured: DeviceExecutor, model: Path) -> None:
