@@ -580,7 +580,8 @@ class EngineConfig:
     )
     kernels: Literal["auto", "native", "torch_cpu", "reference"] = setting(
         "auto",
-        "What computes a step on a CPU. `native`: C++ compiled for this processor at the first start. `torch_cpu`: "
+        "What computes a step on a CPU. `native`: C++ compiled for this processor at the first start, or else an "
+        "installed wheel's for its level. `torch_cpu`: "
         "torch's operators. `reference`: slow, the definition of correct. `auto`: native where there is a compiler and "
         "the model's shape is supported, otherwise torch_cpu; the log says why.",
     )

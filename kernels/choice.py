@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.cpu.native.library import NoLibraryError, load_library
+from kernels.cpu.native.library import NoLibraryError, load_library, origin
 from kernels.cpu.native.program import why_unfit
 from kernels.eager.forward import Adapters, EagerPass
 from kernels.eager.ops import TORCH, Ops
@@ -63,7 +63,7 @@ def choose_kernels(
     problem = unfit or why_unfit(head_dim, block_size, inputs) or _why_no_library()
     if problem is None:
         unit = MATRIX_UNITS[load_library().matrix_unit()]
-        return Choice(NATIVE, f"native: C++ compiled for this processor{unit}, one call a step")
+        return Choice(NATIVE, f"native: {origin()}{unit}, one call a step")
     if asked == NATIVE:
         raise ValueError(f"The native kernels cannot run: {problem}.")
     return Choice(TORCH_CPU, f"torch_cpu: torch's own operators; not native: {problem}")

@@ -1,4 +1,4 @@
-"""Owns the native library: compiles the C++ beside it for this machine, once, and loads it.
+"""Owns the native library: compiles the C++ beside it for this machine, once, and loads it, or loads a wheel's own.
 Never runs a kernel, and never stops the server from starting: without a library, callers report why and go on."""
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from kernels.cpu.native.levels import Level, levels_for
 from kernels.cpu.processor import cpu_flags
 
 SOURCE_DIR = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-pthread", "-Wno-psabi")
+BUILT_DIR = SOURCE_DIR / "built"
+"""Where a wheel has the library for each level of `levels`."""
+_ANYWHERE = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-Wno-psabi")
+FLAGS = (*_ANYWHERE, "-march=native")
 COMPILE_TIMEOUT_S = 300.0
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
@@ -55,18 +60,19 @@ class NoLibraryError(Exception):
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Load the library for this machine, compiling it if the cache has none for these sources and this compiler.
+    """Load the library for this machine, compiling it if the cache has none for these sources and this compiler. Where
+    that cannot be done, load what the installed wheel has for this level of processor.
 
     Environment: CXX, the compiler (default g++); CHUNKSERVE_KERNELS_CACHE, where libraries are kept.
 
     Raises:
-        NoLibraryError: there is no compiler, it failed, or the kernels do not support this processor.
+        NoLibraryError: there is neither, or the kernels do not support this processor.
     """
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() != "Linux":
         raise NoLibraryError(
             f"the kernels are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
         )
-    path = _compiled()
+    path = _found()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -75,6 +81,22 @@ def load_library() -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
     return library
+
+
+def _found() -> Path:
+    try:
+        return _compiled()
+    except NoLibraryError as error:
+        for level in levels_for(cpu_flags()):
+            if (path := BUILT_DIR / f"{level.name}.so").exists():
+                return path
+        raise NoLibraryError(f"{error}; nor has this installation a library that was built before") from error
+
+
+def origin() -> str:
+    """Say where the library is from. Raises: as load_library."""
+    path = Path(load_library()._name)
+    return f"C++ built for {path.stem}" if path.parent == BUILT_DIR else "C++ compiled for this processor"
 
 
 _LEVELS = ("AVX2", "AVX-512 without words", "AVX-512", "AVX-512 with bfloat16")
@@ -111,6 +133,27 @@ def _compiled() -> Path:
     target = cache_dir() / f"native-{_digest()}.so"
     if target.exists():
         return target
+    compile_to(target, FLAGS)
+    return target
+
+
+def build(level: Level, directory: Path) -> Path:
+    """Compile the library of a wheel for a level, into `directory`. It needs no C++ library of its machine.
+
+    Raises:
+        NoLibraryError: there is no compiler, or it failed.
+    """
+    target = directory / f"{level.name}.so"
+    compile_to(target, (*_ANYWHERE, *level.flags, "-static-libstdc++", "-static-libgcc", "-s"))
+    return target
+
+
+def compile_to(target: Path, flags: Sequence[str]) -> None:
+    """Compile the C++ beside this file into a shared library.
+
+    Raises:
+        NoLibraryError: there is no compiler, it failed, or `target` cannot be written.
+    """
     compiler = _compiler()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,15 +162,14 @@ def _compiled() -> Path:
             objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
             with ThreadPoolExecutor(len(sources)) as pool:  # each takes a core for some seconds
                 commands = zip(sources, objects, strict=True)
-                jobs = [pool.submit(_run, [*compiler, *FLAGS, "-c", str(one), "-o", str(to)]) for one, to in commands]
+                jobs = [pool.submit(_run, [*compiler, *flags, "-c", str(one), "-o", str(to)]) for one, to in commands]
             for job in jobs:
                 job.result()
             made = Path(scratch) / target.name
-            _run([*compiler, *FLAGS, "-shared", *map(str, objects), "-o", str(made)])
+            _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(made)])
             made.replace(target)
     except OSError as error:
         raise NoLibraryError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
-    return target
 
 
 def _digest() -> str:
@@ -152,8 +194,7 @@ def _run(command: list[str]) -> None:
 def main() -> None:
     """Prepare the library, or say why there is none: `python -m kernels.cpu.native.library`."""
     try:
-        load_library()
-        print(f"The native kernels are ready in {cache_dir()}")
+        print(f"The native kernels are ready: {load_library()._name}")
     except NoLibraryError as error:
         print(f"There are no native kernels, and torch's operators will do their work: {error}")
 

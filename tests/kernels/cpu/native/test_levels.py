@@ -1,0 +1,141 @@
+"""The native library of a wheel: its levels, which one a processor gets, and that a wheel needs no compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kernels.choice import choose_kernels
+from kernels.cpu.native import library
+from kernels.cpu.native.levels import LEVELS, levels_for
+from kernels.cpu.native.library import NoLibraryError, load_library, origin
+from kernels.cpu.processor import cpu_flags
+
+ROOT = Path(__file__).parents[4]
+HASWELL = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "sse4_2"}
+SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+ICE_LAKE = SKYLAKE | {"avx512_vnni", "avx512_vbmi"}
+ZEN_4 = ICE_LAKE | {"avx512_bf16"}
+PROCESSORS = {
+    "Haswell": (HASWELL, "avx2"),
+    "Alder Lake": (HASWELL | {"avx_vnni"}, "avx2-vnni"),
+    "Skylake": (SKYLAKE, "avx512"),
+    "Ice Lake": (ICE_LAKE, "avx512-vnni"),
+    "Zen 4": (ZEN_4, "avx512-bf16"),
+    "Sapphire Rapids": (ZEN_4 | {"avx_vnni", "amx_tile", "amx_bf16", "amx_int8"}, "amx"),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_processor_gets_the_most_that_it_can_do(name: str) -> None:
+    flags, expected = PROCESSORS[name]
+    assert levels_for(frozenset(flags))[0].name == expected
+
+
+def test_a_processor_without_avx2_gets_none() -> None:
+    assert levels_for(frozenset({"avx", "sse4_2", "fma"})) == ()
+
+
+def test_every_level_compiles_with_what_it_needs_and_no_more() -> None:
+    """A library that is compiled for more than is asked for ends the process by an illegal instruction."""
+    of_flags = {"-mavxvnni": "avx_vnni", "-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16"}
+    of_flags |= {"-mamx-tile": "amx_tile", "-mamx-bf16": "amx_bf16"}
+    for level in LEVELS:
+        base = {"-march=x86-64-v3": HASWELL - {"avx", "sse4_2"}, "-march=x86-64-v4": SKYLAKE - {"avx", "sse4_2"}}
+        assert level.needs == base[level.flags[0]] | {of_flags[flag] for flag in level.flags[1:]}
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A wheel's folder of libraries, on a machine without a compiler and without a library from an earlier start."""
+    made = library._compiled()
+    folder = tmp_path / "built"
+    folder.mkdir()
+    shutil.copy(made, tmp_path / "some.so")
+    monkeypatch.setattr(library, "BUILT_DIR", folder)
+    monkeypatch.setenv("CHUNKSERVE_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(library, "cpu_flags", lambda: frozenset(ICE_LAKE))
+    load_library.cache_clear()
+    yield folder
+    load_library.cache_clear()
+
+
+def test_without_a_compiler_the_wheels_best_library_that_runs_here_is_loaded(built: Path) -> None:
+    (built / "amx.so").write_text("for another processor")
+    for name in ("avx2", "avx512"):
+        shutil.copy(built.parent / "some.so", built / f"{name}.so")
+    assert load_library()._name == str(built / "avx512.so")
+    assert origin() == "C++ built for avx512"
+    assert choose_kernels("auto", head_dim=64, block_size=16).reason.startswith("native: C++ built for avx512")
+
+
+def test_with_neither_a_compiler_nor_a_library_both_are_the_reason(built: Path) -> None:
+    (built / "amx.so").write_text("for another processor")
+    with pytest.raises(NoLibraryError, match="no-such-compiler is not on the PATH; nor has this installation a lib"):
+        load_library()
+
+
+def test_with_a_compiler_the_library_is_compiled_for_this_processor(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (built / "avx2.so").write_text("never loaded")
+    monkeypatch.undo()
+    load_library.cache_clear()
+    assert origin() == "C++ compiled for this processor"
+
+
+@pytest.mark.slow
+def test_a_wheel_computes_without_a_compiler(tmp_path: Path) -> None:
+    """Builds it from a copy of what git knows, installs it into a folder, and runs each level that this machine can."""
+    source = tmp_path / "source"
+    for name in ("engine", "kernels", "serve_app"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(build, check=True, timeout=900)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    libraries = {Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
+    assert libraries == {level.name for level in LEVELS}
+
+    installed = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=300)
+    folder = installed / "kernels" / "cpu" / "native" / "built"
+    best, *others = levels_for(cpu_flags())
+    alone = {"CXX": "no-such-compiler", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path / "cache")}
+    ready = run(["-m", "kernels.cpu.native.library"], tmp_path, alone | {"PYTHONPATH": str(installed)})
+    assert ready == f"The native kernels are ready: {folder / best.name}.so\n"
+    for level in (best, *others):
+        run(["-c", COMPUTES, str(folder), level.name, str(Path(__file__).with_name("test_program.py"))], ROOT, alone)
+        (folder / f"{level.name}.so").unlink()
+
+
+COMPUTES = """
+import sys, pytest
+from pathlib import Path
+from kernels.cpu.native import library
+
+library.BUILT_DIR = Path(sys.argv[1])
+assert library.origin() == f"C++ built for {sys.argv[2]}"
+which = "a_product_of_any_shape or every_gqa_ratio"
+sys.exit(pytest.main(["-q", "-p", "no:xdist", "-k", which, sys.argv[3]]))
+"""
+
+
+def run(arguments: list[str], directory: Path, environment: dict[str, str]) -> str:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, cwd=directory, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
