@@ -72,6 +72,7 @@ PROGRAMS = (
     "benchmarks.peers.run",
     "benchmarks.peers.beside",
     "benchmarks.peers.llama_cpp",
+    "benchmarks.peers.agreement",
     "benchmarks.peers.chart",
     "tests.gpu.first_hour",
     "k8s.drain",

@@ -145,6 +145,11 @@ def chunkserve_rounded(setup: Setup) -> AbstractContextManager[Server]:
     return chunkserve_no_drafts(setup, quantize="stored", activations="int8")
 
 
+def chunkserve_float32(setup: Setup) -> AbstractContextManager[Server]:
+    """Start the same with everything but the weights in float32: the definition of the file's answers."""
+    return chunkserve_no_drafts(setup, quantize="stored", dtype="float32")
+
+
 @contextmanager
 def vllm(setup: Setup, *flags: str) -> Iterator[Server]:
     port = free_port()
@@ -213,6 +218,7 @@ SERVERS = {
     "chunkserve-250-ms": Contender("chunkserve, no drafts, 250 ms", chunkserve_250_ms),
     "chunkserve-stored": Contender("chunkserve, weights as stored", chunkserve_stored),
     "chunkserve-rounded": Contender("chunkserve, weights as stored, activations in int8", chunkserve_rounded),
+    "chunkserve-float32": Contender("chunkserve, weights as stored, in float32", chunkserve_float32),
     "vllm": Contender("vLLM", vllm),
     "vllm-512": Contender("vLLM, 512 a step", vllm_512),
     "vllm-128": Contender("vLLM, 128 a step", vllm_128),
