@@ -114,7 +114,6 @@ WHOLE_WEIGHTS = _setting("weights in the type of dtype", "quantize", partial(eq,
 FP8_ACTIVATIONS = _setting("activations rounded to fp8", "activations", partial(eq, "fp8"))
 BATCH_INVARIANT = _setting("batch invariance", "batch_invariant", bool)
 NARROW_KV = _setting("KV cache in 8 bits", "kv_cache_dtype", partial(ne, "auto"))
-FP8_KV = _setting("KV cache in fp8", "kv_cache_dtype", partial(eq, "fp8_e4m3"))
 FLOAT16 = _setting("float16", "dtype", partial(eq, "float16"))
 CPU_KERNELS = _setting("kernels of a CPU", "kernels", None)
 
@@ -213,7 +212,6 @@ RULES = (
     Rule((LORA,), (NATIVE,), "the native kernels compute no adapters"),
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
     Rule((NARROW_KV,), (WIDE_ATTENTION,), "on a GPU, only Triton's attention reads a KV cache in 8 bits"),
-    Rule((FP8_KV,), (NATIVE,), "the native kernels do not support an fp8 KV cache, only int8"),
     Rule((NARROW_KV,), (REFERENCE,), "the reference kernels support only an unquantized KV cache"),
     Rule((ROUNDED,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels multiply with activations in int8"),
     Rule((QUANTIZE,), (TORCH_CPU, REFERENCE), "on a CPU, only the native kernels compute with int8 weights"),

@@ -31,8 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Weights rounded to 8 bits": {"quantize": "int8"},
     "A checkpoint's own bits": {"quantize": "stored"},
     "Activations in int8": {"activations": "int8", "quantize": "stored"},
-    "KV cache in int8": {"kv_cache_dtype": "int8"},
-    "KV cache in fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "KV cache in 8 bits": {"kv_cache_dtype": "fp8_e4m3"},
     "Activations in fp8": {"activations": "fp8"},
     "Batch invariance": {"batch_invariant": True},
     "float16": {"dtype": "float16"},
@@ -63,11 +62,11 @@ def asked(first: str, second: str) -> str:
         ("Weights rounded", "hybrid", "G"),
         ("Weights rounded", "dense", "N G"),
         ("Weights rounded", "text and images", "–"),
-        ("KV cache in int8", "KV cache in fp8", "or"),
-        ("KV cache in int8", "text and images", "T"),
-        ("KV cache in int8", "dense", "N T G"),
-        ("KV cache in fp8", "hybrid", "T G"),
-        ("KV cache in fp8", "CUDA graphs", "G"),
+        ("Activations in int8", "Activations in fp8", "or"),
+        ("KV cache in 8 bits", "text and images", "T"),
+        ("KV cache in 8 bits", "dense", "N T G"),
+        ("KV cache in 8 bits", "hybrid", "T G"),
+        ("KV cache in 8 bits", "CUDA graphs", "G"),
         ("Activations in int8", "dense", "N"),
         ("Activations in int8", "A checkpoint's own bits", "N"),
         ("Activations in int8", "hybrid", "–"),
@@ -80,12 +79,12 @@ def test_a_cell_says_where_two_go_together(first: str, second: str, places: str)
 
 
 def test_features_that_need_different_places_do_not_go_together_and_both_reasons_are_told() -> None:
-    cache, invariant = facts("KV cache in fp8"), facts("Batch invariance")
-    assert find_conflict(cache | invariant) is None
-    places, conflicts = where(cache, invariant)
+    halves, invariant = facts("float16"), facts("Batch invariance")
+    assert find_conflict(halves | invariant) is None
+    places, conflicts = where(halves, invariant)
     assert places == ""
     assert {feature for conflict in conflicts for feature in conflict.terms} >= {
-        features.FP8_KV,
+        features.FLOAT16,
         features.BATCH_INVARIANT,
     }
 

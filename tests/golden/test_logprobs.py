@@ -85,7 +85,12 @@ def test_the_default_model_in_fp8_is_as_close_to_itself_as_transformers_with_rou
 
 @pytest.mark.parametrize(
     ("kept_in", "kernels"),
-    [("int8", "torch_cpu"), ("fp8_e4m3", "torch_cpu"), pytest.param("int8", "native", marks=needs_compiler)],
+    [
+        ("int8", "torch_cpu"),
+        ("fp8_e4m3", "torch_cpu"),
+        pytest.param("int8", "native", marks=needs_compiler),
+        pytest.param("fp8_e4m3", "native", marks=needs_compiler),
+    ],
 )
 @pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.slow), None])
 def test_a_narrow_kv_cache_is_as_close_to_a_whole_one_as_that_of_transformers(

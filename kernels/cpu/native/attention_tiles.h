@@ -20,7 +20,8 @@ struct NoTilePass {
     NoTilePass(int64_t, int64_t) {}
     explicit operator bool() const { return false; }
     T* query(int64_t) { return nullptr; }
-    void widen(int, const int8_t*, const int8_t*) {}
+    template <class C>
+    void widen(int, const C*, const C*) {}
     void take(int64_t) {}
     void score(int64_t, int, float*) {}
     void mix(const T*, int, float*) {}
@@ -44,7 +45,8 @@ class MatrixPass {
     bf16* query(int64_t i) { return queries().data() + i * head_dim_; }
 
     // Group `i` from bytes, once for all queries.
-    void widen(int i, const int8_t* key_bytes, const int8_t* value_bytes) {
+    template <class C>
+    void widen(int i, const C* key_bytes, const C* value_bytes) {
         thread_local std::vector<bf16> wide;
         const int64_t size = LANES * head_dim_;
         wide.resize(2 * KEYS / LANES * size);

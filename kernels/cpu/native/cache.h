@@ -7,6 +7,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "e4m3.h"
 #include "vector.h"
 
 constexpr int MAX_HEAD_DIM = 256;
@@ -15,7 +16,7 @@ constexpr int MAX_HEAD_DIM = 256;
 // Values: [num_blocks, kv_heads, block_size / PAIR, head_dim, PAIR]
 // Both read like the panels of `Linear`: scores = q K^T sums over head_dim, the output = p V over keys.
 //
-// C is T, or int8_t: then a group of sixteen has its sixteen scales (float32) behind it, and the elements of a lane lie as
+// C is T, or int8_t or e4m3: then a group of sixteen has its sixteen scales (float32) behind it, and the elements of a lane lie as
 // `lanes` reads bytes: [.., PAIR, 16] instead of [.., 16, PAIR].
 template <class T, class C = T>
 struct Cache {
@@ -70,18 +71,21 @@ struct Cache {
         return pair + d * PAIR + i % PAIR;
     }
 
-    // The unit of a group's token `i`: its largest magnitude over 127, as in kernels/cpu/narrow_cache.py.
+    // The unit of a group's token `i`: its largest magnitude over that of C, as in kernels/cpu/narrow_cache.py.
     float set_scale(C* group, int64_t i, const T* from) const {
         float largest = 0.0f;
         for (int64_t d = 0; d < head_dim; d++) {
             const float size = std::abs(widen(from[d]));
             largest = size > largest || size != size ? size : largest;  // what is no number is not hidden
         }
-        return const_cast<float*>(scales(group))[i] = largest / 127.0f;
+        return const_cast<float*>(scales(group))[i] = largest / (std::is_same_v<C, e4m3> ? 448.0f : 127.0f);
     }
 
-    static int8_t round(T value, float unit) {
+    static C round(T value, float unit) {
         const float units = widen(value) / std::max(unit, std::numeric_limits<float>::min());
-        return units == units ? int8_t(std::nearbyint(units)) : int8_t(0);
+        if constexpr (std::is_same_v<C, e4m3>)
+            return round_e4m3(units);
+        else
+            return units == units ? int8_t(std::nearbyint(units)) : int8_t(0);
     }
 };

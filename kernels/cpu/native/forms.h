@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "e4m3.h"
 #include "grouped.h"
 #include "vector.h"
 
@@ -13,8 +14,9 @@ constexpr int NEST = 256;  // inputs that share the units of nested scales
 // float16; bytes in units of a float16 for 256 inputs; float32; one for all inputs of an output, which is not in the panel.
 enum Scales { HALVES, NESTED, FLOATS, BY_OUTPUT };
 
-template <int B, int Z, int G, bool M, Scales S = HALVES, int R = BLOCK>
+template <int B, int Z, int G, bool M, Scales S = HALVES, int R = BLOCK, class N = int8_t>
 struct Form {
+    using Number = N;  // in 8 bits: what a byte is
     static constexpr int BITS = B, ZERO = Z, GROUP = G;  // w = scale * (q - ZERO) + minimum, for GROUP inputs
     static constexpr bool MINIMUM = M;
     static constexpr Scales SCALES = S;
@@ -37,10 +39,12 @@ using Int4By32 = Form<4, 8, 32, true, FLOATS, 32>;
 using Int4By128 = Form<4, 8, 32, true, FLOATS, 128>;
 using Int8By32 = Form<8, 0, 32, true, FLOATS, 32>;
 using Int8By128 = Form<8, 0, 32, true, FLOATS, 128>;
+using Fp8By32 = Form<8, 0, 32, false, FLOATS, 32, e4m3>;
+using Fp8By128 = Form<8, 0, 32, false, FLOATS, 128, e4m3>;
 
-// Calls work(form) with the one of this number.
+// Calls work(form) with the one of this number, which is not of FP8.
 template <class Work>
-inline void with_form(int64_t number, const Work& work) {
+inline void with_integers(int64_t number, const Work& work) {
     switch (number) {
         case 0: return work(Q4_0{});
         case 1: return work(Q4_1{});
@@ -55,6 +59,15 @@ inline void with_form(int64_t number, const Work& work) {
         case 10: return work(Int8By32{});
         case 11: return work(Int8By128{});
     }
+}
+
+template <class Work>
+inline void with_form(int64_t number, const Work& work) {
+    switch (number) {
+        case 12: return work(Fp8By32{});
+        case 13: return work(Fp8By128{});
+    }
+    with_integers(number, work);
 }
 
 inline f32x16 load_half(const uint8_t* from) {
@@ -80,7 +93,7 @@ inline void unpack_scales(const uint8_t* run, int block, f32x16* scales, f32x16*
         if constexpr (F::SCALES == FLOATS) {
             const auto* floats = reinterpret_cast<const float*>(run) + c * LANES;
             scales[c] = load(floats);
-            minima[c] = load(floats + PANEL);
+            if constexpr (F::MINIMUM) minima[c] = load(floats + PANEL);
             continue;
         }
         const f32x16 unit = load_half(run + c * 2 * LANES);

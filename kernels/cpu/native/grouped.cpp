@@ -1,4 +1,5 @@
-// Owns products with weights of 4 to 8 bits in groups, w = scale * q + minimum: q is multiplied, and each group's sum is scaled.
+// Owns products with weights of 4 to 8 bits in groups, w = scale * q + minimum: q, an integer or a number of FP8, is multiplied,
+// and each group's sum is scaled.
 // Never rounds a weight: q is exact in bfloat16, and scales and minima are float32.
 #include <algorithm>
 #include <cstdint>
@@ -63,7 +64,8 @@ template <class F, class Work>
 [[gnu::always_inline]] inline void visit(const uint8_t* planes, const Unpacker<F>& unpacker, const Work& work) {
     if constexpr (F::BITS == 8) {
 #pragma GCC unroll 32
-        for (int i = 0; i < 2 * STEPS; i++) work(i / 2, i % 2, lanes<bf16>(reinterpret_cast<const int8_t*>(planes) + i * 2 * LANES));
+        for (int i = 0; i < 2 * STEPS; i++)
+            work(i / 2, i % 2, lanes<bf16>(reinterpret_cast<const typename F::Number*>(planes) + i * 2 * LANES));
     } else {
         // A vector of low bits has four steps. One of high bits has 16 steps at one bit, or 8 at two.
         constexpr int UPPER = F::BITS == 6 ? 2 : 1;

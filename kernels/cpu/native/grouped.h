@@ -1,4 +1,4 @@
-// Owns the interface of products with weights of 4 to 8 bits in groups: grouped.cpp, compiled beside program.cpp, has them.
+// Owns the interface of products with weights of 4 to 8 bits in groups, of integers or of FP8: grouped.cpp, compiled beside program.cpp, has them.
 // Never knows a format: a panel's number says which it is.
 #pragma once
 

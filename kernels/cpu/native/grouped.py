@@ -1,4 +1,4 @@
-"""Owns weights of 4 to 8 bits in groups: their forms, what they stand for, and their order in panels.
+"""Owns weights of 4 to 8 bits in groups, integers and FP8: their forms, what they stand for, and their order in panels.
 Never rounds, and never reads a file: whoever knows a file's format takes it apart into these fields."""
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Form:
     nested: bool = False
     """Whether scales and minima are bytes, in units of a float16 for 256 inputs. The minimum is then subtracted."""
     floats: int = 0
-    """How many inputs share a scale and a minimum of float32. 0: scales are float16, or nested."""
+    """How many inputs share a scale of float32, and a minimum where there is one. 0: scales are float16, or nested."""
+    fp8: bool = False
+    """Whether q is a number of FP8 e4m3, and no integer."""
 
     @property
     def run(self) -> int:
@@ -71,6 +73,21 @@ INTEGERS = {
     (8, 128): Form(11, 8, 0, 32, minimum=True, floats=128),
 }
 """By bits, and how many inputs share a scale: packed integers of other files, whose zero points make minima."""
+FP8 = {
+    32: Form(12, 8, 0, 32, floats=32, fp8=True),
+    128: Form(13, 8, 0, 32, floats=128, fp8=True),
+}
+"""By how many inputs share a scale, at the least."""
+
+
+def fitting(form: Form, inputs: int) -> Form | None:
+    """Return the form for a matrix of so many inputs: with shorter runs where its own do not divide them, if scales are
+    of float32. None: there is none."""
+    if inputs % form.run == 0:
+        return form
+    if not form.floats or inputs % BLOCK:
+        return None
+    return FP8[BLOCK] if form.fp8 else INTEGERS[form.bits, BLOCK]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +96,7 @@ class Grouped:
 
     form: Form
     values: Tensor
-    """[outputs, inputs] uint8: q. In 8 bits int8."""
+    """[outputs, inputs] uint8: q. In 8 bits int8, or float8_e4m3fn."""
     scales: Tensor
     """[outputs, groups] float16; nested: int8; floats: [outputs, runs] float32"""
     minima: Tensor | None = None
@@ -91,7 +108,7 @@ class Grouped:
         """Return what the numbers stand for. # [outputs, inputs] float32"""
         scales, minima = self.scales.float(), None if self.minima is None else self.minima.float()
         if self.form.floats:
-            scales, minima = (self._spread(each) for each in (scales, minima) if each is not None)
+            scales, minima = self._spread(scales), None if minima is None else self._spread(minima)
         if self.form.nested:
             scales = scales * self._per_group(0, scales)
             minima = None if minima is None else -(minima * self._per_group(1, minima))
@@ -113,8 +130,8 @@ class Grouped:
         halves, parts = (self.units, scales) if self.form.nested else (scales, [])
         found = [_by_panel(each, runs).view(torch.uint8) for each in halves]
         found += [_by_panel(each.view(torch.int8), runs).view(torch.uint8) for each in parts]
-        blocks = _padded(self.values).view(-1, PANEL, runs, self.form.run // BLOCK, BLOCK)
-        found += [_planes(blocks.view(torch.uint8), self.form.bits)]
+        blocks = _padded(self.values.view(torch.uint8)).view(-1, PANEL, runs, self.form.run // BLOCK, BLOCK)
+        found += [_planes(blocks, self.form.bits)]
         return torch.cat([each.flatten(2) for each in found], 2).flatten(1)
 
 

@@ -267,27 +267,15 @@ static void add_experts(Program* program, Route<T> route, Stack<T> gate_up, Stac
         }                                        \
     } while (0)
 
-// The same, where `narrow` is 1 if the cache's elements are bytes, and 0 if they are of the same type.
-#define BY_CACHE(function, ...)                  \
-    do {                                         \
-        if (wide && narrow) {                    \
-            using T = float;                     \
-            using C = int8_t;                    \
-            function __VA_ARGS__;                \
-        } else if (wide) {                       \
-            using T = float;                     \
-            using C = float;                     \
-            function __VA_ARGS__;                \
-        } else if (narrow) {                     \
-            using T = bf16;                      \
-            using C = int8_t;                    \
-            function __VA_ARGS__;                \
-        } else {                                 \
-            using T = bf16;                      \
-            using C = bf16;                      \
-            function __VA_ARGS__;                \
-        }                                        \
-    } while (0)
+// Calls work(C{}), by what the cache's elements are: 0: T, 1: int8, 2: e4m3.
+template <class T, class Work>
+static void with_cache(int narrow, const Work& work) {
+    if (narrow == 1) return work(int8_t{});
+    if (narrow == 2) return work(e4m3{});
+    work(T{});
+}
+
+#define BY_CACHE(function, ...) BY_TYPE(with_cache<T>, (narrow, [&]<class C>(C) { function __VA_ARGS__; }))
 
 template <class T>
 static T* as(const void* pointer) {

@@ -27,6 +27,9 @@ ROUNDED_BYTES = BLOCK + 16
 UNLIMITED = 1 << 40
 """A window that is never reached, in tokens."""
 
+_NARROW = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""What program.cpp calls the types of a cache in 8 bits; 0: the type of activations."""
+
 
 def why_unfit(head_dim: int, block_size: int, inputs: Iterable[int]) -> str | None:
     """Return what the kernels cannot do of a model's or cache's shape, or None. inputs: of the model's matrices."""
@@ -113,11 +116,12 @@ def pack_grouped(
 ) -> Linear:
     """Return the product with a matrix whose outputs are those of all parts, packed for `Program`. Embeddings are
     packed likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`. rounded: round
-    activations to 8 bits in blocks of 32."""
+    activations to 8 bits in blocks of 32, unless a part is in FP8."""
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     order = _gated_order(outputs) if gated else None
     if bias is not None:  # a panel of the last part may begin anywhere, and is read whole
         bias = torch.nn.functional.pad(bias.float() if order is None else bias.float()[order], (0, PANEL))
+    rounded &= not any(part.form.fp8 for part in parts)
     return Linear(Packed(None, None, bias, inputs, outputs, panels_of(parts, order), rounded))
 
 
@@ -389,7 +393,7 @@ class Program:
             heads.head_dim,
             len(cache[0]),
             *map(self._keep, cache),
-            int(cache[0].dtype == torch.int8),
+            _NARROW.get(cache[0].dtype, 0),
             q.address,
         )
         return q
@@ -406,7 +410,7 @@ class Program:
             heads.num_kv_heads,
             heads.head_dim,
             *map(self._keep, cache),
-            int(cache[0].dtype == torch.int8),
+            _NARROW.get(cache[0].dtype, 0),
             scale,
             window or UNLIMITED,
             out.address,

@@ -244,5 +244,5 @@ template <class F>
 void sum_rounded(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const GroupedPanel& panel, f32x16* sums) {
     const auto sum = [&]<class F>(F) { sum_panel<F>(x, stride, rows, inputs, panel.data, sums); };
     if (panel.form == BYTES_BY_OUTPUT) return sum(Bytes{});
-    with_form(panel.form, sum);
+    with_integers(panel.form, sum);
 }

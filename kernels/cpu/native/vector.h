@@ -126,9 +126,9 @@ inline i32x16 lanes(const int8_t* from) {
     return widen_bytes(from + LANES) | std::bit_cast<i32x16>(first >> 16);
 }
 
-// `count` bytes, a multiple of a vector's lanes, as elements of T.
-template <class T>
-inline void widen_lanes(const int8_t* bytes, int64_t count, T* wide) {
+// `count` bytes of type B, a multiple of a vector's lanes, as elements of T.
+template <class T, class B>
+inline void widen_lanes(const B* bytes, int64_t count, T* wide) {
     for (int64_t i = 0; i < count; i += LANES * Element<T>::PAIR) {
         const i32x16 found = lanes<T>(bytes + i);
         std::memcpy(wide + i, &found, sizeof found);

@@ -51,7 +51,6 @@ VALUES: dict[Feature, Any] = {
     features.FP8_ACTIVATIONS: "fp8",
     features.BATCH_INVARIANT: True,
     features.NARROW_KV: "int8",
-    features.FP8_KV: "fp8_e4m3",
     features.FLOAT16: "float16",
     features.CPU_KERNELS: "torch_cpu",
     features.CUDA: "cuda",

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from kernels.cpu.native.grouped import FORMS as OF_GGUF
-from kernels.cpu.native.grouped import INTEGERS, Form, Grouped, Rows, panels_of
+from kernels.cpu.native.grouped import FP8, INTEGERS, Form, Grouped, Rows, panels_of
 from kernels.cpu.native.program import Program, StepRows, Team, pack_grouped
 from kernels.forward import GELU
 from tests.kernels.cpu.native.test_program import DTYPES, close, record, tokens_only
@@ -25,7 +25,8 @@ from tests.support.compiler import needs_compiler
 
 pytestmark = needs_compiler
 
-FORMS = OF_GGUF | {f"{bits} bits, {group} inputs": form for (bits, group), form in INTEGERS.items()}
+OF_INTEGERS = OF_GGUF | {f"{bits} bits, {group} inputs": form for (bits, group), form in INTEGERS.items()}
+FORMS = OF_INTEGERS | {f"fp8, {group} inputs": form for group, form in FP8.items()}
 MIXED = ["Q4_K", "Q6_K", "Q4_1"]
 
 
@@ -56,7 +57,8 @@ class Whole:
         own = self.grouped
         minima = None if own.minima is None else own.minima[rows]
         units = tuple(unit[rows] for unit in own.units)
-        return Grouped(form=own.form, values=own.values[rows], scales=own.scales[rows], minima=minima, units=units)
+        values = own.values.view(torch.uint8)[rows].view(own.values.dtype)
+        return Grouped(form=own.form, values=values, scales=own.scales[rows], minima=minima, units=units)
 
 
 def draw(name: str, outputs: int, inputs: int, generator: Generator) -> Whole:
@@ -68,6 +70,10 @@ def draw(name: str, outputs: int, inputs: int, generator: Generator) -> Whole:
         return (torch.randn(outputs, count, generator=generator) * size).half()
 
     size = 2.0 / (1 << form.bits)
+    if form.fp8:
+        values[values & 127 == 127] = 0  # not NaN
+        scales = torch.randn(outputs, inputs // form.run, generator=generator) / 128
+        return Whole(Grouped(form=form, values=values.view(torch.float8_e4m3fn), scales=scales))
     if form.floats:
         scales, minima = (halves(inputs // form.run, each).float() for each in (size, 1.0))
         values = values.view(torch.int8) if form.bits == 8 else values
@@ -171,12 +177,12 @@ def test_parts_of_a_product_may_differ_in_their_form_and_end_anywhere_in_a_panel
     product(team, parts, dtype)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q6_K", "fp8, 128 inputs"])
 def test_a_large_input_whose_weight_is_zero_changes_nothing(team: Team, name: str) -> None:
     """A number is multiplied less its zero point: a sum of q and one of zero points would differ in their last bits."""
     generator = seeded_generator()
     whole = draw(name, 32, 256, generator)
-    whole.grouped.values[:, 5] = whole.form.zero
+    whole.grouped.values.view(torch.uint8)[:, 5] = whole.form.zero
     table = torch.randn(2, 256, generator=generator)
     table[1] = table[0]
     table[1, 5] = 1e8

@@ -27,7 +27,7 @@ from kernels.cpu.processor import cpu_flags
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import REFERENCE, Ops
 from kernels.forward import GELU, Array, ForwardPass, HeadShape, Linear, Routing
-from kernels.kv_format import stored_size
+from kernels.kv_format import LARGEST, stored_size
 from kernels.rows.step import PagedRows
 from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
@@ -82,10 +82,11 @@ def close(got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
     torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
 
 
-def close_but_for_ties(got: Tensor, want: Tensor, tolerance: float) -> None:
-    """A key or value that differs in its last bit may be rounded to the next of 255 levels. Outputs that see it differ
-    by a fraction of that step, and they are few: a few heads of a few tokens."""
-    close(got, want, 0.1)
+def close_but_for_ties(got: Tensor, want: Tensor, tolerance: float, kept_in: torch.dtype) -> None:
+    """A key or value that differs in its last bit may be rounded to the next number of 8 bits. Outputs that see it
+    differ by a fraction of that step, and they are few: a few heads of a few tokens. A large number's next one in FP8 is
+    nine times as far as in int8."""
+    close(got, want, 0.1 if kept_in == torch.int8 else 0.3)
     tolerance = max(tolerance, 5e-3)
     apart = (got.double() - want.double()).abs() > tolerance + tolerance * want.double().abs()
     assert apart.sum() <= 256 + 0.03 * apart.numel()
@@ -286,12 +287,14 @@ def test_the_residual_stream_stays_in_float32(team: Team) -> None:
     assert record(team, torch.bfloat16, model)(tokens_only(1))[0, 0] == 1 + 4 * 2.0**-9
 
 
-def write_rounded(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    rounded = (reference.round_token(x, torch.int8).to(x.dtype) for x in (k, v))
-    REFERENCE.write_cache(*rounded, k_cache, v_cache, slots)
+def rounding(kept_in: torch.dtype) -> Ops:
+    """Return the reference with a cache of keys and values that are rounded to a type of 8 bits."""
 
+    def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        rounded = (reference.round_token(x, kept_in).to(x.dtype) for x in (k, v))
+        REFERENCE.write_cache(*rounded, k_cache, v_cache, slots)
 
-NARROW = replace(REFERENCE, write_cache=write_rounded)
+    return replace(REFERENCE, write_cache=write)
 
 
 def eager(rows: Rows, block_size: int, table: Ops = REFERENCE) -> EagerPass:
@@ -322,10 +325,10 @@ class AttentionCase:
         norms: bool,
         block_size: int,
         window: int | None = None,
-        narrow: bool = False,
+        kept_in: torch.dtype | None = None,
     ) -> None:
         generator = seeded_generator()
-        self.narrow = narrow
+        self.kept_in = kept_in
         self.heads, self.dtype, self.block_size, self.window = heads, dtype, block_size, window
         width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         self.table = torch.randn(sum(lengths), width, generator=generator).to(dtype)
@@ -358,15 +361,16 @@ class AttentionCase:
 
     def native(self, team: Team) -> Callable[[Rows], Tensor]:
         caches = self.caches()
-        if self.narrow:  # a scale with all bits set is NaN
+        if self.kept_in is not None:  # a scale with all bits set is NaN
             *shape, head_dim = caches[0].shape
-            k, v = (torch.full((*shape, stored_size(head_dim, torch.int8)), -1, dtype=torch.int8) for _ in "kv")
+            size = stored_size(head_dim, self.kept_in)
+            k, v = (torch.full((*shape, size), -1, dtype=torch.int8).view(self.kept_in) for _ in "kv")
             caches = k, v
         return record(team, self.dtype, lambda program: self.model(program, caches), self.block_size)
 
     def reference(self) -> Callable[[Rows], Tensor]:
         caches = self.caches()
-        table = NARROW if self.narrow else REFERENCE
+        table = REFERENCE if self.kept_in is None else rounding(self.kept_in)
         return lambda rows: self.model(eager(rows, self.block_size, table), caches)
 
 
@@ -381,16 +385,19 @@ def check_attention(
     norms: bool = False,
     block_size: int = BLOCK,
     window: int | None = None,
-    narrow: bool = False,
+    kept_in: torch.dtype | None = None,
 ) -> None:
     """Compare with the reference. rows: (context, count) of each; contexts are computed first, in arbitrary chunks."""
     heads = HeadShape(num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim)
     lengths = [context + count for context, count in rows]
-    case = AttentionCase(lengths, heads, dtype, norms=norms, block_size=block_size, window=window, narrow=narrow)
+    case = AttentionCase(lengths, heads, dtype, norms=norms, block_size=block_size, window=window, kept_in=kept_in)
     got, want = case.native(team), case.reference()
     held: Callable[[Tensor, Tensor], None]
-    held = functools.partial(close_but_for_ties if narrow else close, tolerance=(NORMED if norms else TOLERANCE)[dtype])
-    if norms and dtype == torch.bfloat16 and not narrow:
+    tolerance = (NORMED if norms else TOLERANCE)[dtype]
+    held = functools.partial(close, tolerance=tolerance)
+    if kept_in is not None:
+        held = functools.partial(close_but_for_ties, tolerance=tolerance, kept_in=kept_in)
+    elif norms and dtype == torch.bfloat16:
         held = close_on_average
     draw = seeded_random()
     for sequence, (context, _) in enumerate(rows):
@@ -449,14 +456,16 @@ def test_a_window_of_any_length_matches_the_reference(team: Team, window: int, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept_in", LARGEST)
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 257])
 def test_a_decode_row_over_keys_and_values_in_eight_bits_matches_the_reference_over_rounded_ones(
-    team: Team, length: int, dtype: torch.dtype
+    team: Team, length: int, kept_in: torch.dtype, dtype: torch.dtype
 ) -> None:
-    check_attention(team, [(length - 1, 1)], dtype, narrow=True)
+    check_attention(team, [(length - 1, 1)], dtype, kept_in=kept_in)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept_in", LARGEST)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -472,16 +481,20 @@ def test_a_decode_row_over_keys_and_values_in_eight_bits_matches_the_reference_o
     ids=str,
 )
 def test_attention_over_eight_bits_matches_the_reference_for_every_shape(
-    team: Team, shape: dict[str, Any], dtype: torch.dtype
+    team: Team, shape: dict[str, Any], kept_in: torch.dtype, dtype: torch.dtype
 ) -> None:
     rows = [(0, 1), (15, 1), (16, 1), (130, 1), (0, 40), (17, 1), (48, 33), (300, 33)]
-    check_attention(team, rows, dtype, narrow=True, **shape)
+    check_attention(team, rows, dtype, kept_in=kept_in, **shape)
 
 
-def test_a_token_that_is_not_finite_is_not_hidden_by_eight_bits(team: Team) -> None:
+@pytest.mark.parametrize("kept_in", LARGEST)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_is_not_hidden_by_eight_bits(
+    team: Team, number: float, kept_in: torch.dtype
+) -> None:
     heads = HeadShape(num_heads=6, num_kv_heads=2, head_dim=32)
-    case = AttentionCase([20, 20], heads, torch.float32, norms=False, block_size=BLOCK, narrow=True)
-    case.table[7, -3] = torch.nan
+    case = AttentionCase([20, 20], heads, torch.float32, norms=False, block_size=BLOCK, kept_in=kept_in)
+    case.table[7, -3] = number
     found = case.native(team)([case.row(0, 0, 20), case.row(1, 0, 20)])
     assert found[7:20].isnan().any(dim=1).all()
     assert found[20:].isfinite().all()
@@ -493,13 +506,13 @@ def cuts(length: int, size: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9, 130])
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("kept_in", [None, *LARGEST])
 @pytest.mark.parametrize("head_dim", [32, 48])
 def test_attention_gives_a_token_the_same_bits_in_any_chunk_and_beside_any_row(
-    team: Team, head_dim: int, window: int | None, dtype: torch.dtype, narrow: bool
+    team: Team, head_dim: int, window: int | None, dtype: torch.dtype, kept_in: torch.dtype | None
 ) -> None:
     heads = HeadShape(num_heads=6, num_kv_heads=2, head_dim=head_dim)
-    case = AttentionCase([150, 90, 33], heads, dtype, norms=True, block_size=BLOCK, window=window, narrow=narrow)
+    case = AttentionCase([150, 90, 33], heads, dtype, norms=True, block_size=BLOCK, window=window, kept_in=kept_in)
     whole = case.native(team)([case.row(0, 0, 150)])
     for size in (1, 3, 16, 64):
         run = case.native(team)

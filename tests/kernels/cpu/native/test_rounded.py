@@ -19,7 +19,8 @@ from kernels import reference
 from kernels.cpu.native.grouped import Grouped
 from kernels.cpu.native.program import Program, StepRows, Team, pack, pack_grouped
 from kernels.forward import GELU, Linear
-from tests.kernels.cpu.native.test_grouped import FORMS, MIXED, Whole, draw, sizes
+from tests.kernels.cpu.native.test_grouped import MIXED, Whole, draw, sizes
+from tests.kernels.cpu.native.test_grouped import OF_INTEGERS as FORMS
 from tests.kernels.cpu.native.test_program import DTYPES, close, record, tokens_only
 from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
