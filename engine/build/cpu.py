@@ -24,10 +24,12 @@ from engine.host.shares import Claim, shares
 from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
+from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
-from engine.models.integer_rows import form_of
+from engine.models.matrix_counts import count_matrices
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
+from engine.models.stored_forms import in_integers
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
 from kernels.cpu.processor import cpu_flags
 from kernels.eager.ops import TABLES
@@ -58,7 +60,10 @@ class CpuStart:
         """
         if self.model.vision is None:  # an encoder's buffers are large and seldom needed
             _keep_freed_memory()
-        model = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels).build()
+        builder = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels)
+        decoder = builder.load()
+        resolved = _with_counts(self.resolved, decoder)
+        model = builder.attach(decoder, resolved.num_kv_blocks)
         draft_model, with_torch = None, self.kernels.name != NATIVE
         if self.draft is not None:
             checkpoint, kernels = self.draft
@@ -74,11 +79,19 @@ class CpuStart:
             draft_model=draft_model,
             claim=self.claim,
         )
-        return executor, self.resolved
+        return executor, resolved
 
     def release(self) -> None:
         """Give up the claim, if the engine is not going to be built."""
         self.claim.release()
+
+
+def _with_counts(resolved: ResolvedConfig, decoder: Decoder) -> ResolvedConfig:
+    """Add to the reason for packed weights how many matrices came out how: some may not fit their format's form."""
+    if (reason := resolved.reasons.get("weights")) is None:
+        return resolved
+    counted = f"{reason}; {count_matrices(decoder.weights)}"
+    return replace(resolved, reasons=resolved.reasons | {"weights": counted})
 
 
 def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int) -> CpuStart:
@@ -116,9 +129,9 @@ def _missing() -> Facts:
 
 
 def _without_byte_weights(model: ModelConfig, config: EngineConfig) -> Facts:
-    """Return why `quantize: stored` leaves no matrix in few bits, if it leaves none."""
+    """Return why `quantize: stored` leaves no matrix in integers of few bits, if it leaves none."""
     packed = model.quantization
-    kept = packed is not None and any(one.by_output or form_of(one) is not None for _, one in packed.groups)
+    kept = packed is not None and any(one.by_output or in_integers(one) for _, one in packed.groups)
     if config.quantize != "stored" or kept:
         return {}
     return {NO_BYTE_WEIGHTS: f"the weights are {'not packed' if packed is None else packed.summary}"}

@@ -15,11 +15,11 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerCo
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
 from engine.models.config import CheckpointError, ModelConfig, read_json
-from engine.models.integer_rows import form_of
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.narrow import Keep, Narrow
 from engine.models.packing import Packing
 from engine.models.recurrent_state import memory_summary, state_bytes
+from engine.models.stored_forms import in_integers, why_unpacked
 from kernels.choice import NATIVE, Choice
 from kernels.cpu.native.library import byte_products, vector_level
 from kernels.cpu.processor import cpu_flags
@@ -237,8 +237,10 @@ def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep:
 def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
     """Say how matrices of one packing are used. wide: how those are that are unpacked. rounds: whether activations are
     rounded."""
-    if keep is Keep.GROUPED and not packing.by_output and form_of(packing) is not None:
-        if rounds:
+    if keep is Keep.GROUPED and not packing.by_output:
+        if (apart := why_unpacked(packing)) is not None:
+            return f"{wide}, because {apart}"
+        if rounds and in_integers(packing):
             return f"kept as stored, and multiplied as bytes ({byte_products()})"
         return f"kept as stored, and widened in registers ({vector_level()})"
     if keep is not Keep.NARROW:

@@ -8,20 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.models.narrow import Narrow
-from engine.models.packing import Gguf, Packing, Unpacked
-from kernels.cpu.native.grouped import FORMS, INTEGERS, Form, Grouped
-
-
-def form_of(packing: Packing) -> Form | None:
-    """Return the form in which the native kernels compute with a packing as it is stored, or None."""
-    if isinstance(packing, Gguf):
-        return FORMS[packing.kind]
-    layout = packing.narrow(zeros=True)
-    if not isinstance(layout, Narrow) or layout.order or layout.dtype not in (torch.uint8, torch.int8):
-        return None
-    bits, group = 4 if layout.dtype == torch.uint8 else 8, layout.group or 32
-    return INTEGERS.get((bits, 128 if group % 128 == 0 else 32)) if group % 32 == 0 else None
+from engine.models.packing import Unpacked
+from kernels.cpu.native.grouped import Form, Grouped
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import CheckpointError
+from engine.models.fp8_rows import Fp8Rows
 from engine.models.gguf_rows import GgufRows
-from engine.models.integer_rows import IntegerRows, form_of
+from engine.models.integer_rows import IntegerRows
 from engine.models.narrow import InBlocks, Narrow, num_inputs, round_by_output, take_views
 from engine.models.packing import BYTES, FP8, INT8, Gguf, Packing, Part, Unpacked
 from engine.models.quantization import Quantization
+from engine.models.stored_forms import form_of
 from engine.models.stored_matrix import StoredMatrix
-from kernels.cpu.native.grouped import Rows
+from kernels.cpu.native.grouped import Rows, fitting
 from kernels.forward import Linear
 
 _NARROW = (INT8, FP8, "F8_E5M2", BYTES)
@@ -164,8 +166,11 @@ def _rows(stored: Stored, module: str, packing: Packing, parts: Mapping[str, Ten
         return GgufRows(packing.kind, parts["weight"])
     form = form_of(packing)
     assert form is not None
+    form = fitting(form, view.inputs)
+    assert form is not None
     try:
-        return IntegerRows.of(packing.unpack(parts, *view.shape), form)
+        unpacked = packing.unpack(parts, *view.shape)
+        return Fp8Rows.of(unpacked, form) if form.fp8 else IntegerRows.of(unpacked, form)
     except ValueError as error:
         raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
 

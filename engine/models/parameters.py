@@ -16,6 +16,7 @@ from engine.models.narrow import NARROW_PARTS, SHARED_PARTS, InBlocks, Kept, Nar
 from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
 from engine.models.stored_matrix import StoredMatrix
+from kernels.cpu.native.grouped import fitting
 from kernels.forward import Linear
 
 
@@ -96,11 +97,12 @@ def embedding_name(config: ModelConfig) -> str:
 def _allocate_embedding(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept
 ) -> Tensor | StoredMatrix:
-    layout, shape = kept.modules.get(embedding_name(config)), (config.vocab_size, config.hidden_size)
-    if isinstance(layout, InBlocks):
-        found: StoredMatrix = layout.empty(*shape, bias=None, dtype=dtype, device=device).weight
-        return found
-    return torch.empty(shape, dtype=dtype, device=device)
+    layout = kept.modules.get(embedding_name(config))
+    in_blocks = layout if isinstance(layout, InBlocks) else None
+    found: Tensor | StoredMatrix = _allocate(
+        in_blocks, config.vocab_size, config.hidden_size, dtype=dtype, device=device
+    ).weight
+    return found
 
 
 def _allocate_head(config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept) -> Linear:
@@ -115,8 +117,8 @@ def _allocate(
     bias: Tensor | None = None,
 ) -> Linear:
     if isinstance(layout, InBlocks):
-        if shape[-1] % layout.form.run == 0:
-            return layout.empty(*shape, bias=bias, dtype=dtype, device=device)
+        if (form := fitting(layout.form, shape[-1])) is not None:
+            return InBlocks(form).empty(*shape, bias=bias, dtype=dtype, device=device)
     elif layout is not None and shape[-1] % 2 == 0:  # a byte may hold two inputs
         return layout.empty(*shape, bias=bias, device=device)
     return Linear(torch.empty(*shape, dtype=dtype, device=device), bias)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
-from engine.models.integer_rows import form_of
 from engine.models.narrow import INT8, NARROW_PARTS, InBlocks, Keep, Kept, Narrow, round_by_output
 from engine.models.packed_weights import Stored, fill_packed, find_packed, with_order
 from engine.models.packing import Gguf, Packing
@@ -30,6 +29,7 @@ from engine.models.parameters import (
     stacked_table,
 )
 from engine.models.registry import FAMILIES
+from engine.models.stored_forms import form_of
 from kernels.forward import Linear
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from engine.models.config import read_model_config
-from engine.models.integer_rows import IntegerRows, form_of
+from engine.models.integer_rows import IntegerRows
 from engine.models.narrow import Keep
-from engine.models.packing import Awq, Gptq, Grid, Packing, Unpacked
+from engine.models.packing import Awq, Gguf, Gptq, Grid, Packing, Unpacked
+from engine.models.stored_forms import form_of, in_integers, why_unpacked
 from engine.models.stored_matrix import StoredMatrix
 from engine.models.weights import load_weights
-from kernels.cpu.native.grouped import INTEGERS
+from kernels.cpu.native.grouped import FORMS, FP8, INTEGERS, Form, fitting
 from tests.engine.models.test_packed_weights import logits
 from tests.kernels.rows import seeded_generator
 from tests.support import packed_models, tiny_models
@@ -39,9 +40,14 @@ APART = {
 
 
 def save(
-    directory: Path, form: Format, monkeypatch: pytest.MonkeyPatch, kind: str = "llama", hidden: int = 128
+    directory: Path,
+    form: Format,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str = "llama",
+    hidden: int = 128,
+    inner: int = 256,
 ) -> Path:
-    for name, size in {"hidden_size": hidden, "intermediate_size": 256, "num_attention_heads": 8}.items():
+    for name, size in {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 8}.items():
         monkeypatch.setitem(tiny_models.SHAPE, name, size)
     monkeypatch.setitem(packed_models.FORMATS, "this", form)
     save_packed(directory / "packed", directory / "plain", "this", kind)
@@ -103,15 +109,48 @@ def test_a_group_stands_for_the_numbers_of_its_format_to_the_bit(least: int, run
 @pytest.mark.parametrize(
     ("packing", "form"),
     [
-        (Awq(group_size=128), (4, 128)),
-        (Awq(group_size=None), (4, 32)),
-        (Awq(group_size=96), (4, 32)),
+        (Awq(group_size=128), INTEGERS[4, 128]),
+        (Awq(group_size=None), INTEGERS[4, 128]),
+        (Awq(group_size=96), INTEGERS[4, 32]),
         (Awq(group_size=48), None),
-        (Gptq(bits=8, group_size=256, ordered=False, zeros_less_one=True), (8, 128)),
+        (Gptq(bits=8, group_size=256, ordered=False, zeros_less_one=True), INTEGERS[8, 128]),
         (Gptq(bits=4, group_size=128, ordered=True, zeros_less_one=True), None),
-        (Grid(summary="", kind="F8_E4M3", cell=(128, 128)), None),
+        (Grid(summary="", kind="F8_E4M3", cell=(128, 128)), FP8[128]),
+        (Grid(summary="", kind="F8_E4M3", cell=(1, None)), FP8[128]),
+        (Grid(summary="", kind="F8_E4M3", cell=(128, 64)), FP8[32]),
+        (Grid(summary="", kind="F8_E4M3", cell=(128, 16)), None),
+        (Gguf(kind="Q4_K"), FORMS["Q4_K"]),
     ],
     ids=str,
 )
-def test_only_groups_of_whole_blocks_in_order_stay(packing: Packing, form: tuple[int, int] | None) -> None:
-    assert form_of(packing) == (None if form is None else INTEGERS[form])
+def test_only_groups_of_whole_blocks_in_order_stay(packing: Packing, form: Form | None) -> None:
+    assert form_of(packing) == form
+    assert (why_unpacked(packing) is None) == (form is not None)
+    assert in_integers(packing) == (form is not None and not form.fp8)
+
+
+@pytest.mark.parametrize(
+    ("form", "inputs", "found"),
+    [
+        (FP8[128], 384, FP8[128]),
+        (FP8[128], 576, FP8[32]),
+        (FP8[32], 100, None),
+        (INTEGERS[4, 128], 96, INTEGERS[4, 32]),
+        (INTEGERS[8, 128], 576, INTEGERS[8, 32]),
+        (FORMS["Q4_K"], 512, FORMS["Q4_K"]),
+        (FORMS["Q4_K"], 576, None),
+    ],
+    ids=str,
+)
+def test_runs_are_shorter_where_a_matrix_has_no_whole_number_of_them(
+    form: Form, inputs: int, found: Form | None
+) -> None:
+    assert fitting(form, inputs) == found
+
+
+@needs_compiler
+def test_groups_of_which_the_last_is_shorter_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, KEPT["packed, 8 bits"], monkeypatch, hidden=160, inner=352)
+    assert all(stays(tmp_path / "packed"))
+    got = logits(tmp_path / "packed", "native", quantize="stored")
+    torch.testing.assert_close(got, logits(tmp_path / "plain", "reference"), rtol=1e-4, atol=1e-4)

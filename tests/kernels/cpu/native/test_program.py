@@ -84,8 +84,8 @@ def close(got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
 
 def close_but_for_ties(got: Tensor, want: Tensor, tolerance: float, kept_in: torch.dtype) -> None:
     """A key or value that differs in its last bit may be rounded to the next number of 8 bits. Outputs that see it
-    differ by a fraction of that step, and they are few: a few heads of a few tokens. A large number's next one in FP8 is
-    nine times as far as in int8."""
+    differ by a fraction of that step, and they are few: a few heads of a few tokens. In FP8, large numbers are nine
+    times as far apart as in int8."""
     close(got, want, 0.1 if kept_in == torch.int8 else 0.3)
     tolerance = max(tolerance, 5e-3)
     apart = (got.double() - want.double()).abs() > tolerance + tolerance * want.double().abs()
