@@ -48,6 +48,7 @@ FILES = (
     "tests/kernels/cpu/test_linear_attention.py",
     "tests/engine/execution/test_executor.py",
     "tests/engine/checkpoints/test_gguf_convert.py",
+    "tests/engine/models/test_fp8_rows.py",
     "tests/engine/models/test_native.py",
     "tests/engine/models/test_packed_weights.py",
     "tests/engine/models/test_recurrent_state.py",
