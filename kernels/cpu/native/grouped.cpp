@@ -3,6 +3,7 @@
 // Never rounds a weight: q is exact in bfloat16, and scales and minima are float32.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "forms.h"
 #include "grouped.h"
@@ -64,8 +65,13 @@ template <class F, class Work>
 [[gnu::always_inline]] inline void visit(const uint8_t* planes, const Unpacker<F>& unpacker, const Work& work) {
     if constexpr (F::BITS == 8) {
 #pragma GCC unroll 32
-        for (int i = 0; i < 2 * STEPS; i++)
-            work(i / 2, i % 2, lanes<bf16>(reinterpret_cast<const typename F::Number*>(planes) + i * 2 * LANES));
+        for (int i = 0; i < 2 * STEPS; i++) {
+            const auto* numbers = reinterpret_cast<const typename F::Number*>(planes) + i * 2 * LANES;
+            if constexpr (std::is_same_v<typename F::Number, e4m3>)
+                work(i / 2, i % 2, lanes_of_pairs(numbers));
+            else
+                work(i / 2, i % 2, lanes<bf16>(numbers));
+        }
     } else {
         // A vector of low bits has four steps. One of high bits has 16 steps at one bit, or 8 at two.
         constexpr int UPPER = F::BITS == 6 ? 2 : 1;

@@ -131,7 +131,7 @@ class Grouped:
         found = [_by_panel(each, runs).view(torch.uint8) for each in halves]
         found += [_by_panel(each.view(torch.int8), runs).view(torch.uint8) for each in parts]
         blocks = _padded(self.values.view(torch.uint8)).view(-1, PANEL, runs, self.form.run // BLOCK, BLOCK)
-        found += [_planes(blocks, self.form.bits)]
+        found += [_planes(blocks, self.form)]
         return torch.cat([each.flatten(2) for each in found], 2).flatten(1)
 
 
@@ -144,18 +144,20 @@ def _by_panel(values: Tensor, runs: int) -> Tensor:
     return _padded(values).view(-1, PANEL, runs, values.shape[1] // runs).permute(0, 2, 3, 1).contiguous()
 
 
-def _planes(q: Tensor, bits: int) -> Tensor:
+def _planes(q: Tensor, form: Form) -> Tensor:
     """Pack q: [panels, 32, runs, blocks, 32] -> [panels, runs, bytes]
 
     A word of 16 bits holds numbers of one output, of every second input: four in 4 bits each, and in a plane of its own
     the bits above these. Words of two neighbouring inputs lie beside each other, and pairs of 16 outputs in a vector.
+    Of integers of 8 bits, the first input of 16 outputs comes before their second one; in FP8 both lie beside each
+    other.
     """
-    if bits == 8:
+    if form.bits == 8:
         steps = q.view(len(q), 2, LANES, *q.shape[2:4], 16, 2)  # [panels, c, lane, runs, blocks, step, half]
-        return steps.permute(0, 3, 4, 5, 1, 6, 2).flatten(2)
+        return steps.permute(0, 3, 4, 5, 1, *((2, 6) if form.fp8 else (6, 2))).flatten(2)
     planes = [_plane(q & 15, 4)]
-    if bits > 4:
-        planes.append(_plane(q >> 4, bits - 4))
+    if form.bits > 4:
+        planes.append(_plane(q >> 4, form.bits - 4))
     return torch.cat(planes, 3).flatten(2)
 
 
