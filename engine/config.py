@@ -556,8 +556,8 @@ class EngineConfig:
         "In how many bits weight matrices are held. `none`: in the type of `dtype`, unless a packed checkpoint stays "
         "as it is. `stored`: in a checkpoint's own 4 to 8 bits, without rounding, and only with the native kernels: a "
         "GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers "
-        "of AWQ, GPTQ and compressed-tensors in groups of a multiple of 32 inputs. `int8`: rounded to one byte "
-        "for each weight and a scale for each output, so that a token reads half as much memory; with the native "
+        "and FP8 of AWQ, GPTQ, compressed-tensors and fp8 in groups of a multiple of 32 inputs. `int8`: rounded to one "
+        "byte for each weight and a scale for each output, so that a token reads half as much memory; with the native "
         "kernels, or on a GPU with Triton, where packed weights that stay packed are left so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
@@ -574,9 +574,8 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",
         "Type of the KV cache. `int8` and `fp8_e4m3`: one byte for each number, and a scale for each token and KV "
-        "head, so that about twice as many tokens fit as in bfloat16. On a CPU, `fp8_e4m3` needs torch's operators; on "
-        "a GPU, both need Triton's attention. `auto`: the type of `dtype`. For the loss of accuracy see "
-        "docs/how-to/quantised-models.md.",
+        "head, so that about twice as many tokens fit as in bfloat16. On a GPU, both need Triton's attention. `auto`: "
+        "the type of `dtype`. For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
     kernels: Literal["auto", "native", "torch_cpu", "reference"] = setting(
         "auto",

@@ -1899,6 +1899,14 @@ MUTATIONS = (
         "    const int64_t panel_size = inputs * PANEL, steps = inputs / PAIR - (ROWS == 3);\n",
         (NATIVE,),
     ),
+    Mutation(
+        "Native f",
+        "A number that lies halfway between two of FP8 is rounded to the smaller one, not to the even one.",
+        "kernels/cpu/native/e4m3.h",
+        "((size + 0x7ffff + (size >> 20 & 1)) >> 20)",
+        "((size + 0x7ffff) >> 20)",
+        ("tests/kernels/cpu/native/test_e4m3.py",),
+    ),
     # --- steps that stay on the device --------------------------------------------------------------------------------
     Mutation(
         "Device a",

@@ -74,11 +74,12 @@ def test_the_default_model_with_rounded_activations_is_as_close_to_itself_as_tra
     check("default_model.rounded_activations", compare(got, reference, sequences))
 
 
+@pytest.mark.parametrize("quantize", ["none", pytest.param("stored", marks=needs_compiler)])
 def test_the_default_model_in_fp8_is_as_close_to_itself_as_transformers_with_rounded_weights(
-    sequences: list[list[int]], reference: list[torch.Tensor], tmp_path: Path
+    sequences: list[list[int]], reference: list[torch.Tensor], quantize: str, tmp_path: Path
 ) -> None:
     save_in_fp8(prepare_model(DEFAULT_MODEL), tmp_path / "fp8")
-    executor, _ = make_executor(tmp_path / "fp8", "bfloat16")
+    executor, _ = make_executor(tmp_path / "fp8", "bfloat16", quantize=quantize)
     got = executor_logits(executor, sequences, None, together=True)
     check("default_model.fp8", compare(got, reference, sequences))
 
