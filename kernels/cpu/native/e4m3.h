@@ -26,8 +26,8 @@ inline e4m3 round_e4m3(float value) {
     return {uint8_t((bits >> 24 & 0x80) | rounded)};
 }
 
-// Numbers as bfloat16, in words. The exponent's bias is added by bits. Those below 2^-6 have no leading one, so they are looked up,
-// as NaN is: multiples of 2^-9, which processors' products of bfloat16 do not make.
+// Numbers as bfloat16, in words. The exponent's bias is added by bits. Those below 2^-6, multiples of 2^-9, have no leading one, and
+// processors' products of bfloat16 take such numbers for zero: they are looked up, as NaN is.
 #if defined(__AVX512BW__)
 
 inline __m512i widen_words(__m256i bytes) {
