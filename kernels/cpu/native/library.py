@@ -43,6 +43,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_embed_grouped": ("", "pipllfp"),
     "program_gather": ("", "piplp"),
     "program_norm": ("", "pippipflp"),
+    "program_adapt": ("", "plppl"),
     "program_linear": ("", "pippppllplpppii"),
     "program_gated": ("", "pippppllplppip"),
     "program_rotations": ("", "ppplp"),

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "grouped.h"
+#include "low_rank.h"
 #include "rounded.h"
 #include "tiles.h"
 #include "vector.h"
@@ -25,6 +26,7 @@ struct Linear {
     int64_t num_grouped = 0;
     float* input_sums = nullptr;  // [rows, inputs / 32], or null where no panel has minima
     RoundedBlock* rounded = nullptr;  // [inputs / 32, rows], or null: activations keep their type, and are not rounded
+    AdaptedMatrix adapted = {};       // what its store adds for tokens with an adapter
 
     int64_t num_panels() const { return grouped ? num_grouped : (outputs + PANEL - 1) / PANEL; }
 

@@ -1,11 +1,13 @@
 // Owns the program that a model is to the CPU: operations recorded once, run by all threads in every step, one after the other.
 // Never allocates while it runs, and never looks at what an operation is for.
 #include <memory>
+#include <utility>
 
 #include "attention.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "sample.h"
 #include "step.h"
 #include "team.h"
@@ -16,6 +18,7 @@ struct Program {
     Team& team;
     Step step;
     std::vector<std::function<void()>> operations;  // each is run by every thread, and ends at a barrier
+    AdaptedMatrix adapted;                          // of the product that is recorded next
 
     void add(std::function<void()> operation) { operations.push_back(std::move(operation)); }
 
@@ -58,6 +61,7 @@ static void store_panel(Out* out, const Linear<T>& linear, int64_t row, int64_t 
     const int64_t n = linear.begin(panel), end = linear.end(panel);
     if (linear.scales) a *= load(linear.scales + n), b *= load(linear.scales + n + LANES);
     if (linear.bias) a += load(linear.bias + n), b += load(linear.bias + n + LANES);
+    add_low_rank<T>(linear.adapted, row, panel, a, b);
     Out* to = out + row * linear.outputs + n;
     if (n + PANEL <= end) {
         store(to, a);
@@ -85,6 +89,7 @@ static void store_gated(T* out, const Linear<T>& linear, int64_t row, int64_t pa
     const float *scales = linear.scales + panel * PANEL, *bias = linear.bias + panel * PANEL;
     if (linear.scales) gate *= load(scales), up *= load(scales + LANES);
     if (linear.bias) gate += load(bias), up += load(bias + LANES);
+    add_low_rank<T>(linear.adapted, row, panel, gate, up);
     const f32x16 value = activate<GELU>(gate) * up;
     T* to = out + row * size + n;
     if (n + LANES <= size) return store(to, value);
@@ -97,6 +102,7 @@ static void store_gated(T* out, const Linear<T>& linear, int64_t row, int64_t pa
 template <class T>
 static void prepare_rows(Team& team, const T* x, int64_t rows, const Linear<T>& linear) {
     const int64_t inputs = linear.inputs, blocks = inputs / BLOCK;
+    if (linear.adapted.in_step()) shrink(team, x, inputs, linear.adapted);
     if (linear.rounded)
         team.share(rows * blocks, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) round_block(x + i % rows * inputs + i / rows * BLOCK, linear.rounded[i]);
@@ -109,6 +115,7 @@ static void prepare_rows(Team& team, const T* x, int64_t rows, const Linear<T>& 
 
 template <class T, class Store>
 static void add_product(Program* program, const T* x, Linear<T> linear, int rows, Store store_sums) {
+    linear.adapted = std::exchange(program->adapted, {});
     program->add([=] {
         const int64_t num_rows = count_rows(program->step, rows);
         prepare_rows(program->team, x, num_rows, linear);
@@ -343,6 +350,11 @@ void quantize_panels(int wide, const void* weight, int64_t outputs, int64_t inpu
     } else {
         BY_TYPE((quantize<T, 1>), (as<T>(weight), outputs, inputs, panels, scales));
     }
+}
+
+// The product that is recorded next takes adapters; see AdaptedMatrix.
+void program_adapt(Program* program, int64_t number, const uint8_t* parts, float* shrunk, int64_t width) {
+    program->adapted = {&program->step, number, parts, shrunk, width};
 }
 
 void program_linear(Program* program, int wide, const void* x, const void* panels, const float* scales, const float* bias,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.cpu.native.grouped import BLOCK, LANES, PANEL, Panels, Rows, panels_of
 from kernels.cpu.native.library import load_library
+from kernels.cpu.native.low_rank import AdaptedMatrix, PackedAdapter
 from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
 from kernels.rows.integers import joined
 
@@ -46,7 +47,8 @@ class _StepRows(ctypes.Structure):
     """Mirrors StepRows of step.h."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_sampled")] + [
-        (name, ctypes.c_void_p) for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled")
+        (name, ctypes.c_void_p)
+        for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled", "adapters")
     ]
 
 
@@ -64,9 +66,10 @@ class StepRows:
         counts: Sequence[int],
         blocks: Sequence[Sequence[int]],
         sampled: Sequence[int] = (),
+        adapters: Sequence[PackedAdapter | None] = (),
     ) -> None:
         """Pack, for each row: its tokens, how many tokens are cached before them, their count, and its blocks.
-        sampled: indices of the step's tokens after which one is sampled."""
+        sampled: indices of the step's tokens after which one is sampled. adapters: each row's; empty: none has one."""
         self._arrays = [
             joined(token_ids),
             array("q", contexts),
@@ -77,7 +80,10 @@ class StepRows:
         ]
         self.num_tokens = len(self._arrays[0])
         sizes = (self.num_tokens, len(counts), len(sampled))
-        self.struct = _StepRows(*sizes, *map(_address, self._arrays))
+        self._adapters = adapters  # the library has only addresses
+        self._tables = array("Q", (0 if adapter is None else adapter.address for adapter in adapters))
+        tables = _address(self._tables) if adapters else None
+        self.struct = _StepRows(*sizes, *map(_address, self._arrays), tables)
 
 
 class Team:
@@ -109,6 +115,8 @@ class Packed:
     rounded: bool = False
     """Whether activations are rounded to 8 bits for this product. Bytes in `panels` are then in the order for
     bfloat16."""
+    adapted: AdaptedMatrix | None = None
+    """How adapters add to it. None: they do not."""
 
 
 def pack_grouped(
@@ -241,6 +249,22 @@ def _gated_order(outputs: int) -> Tensor:
     return torch.cat((gates, gates + size), dim=1).flatten()
 
 
+def outputs_by_lane(packed: Packed, *, gated: bool) -> Tensor:
+    """Return the output that each lane of the panels has; a lane of padding has that of the lane before it.
+    # [panels, 32] int32
+
+    gated: whether it was packed for `gated_linear`.
+    """
+    if gated:
+        found = _gated_order(packed.outputs).view(-1, PANEL)
+    elif packed.groups is not None:
+        first, count = packed.groups.table[:, 2:].unsqueeze(2).unbind(1)
+        found = first + torch.arange(PANEL).minimum(count - 1)
+    else:
+        found = torch.arange(-(-packed.outputs // PANEL) * PANEL).clamp_(max=packed.outputs - 1).view(-1, PANEL)
+    return found.int()
+
+
 class Buffer:
     """A place in a program's memory: [capacity, width]. Reused for another value once nothing refers to it."""
 
@@ -272,6 +296,7 @@ class Program:
         self._wide = int(dtype == torch.float32)
         self._pool: dict[Any, list[Tensor]] = {}
         self._kept: list[Any] = []  # what recorded operations read: the library holds only addresses
+        self._shrunk: dict[int, Tensor] = {}
 
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
@@ -325,11 +350,13 @@ class Program:
         return out, total
 
     def linear(self, x: Buffer, linear: Linear) -> Buffer:
+        self._adapt(linear.weight)
         return self._linear(x, linear.weight, self._new(linear.weight.outputs), sampled=False)
 
     def gated_linear(self, x: Buffer, linear: Linear, activation: str = SILU) -> Buffer:
         packed: Packed = linear.weight
         out = self._new(packed.outputs // 2)
+        self._adapt(packed)
         self._library.program_gated(
             self._handle,
             self._wide,
@@ -446,6 +473,15 @@ class Program:
             int(sampled),
         )
         return out
+
+    def _adapt(self, packed: Packed) -> None:
+        """Say what adapters add to the product that is recorded next."""
+        if (adapted := packed.adapted) is None:
+            return
+        if (width := adapted.width) not in self._shrunk:
+            self._shrunk[width] = torch.zeros(self._capacity, width)
+        shrunk = self._keep(self._shrunk[width])
+        self._library.program_adapt(self._handle, adapted.number, self._keep(adapted.parts()), shrunk, width)
 
     def _new(self, width: int, dtype: torch.dtype | None = None, rows: int | None = None) -> Buffer:
         dtype, rows = dtype or self._dtype, rows or self._capacity

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <vector>
+
+struct LowRank;
 
 // The rows of a step, one after another in its tokens. Filled by the caller; mirrored in program.py.
 struct StepRows {
@@ -15,6 +18,7 @@ struct StepRows {
     const int64_t* first_blocks;  // [num_rows] where the row's blocks begin in `blocks`
     const int64_t* blocks;        // block ids of all rows
     const int64_t* sampled;       // [num_sampled] tokens of the step after which one is sampled
+    const LowRank* const* adapters;  // [num_rows] the factors of each row's adapter by matrix, or null. Null: no row has one
 };
 
 struct Step : StepRows {
@@ -28,6 +32,14 @@ struct Step : StepRows {
         int64_t begin;                         // the row's first token in the step
     };
     std::vector<Tile> tiles;  // queries of one row that attention computes together
+
+    struct AdapterTile {
+        const LowRank* adapter;
+        int64_t first, count;  // of its tokens in `adapted`
+    };
+    std::vector<AdapterTile> adapter_tiles;       // tokens of one adapter that are computed together
+    std::vector<int64_t> adapted;                 // tokens of rows with an adapter, those of one adapter side by side
+    std::vector<const LowRank*> token_adapters;   // [num_tokens], or empty if no row has an adapter
 
     static constexpr int64_t TILE_TOKENS = 16;
 
@@ -54,7 +66,30 @@ struct Step : StepRows {
                 tiles.push_back({row, i, std::min(TILE_TOKENS, counts[row] - i), begin});
             begin += counts[row];
         }
+        sort_adapted();
         return true;
+    }
+
+    // Nothing is done where no row has an adapter.
+    void sort_adapted() {
+        adapter_tiles.clear();
+        adapted.clear();
+        token_adapters.clear();
+        if (!adapters) return;
+        for (const int64_t row : rows) token_adapters.push_back(adapters[row]);
+        for (int64_t token = 0; token < num_tokens; token++)
+            if (token_adapters[token]) adapted.push_back(token);
+        const auto before = [this](int64_t a, int64_t b) {
+            const LowRank *one = token_adapters[a], *other = token_adapters[b];
+            return one == other ? a < b : std::less<>{}(one, other);
+        };
+        std::sort(adapted.begin(), adapted.end(), before);
+        for (int64_t i = 0; i < int64_t(adapted.size()); i++) {
+            const LowRank* adapter = token_adapters[adapted[i]];
+            if (adapter_tiles.empty() || adapter_tiles.back().adapter != adapter || adapter_tiles.back().count == TILE_TOKENS)
+                adapter_tiles.push_back({adapter, i, 0});
+            adapter_tiles.back().count++;
+        }
     }
 
     int64_t block(int64_t row, int64_t position) const { return blocks[first_blocks[row] + position / block_size]; }
