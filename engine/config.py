@@ -599,8 +599,8 @@ class EngineConfig:
     max_loras: int = setting(
         0,
         "LoRA adapters that an engine holds in memory at a time. The least recently used one makes room, unless "
-        "running requests use it. 0: no adapters are served. On the CPU adapters need torch's operators, not the "
-        "native kernels. On a GPU the memory of all of them, at max_lora_rank, is reserved at the start.",
+        "running requests use it. 0: no adapters are served. On a GPU the memory of all of them, at max_lora_rank, is "
+        "reserved at the start.",
         ge=0,
     )
     max_lora_rank: int = setting(16, "Maximum rank of an adapter; one with a higher rank is refused.", ge=1)

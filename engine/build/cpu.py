@@ -207,6 +207,7 @@ def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> 
             num_sampled=resolved.max_decode_tokens,
             quantize=config.quantize == "int8",
             rounded=config.rounds_activations,
+            max_lora_rank=config.max_lora_rank if config.max_loras else 0,
         )
     ops = TABLES[kernels.name]
     if config.max_loras:

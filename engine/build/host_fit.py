@@ -14,6 +14,7 @@ from engine.models.adapter_files import adapter_bytes
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import blocks_in
 from engine.models.narrow import Keep
+from engine.models.native_adapters import packed_adapter_bytes
 from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import embedding_in_blocks, weight_bytes
 
@@ -25,6 +26,8 @@ MEMORY_GIB = 2.0
 """Memory for KV blocks if neither the config nor the system says how much there is to use."""
 
 META = torch.device("meta")
+_SUMS_OF_RANKS = 6
+"""Sums for each rank and token of a step: of queries, keys and values, of gates and ups, and of single matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +151,8 @@ def host_use(
         + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),
         encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
-        adapters=config.max_loras * adapter_bytes(model, config.max_lora_rank, dtype),
+        adapters=config.max_loras
+        * (packed_adapter_bytes if native else adapter_bytes)(model, config.max_lora_rank, dtype),
     )
 
 
@@ -177,4 +181,5 @@ def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Estimate a step's bytes in float32: per token, the rows that a layer makes; per seat, its logits and the
     sampler's copies."""
     row = 4 * model.hidden_size + 2 * model.intermediate_size + 2 * model.num_heads * model.head_dim
+    row += _SUMS_OF_RANKS * config.max_lora_rank if config.max_loras else 0
     return 4 * (config.max_num_batched_tokens * row + 4 * config.max_num_seqs * model.vocab_size)

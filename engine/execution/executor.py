@@ -28,7 +28,6 @@ from engine.execution.answers import Answers
 from engine.execution.device import TorchThreads, advancing, device_faults
 from engine.execution.draft_model import DraftModel
 from engine.host.shares import Claim
-from engine.models.adapted import AdaptedModel
 from engine.models.computed import Computed, Model
 from engine.protocol import TokenLogprobs
 from engine.step import Capabilities, Executor, StepOutput, StepPlan
@@ -76,7 +75,7 @@ class TorchExecutor:
             draft_model=self._draft_model is not None,
             recurrent_state=self.model.state is not None,
             compile_grammar=None if grammars is None else grammars.compile,
-            adapters=self.model if isinstance(self.model, AdaptedModel) else None,
+            adapters=self.model.adapters,
         )
 
     @torch.inference_mode()

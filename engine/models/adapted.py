@@ -16,7 +16,7 @@ from engine.models.adapter_files import STACKS, Delta, Deltas, read_adapter
 from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
-from engine.step import ScheduledRequest
+from engine.step import AdapterHost, ScheduledRequest
 from kernels.cpu.low_rank import Tokens, add_low_rank
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import Ops
@@ -35,6 +35,10 @@ class AdaptedModel(EagerModel):
             for number, layer in enumerate(decoder.weights.layers)
             for stack in STACKS
         }
+
+    @property
+    def adapters(self) -> AdapterHost:
+        return self
 
     def read(self, path: str) -> tuple[str, Deltas]:
         return read_adapter(Path(path), self.decoder.config, self.decoder.dtype, self._max_rank)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -209,6 +209,26 @@ def _layer_places(model: ModelConfig, layer_config: LayerConfig, number: int) ->
             "down": Place(number, "down", 0, hidden, wide),
         }
     return places
+
+
+def stacked_places(model: ModelConfig) -> dict[tuple[int, str], tuple[Place, ...]]:
+    """Return the places of each matrix's parts in their order, by (layer, stack)."""
+    found: defaultdict[tuple[int, str], list[Place]] = defaultdict(list)
+    for place in sorted(places_of(model).values(), key=lambda place: (place.layer, place.stack, place.first)):
+        found[place.layer, place.stack].append(place)
+    return {key: tuple(parts) for key, parts in found.items()}
+
+
+def stacked_b(model: ModelConfig, parts: Sequence[Place], factors: Mapping[Place, Factors], ranks: int) -> Tensor:
+    """Return B of a stacked matrix, in whose columns each output has the ranks of its own part; what an adapter lacks
+    is zero. # [outputs, ranks] float32"""
+    wide = torch.zeros(sum(part.outputs for part in parts), ranks)
+    for place in parts:
+        if (own := factors.get(place)) is not None:
+            wide[place.first : place.first + place.outputs, : own.b.shape[1]] = own.b
+    if parts[0].stack == "qkv":
+        settle_qkv(model, wide)
+    return wide
 
 
 def adapter_bytes(model: ModelConfig, rank: int, dtype: torch.dtype) -> int:

@@ -3,16 +3,14 @@ Never copies to a device, and never says which adapter is in which slot."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.models.adapter_files import Factors, Place, places_of, stack_outputs
+from engine.models.adapter_files import Factors, Place, stack_outputs, stacked_b, stacked_places
 from engine.models.description import ModelConfig
-from engine.models.parameters import settle_qkv
 from kernels.forward import LowRankStack
 
 RANKS_AT_A_TIME = 16
@@ -43,10 +41,7 @@ class SlotLayout:
         self.ranks = -(-max_rank // RANKS_AT_A_TIME) * RANKS_AT_A_TIME
         self.size = 0
         """Elements of a slot."""
-        places: defaultdict[tuple[int, str], list[Place]] = defaultdict(list)
-        for place in sorted(places_of(model).values(), key=lambda place: (place.layer, place.stack, place.first)):
-            places[place.layer, place.stack].append(place)
-        self._stacks = {key: self._next_stack(key[1], tuple(parts)) for key, parts in places.items()}
+        self._stacks = {key: self._next_stack(key[1], parts) for key, parts in stacked_places(model).items()}
 
     def _next_stack(self, stack: str, parts: tuple[Place, ...]) -> _Stack:
         outputs = stack_outputs(stack, self._model)
@@ -62,17 +57,12 @@ class SlotLayout:
     def pack(self, factors: Mapping[Place, Factors], dtype: torch.dtype) -> Tensor:
         """Return an adapter as a slot holds it, on the CPU. # [size]"""
         packed = torch.zeros(1, self.size, dtype=dtype)
-        for (_, name), stack in self._stacks.items():
+        for stack in self._stacks.values():
             view = self._view(packed, stack)
-            wide = torch.zeros(stack.outputs, self.ranks)
             for number, place in enumerate(stack.parts):
                 if (own := factors.get(place)) is not None:
-                    rank = len(own.a)
-                    view.a[0, number, :rank] = own.a
-                    wide[place.first : place.first + place.outputs, :rank] = own.b
-            if name == "qkv":
-                settle_qkv(self._model, wide)
-            view.b[0] = wide
+                    view.a[0, number, : len(own.a)] = own.a
+            view.b[0] = stacked_b(self._model, stack.parts, factors, self.ranks)
         return packed[0]
 
     def views(self, memory: Tensor) -> dict[tuple[int, str], LowRankStack]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch.sampler import Draw
 from engine.models.recurrent_state import RecurrentState
-from engine.step import StepPlan
+from engine.step import AdapterHost, StepPlan
 from kernels.eager.rewind import Rewind
 
 
@@ -53,6 +53,10 @@ class Model(Protocol):
     @property
     def state(self) -> RecurrentState | None:
         """The recurrent states; None if the model has none."""
+
+    @property
+    def adapters(self) -> AdapterHost | None:
+        """The LoRA adapters; None if rows can have none."""
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         """Run a plan whose rows are in kernel order (see engine.batch.row_order). newest: by request, the token that

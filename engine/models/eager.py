@@ -15,7 +15,7 @@ from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
-from engine.step import RowKind, ScheduledRequest, StepPlan
+from engine.step import AdapterHost, RowKind, ScheduledRequest, StepPlan
 from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Rewind
@@ -33,6 +33,10 @@ class EagerModel:
         self.state = state
         self._ops = ops
         self._block_size = block_size
+
+    @property
+    def adapters(self) -> AdapterHost | None:
+        return None
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         num_slots = 0 if self.state is None else self.state.num_slots

@@ -38,6 +38,7 @@ class EncodingModel:
         self.encoder = encoder
         self.cache = cache
         self.state = None
+        self.adapters = None
         self.encoded: dict[bytes, Tensor] = {}
         """Contents that plans have had encoded and not dropped: digest -> [tokens, hidden]."""
         self._ops = ops

@@ -15,9 +15,11 @@ from engine.batch.logprobs import SCORED_POSITIONS
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
+from engine.models.native_adapters import NativeAdapters, adapted
 from engine.models.parameters import DecoderWeights
 from engine.models.stored_matrix import StoredMatrix
-from engine.step import RowSampling, StepPlan
+from engine.step import RowSampling, ScheduledRequest, StepPlan
+from kernels.cpu.native.low_rank import PackedAdapter
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped
 from kernels.cpu.native.sampling import DrawnRow, draw_rows
 from kernels.forward import Linear
@@ -55,11 +57,16 @@ class NativeModel:
         num_sampled: int,
         quantize: bool = False,
         rounded: bool = False,
+        max_lora_rank: int = 0,
     ) -> None:
         """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
         quantize: use 8-bit matrices; rounded: round the activations that matrices of 4 to 8 bits are multiplied by; see
-        kernels.cpu.native.program.pack."""
+        kernels.cpu.native.program.pack. max_lora_rank: 0: rows have no LoRA adapters."""
         decoder.weights = _packed(decoder.weights, quantize=quantize, rounded=rounded)
+        self.adapters: NativeAdapters | None = None
+        if max_lora_rank:
+            decoder.weights, matrices = adapted(decoder.weights, decoder.config, max_lora_rank)
+            self.adapters = NativeAdapters(decoder.config, decoder.dtype, max_lora_rank, matrices)
         self.decoder = decoder
         self.cache = cache
         self._block_size = block_size
@@ -73,12 +80,12 @@ class NativeModel:
         check_plan(plan, self._block_size)
         rows = plan.rows
         counts = [len(row.token_ids) for row in rows]
+        adapters = self._adapters_of(rows)
         sampled = sampled_tokens(rows, counts)
         recorded = self._with_room(sum(counts), len(sampled))
         needed = (row.block_ids[: -(-row.end // self._block_size)] for row in rows)
-        step = StepRows(
-            (fed_tokens(row, newest) for row in rows), [row.start for row in rows], counts, list(needed), sampled
-        )
+        tokens_of_rows, starts = (fed_tokens(row, newest) for row in rows), [row.start for row in rows]
+        step = StepRows(tokens_of_rows, starts, counts, list(needed), sampled, adapters)
         begun = time.perf_counter()
         recorded.program.run(step)
         self.busy_s += time.perf_counter() - begun
@@ -86,6 +93,13 @@ class NativeModel:
         tokens, best = (buffer.tensor[:places, 0] for buffer in recorded.best)
         hidden, logits = recorded.hidden.tensor[: step.num_tokens], recorded.logits.tensor[:places]
         return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw)
+
+    def _adapters_of(self, rows: Sequence[ScheduledRequest]) -> list[PackedAdapter | None]:
+        if self.adapters is not None:
+            return self.adapters.of_rows(rows)
+        if lost := next((row.adapter for row in rows if row.adapter), None):
+            raise ValueError(f"A row needs the adapter {lost}, and this model has none.")
+        return []
 
     def _logits_at(self, index: Tensor) -> Tensor:
         """Return the logits of the step's tokens `index`. # [len(index), vocab]"""

@@ -53,7 +53,7 @@ def asked(first: str, second: str) -> str:
 @pytest.mark.parametrize(
     ("first", "second", "places"),
     [
-        ("LoRA", "dense", "T R G"),
+        ("LoRA", "dense", "N T R G"),
         ("LoRA", "hybrid", "–"),
         ("Prompt lookup", "Overlapped", "N T R G"),
         ("A draft model", "Overlapped", "–"),
@@ -92,7 +92,7 @@ def test_features_that_need_different_places_do_not_go_together_and_both_reasons
 def test_a_cell_has_the_reasons_of_two_and_not_those_of_one_alone() -> None:
     notes = Notes()
     assert cell(facts("Prompt lookup"), MODELS["hybrid"], notes) == "T R<sup>1</sup>"
-    assert cell(facts("LoRA"), MODELS["dense"], notes) == "T R G"
+    assert cell(facts("LoRA"), MODELS["dense"], notes) == "N T R G"
     (line,) = notes.lines()
     assert line.endswith("on a GPU, recurrent state is not rolled back after a rejected draft.")
 

@@ -11,15 +11,17 @@ from typing import Any
 from weakref import WeakSet
 
 import pytest
+from torch import Tensor
 
 from engine.async_engine import AsyncEngine
 from engine.config import ConfigError, FakeConfig
 from engine.core.core import EngineCore
 from engine.fake.adapters import FakeAdapters
 from engine.fake.executor import FakeExecutor
-from engine.models.adapted import AdaptedModel
+from engine.models.native_adapters import NativeAdapters
 from engine.protocol import AdapterRef, ErrorCode, Finished, RequestRejected, SamplingParams, Submission, Token
 from tests.golden.models import make_executor
+from tests.support.compiler import needs_compiler
 from tests.support.conditions import until
 from tests.support.engines import resolved_config
 from tests.support.tiny_adapters import save_adapter
@@ -232,18 +234,26 @@ def test_an_executor_that_computes_no_adapters_is_refused_at_start() -> None:
 # --- with weights -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def real(tmp_path: Path) -> Iterator[tuple[AsyncEngine, AdaptedModel]]:
+@pytest.fixture(params=[pytest.param("native", marks=needs_compiler), "torch_cpu"])
+def real(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[AsyncEngine, Any]]:
+    """An engine, and what keeps its adapters."""
     save_model("llama", tmp_path / "model")
-    executor, resolved = make_executor(tmp_path / "model", "float32", num_threads=1, max_loras=64)
-    assert isinstance(executor.model, AdaptedModel)
+    settings = {"num_threads": 1, "max_loras": 64, "kernels": request.param}
+    executor, resolved = make_executor(tmp_path / "model", "float32", **settings)
     engine = AsyncEngine(EngineCore(executor, resolved))
-    yield engine, executor.model
+    yield engine, executor.model.adapters
     engine.shutdown()
 
 
-def test_64_adapters_of_a_model_leave_no_weights_behind(real: tuple[AsyncEngine, AdaptedModel], tmp_path: Path) -> None:
-    engine, model = real
+def factors(host: Any, digest: str) -> list[Tensor]:
+    """A tensor of each matrix that an adapter in memory adapts."""
+    if isinstance(host, NativeAdapters):
+        return host._kept[digest]._kept[::2]
+    return [delta.a for delta in host._adapters[digest].values()]
+
+
+def test_64_adapters_of_a_model_leave_no_weights_behind(real: tuple[AsyncEngine, Any], tmp_path: Path) -> None:
+    engine, host = real
     base = make_model("llama")
     alive: WeakSet[Any] = WeakSet()
 
@@ -252,21 +262,21 @@ def test_64_adapters_of_a_model_leave_no_weights_behind(real: tuple[AsyncEngine,
         for number in range(64):
             path = str(save_adapter(base, tmp_path / str(number), seed=number))
             refs.append(AdapterRef(str(number), path, await engine.adapters.load(path)))
-            alive.update(delta.a for delta in model._adapters[refs[-1].digest].values())
+            alive.update(factors(host, refs[-1].digest))
         submissions = [Submission(ref.name, PROMPT, SHORT, adapter=ref) for ref in refs]
         answers = await asyncio.gather(*(answer(engine, submission) for submission in submissions))
         assert len({tuple(tokens) for tokens, _ in answers}) > 32
         assert len(alive) == 64 * 3 * 4
-        assert model.num_bytes > 0
+        assert host.num_bytes > 0
         for ref in refs:
             engine.adapters.unload(ref.digest)
 
     run(work())
     gc.collect()
-    assert (model.num_bytes, len(alive)) == (0, 0)
+    assert (host.num_bytes, len(alive)) == (0, 0)
 
 
-def test_a_fault_of_one_adapter_s_rows_is_theirs_alone(real: tuple[AsyncEngine, AdaptedModel], tmp_path: Path) -> None:
+def test_a_fault_of_one_adapter_s_rows_is_theirs_alone(real: tuple[AsyncEngine, Any], tmp_path: Path) -> None:
     """The weights are finite but give no finite logit; the neighbours in their steps continue."""
     engine, _ = real
     base = make_model("llama")

@@ -1,6 +1,6 @@
 """Implements the operations in C++, and records a model's forward pass once: a step is then one call.
 
 `library` compiles the C++ here for this machine, `program` records a model's operations and runs them,
-and `sampling` draws tokens. A `wheel` has the library for all `levels` of processors. Importing this package imports
-and compiles nothing.
+`low_rank` packs LoRA adapters for it, and `sampling` draws tokens. A `wheel` has the library for all `levels` of
+processors. Importing this package imports and compiles nothing.
 """

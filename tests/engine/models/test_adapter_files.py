@@ -16,7 +16,6 @@ from engine.config import ConfigError, EngineConfig
 from engine.models.adapter_files import Deltas, read_adapter
 from engine.models.config import read_model_config
 from engine.step import AdapterError
-from tests.support.compiler import needs_compiler
 from tests.support.tiny_adapters import ATTENTION, FUSED, MLP, save_adapter
 from tests.support.tiny_models import make_model, save_model
 from tests.support.tiny_vision import save_vision_model
@@ -163,22 +162,6 @@ def test_a_checkpoint_with_stacked_projections_has_adapters_on_them_whole(tmp_pa
 # --- engines that can have none ---------------------------------------------------------------------------------------
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"kernels": "native"}, "max_loras is 2, but kernels is native: the native kernels compute no adapters"),
-        ({"batch_invariant": True}, "batch_invariant is true, but the kernels are torch_cpu.*max_loras is 2"),
-        ({"quantize": "int8"}, "quantize is int8, but the kernels are torch_cpu.*max_loras is 2"),
-    ],
-)
-def test_what_needs_the_native_kernels_is_refused_beside_adapters(
-    made: tuple[Path, Path], settings: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        create_executor(made[0], EngineConfig(max_loras=2, num_kv_blocks=8, **settings))
-
-
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
 def test_a_family_with_linear_attention_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path)
@@ -190,9 +173,3 @@ def test_a_model_with_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
     save_vision_model(tmp_path)
     with pytest.raises(ConfigError, match=r"max_loras is 2, .*: adapters are not computed for models with an encoder"):
         create_executor(tmp_path, EngineConfig(max_loras=2, num_kv_blocks=8))
-
-
-def test_adapters_take_an_engine_from_the_native_kernels_and_it_says_why(made: tuple[Path, Path]) -> None:
-    _, resolved = create_executor(made[0], EngineConfig(max_loras=2, num_kv_blocks=8))
-    assert resolved.kernels == "torch_cpu"
-    assert "max_loras is 2, and the native kernels compute no adapters" in resolved.reasons["kernels"]
