@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.adapters import in_turn, keep_random
 from benchmarks.machine import machine
 from engine.build.executor import create_executor
 from engine.checkpoints.prepare import prepare_model
@@ -133,6 +134,10 @@ BITS: dict[str, dict[str, Any]] = {
 """Settings of the native kernels that are compared as if they were kernels of their own."""
 
 
+ADAPTED = "+lora"
+"""Behind the kind of a step whose rows have adapters."""
+
+
 def _settings(name: str) -> dict[str, Any]:
     return {"kernels": "native", **BITS[name]} if name in BITS else {"kernels": name}
 
@@ -150,10 +155,11 @@ def table(document: dict[str, Any]) -> str:
     names = list(dict.fromkeys(cell["kernels"] for cell in document["cells"]))
     lines = [f"| step | {' | '.join(names)} | products / native |", "|---" * (len(names) + 2) + "|"]
     for (kind, size), cells in shapes.items():
-        what = f"{size} streams decode" if kind == "decode" else f"{size} tokens of a prompt"
+        what = f"{size} streams decode" if kind.startswith("decode") else f"{size} tokens of a prompt"
+        what += ", with adapters" * kind.endswith(ADAPTED)
         found = ["{ms_p50:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**cells[name]) for name in names]
-        share = cells["products"]["ms_p50"] / cells["native"]["ms_p50"]
-        lines.append(f"| {what} | {' | '.join(found)} | {share:.0%} |")
+        share = f"{cells['products']['ms_p50'] / cells['native']['ms_p50']:.0%}" if "products" in cells else ""
+        lines.append(f"| {what} | {' | '.join(found)} | {share} |")
     return "\n".join(lines)
 
 
@@ -169,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_kv_blocks=max(largest, streams) // 16 + 64,
         max_num_seqs=max(EngineConfig().max_num_seqs, options.loop),
         speculative=SpeculativeConfig(method="none"),
+        max_loras=options.loras,
+        max_lora_rank=options.lora_rank,
     )
     made = {}
     for name in options.kernels:
@@ -183,6 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     plans = [("decode", n, decode_plan(n, options.context, resolved.block_size, draw)) for n in options.rows]
     plans += [("prefill", n, prefill_plan(n, options.context, resolved.block_size, draw)) for n in options.prefill]
+    if options.loras:
+        kept = keep_random((executor for executor, _ in made.values()), model, options.loras, options.lora_rank, 0)
+        plans += [(kind + ADAPTED, size, in_turn(plan, kept)) for kind, size, plan in plans]
     times: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     loops = []
     native = made["native"][0].model if "native" in made else None
@@ -192,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for kind, size, plan in plans:
                 for name, (executor, _) in made.items():
                     times[kind, size, name] += measure(step_of(executor, plan), options.steps)
-                if products is not None:
+                if products is not None and not kind.endswith(ADAPTED):
                     times[kind, size, "products"] += measure(products.step_of(plan), options.steps)
             if products is not None:
                 loops.append(python_share(*made["native"], options.loop, options.context, options.steps, draw))
@@ -201,9 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for (kind, size, name), found in times.items()
     ]
     for cell in cells:
-        print("{step:8} {size:5}  {kernels:10} {ms_p50:7.1f} ms ({ms_min:.1f}–{ms_max:.1f})".format(**cell))
+        print("{step:12} {size:5}  {kernels:10} {ms_p50:7.1f} ms ({ms_min:.1f}–{ms_max:.1f})".format(**cell))
     for loop in loops:
-        print("{step:8} {size:5}  step {step_ms:7.1f} ms  Python {python_percent:5.1f} %".format(**loop))
+        print("{step:12} {size:5}  step {step_ms:7.1f} ms  Python {python_percent:5.1f} %".format(**loop))
     for executor, _ in made.values():
         executor.shutdown()
     result = {"benchmark": "engine_step", **machine(), "model": options.model, "seed": options.seed}
@@ -246,6 +257,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prefill", type=int, nargs="*", default=[64, 256], help="numbers of prefill tokens to measure"
     )
+    parser.add_argument(
+        "--loras", type=int, default=0, help="measure each step with this many adapters in turn, too (%(default)s)"
+    )
+    parser.add_argument("--lora-rank", type=int, default=16, help="the rank of these adapters (%(default)s)")
     parser.add_argument(
         "--loop", type=int, default=16, help="streams in the measurement of the engine's whole loop (%(default)s)"
     )

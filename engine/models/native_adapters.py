@@ -14,7 +14,7 @@ from engine.models.description import ModelConfig
 from engine.models.parameters import DecoderWeights, LayerWeights
 from engine.step import ScheduledRequest
 from kernels.cpu.native.grouped import PANEL
-from kernels.cpu.native.low_rank import AdaptedMatrix, PackedAdapter
+from kernels.cpu.native.low_rank import AdaptedMatrix, PackedAdapter, whole_pairs
 from kernels.cpu.native.program import outputs_by_lane
 from kernels.forward import Linear
 
@@ -90,7 +90,7 @@ def _with_linear(layer: LayerWeights, stack: str, linear: Linear) -> LayerWeight
 def packed_adapter_bytes(model: ModelConfig, rank: int, dtype: torch.dtype) -> int:
     """Return the bytes of an adapter of this rank that adapts every module it may; each part has whole panels."""
     parts = [place for stack in stacked_places(model).values() for place in stack]
-    return rank * dtype.itemsize * sum(place.inputs + _in_panels(place) for place in parts)
+    return whole_pairs(rank) * dtype.itemsize * sum(place.inputs + _in_panels(place) for place in parts)
 
 
 def _in_panels(place: Place) -> int:

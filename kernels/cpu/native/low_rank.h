@@ -1,4 +1,5 @@
-// Owns what LoRA adapters add to matrix products: y += (x A^T) B^T for tokens that have one, in float32 (arXiv 2106.09685).
+// Owns what LoRA adapters add to matrix products: y += (x A^T) B^T for tokens that have one (arXiv 2106.09685). Sums are
+// float32, and x A^T is rounded to the activations' type, as with other kernels.
 // Never lets a token's sums depend on other tokens, and does nothing in a step in which no row has an adapter.
 #pragma once
 
@@ -13,8 +14,8 @@ constexpr int MAX_PARTS = 3;  // of a stacked matrix: queries, keys and values
 // An adapter's factors for one matrix. Filled by the caller; mirrored in low_rank.py.
 struct LowRank {
     const void* a;              // [num_ranks, inputs]: the ranks of each part, one part after another. Null: nothing is added
-    const void* b;              // [panels, rank, 32]: in the lanes the outputs of a panel of the matrix, with the adapter's scale
-    int64_t rank, num_ranks;    // of one part, and of all parts that it adapts
+    const void* b;              // [panels, rank / PAIR, 32, PAIR]: the outputs of the matrix's panels, with the adapter's scale
+    int64_t rank, num_ranks;    // of one part, a multiple of PAIR, and of all parts that it adapts
     int64_t firsts[MAX_PARTS];  // where the ranks of each part begin, or -1
 };
 
@@ -23,7 +24,7 @@ struct AdaptedMatrix {
     const Step* step = nullptr;
     int64_t number = 0;              // of the matrix, in each adapter's factors
     const uint8_t* parts = nullptr;  // [panels, 2] the part that sixteen outputs belong to
-    float* shrunk = nullptr;         // [num_tokens, width] x A^T
+    void* shrunk = nullptr;          // [num_tokens, width] of T: x A^T
     int64_t width = 0;
 
     bool in_step() const { return step && !step->adapter_tiles.empty(); }
@@ -45,7 +46,7 @@ inline i32x16 load_rest(const T* from, int64_t count) {
 
 // x A^T of TOKENS tokens and RANKS ranks, with inputs in the lanes: one order of a sum for any number of tokens.
 template <class T, int TOKENS, int RANKS>
-inline void shrink_block(const T* x, const int64_t* tokens, const T* a, int64_t inputs, float* shrunk, int64_t width) {
+inline void shrink_block(const T* x, const int64_t* tokens, const T* a, int64_t inputs, T* shrunk, int64_t width) {
     constexpr int64_t STEP = LANES * Element<T>::PAIR;
     f32x16 sums[TOKENS][RANKS];
     for (int t = 0; t < TOKENS; t++)
@@ -65,11 +66,11 @@ inline void shrink_block(const T* x, const int64_t* tokens, const T* a, int64_t 
     for (; k + STEP <= inputs; k += STEP) add([k](const T* row) { return load_lanes(row + k); });
     if (k < inputs) add([k, inputs](const T* row) { return load_rest(row + k, inputs - k); });
     for (int t = 0; t < TOKENS; t++)
-        for (int r = 0; r < RANKS; r++) shrunk[tokens[t] * width + r] = reduce_add(sums[t][r]);
+        for (int r = 0; r < RANKS; r++) shrunk[tokens[t] * width + r] = narrow<T>(reduce_add(sums[t][r]));
 }
 
 template <class T, int RANKS>
-inline void shrink_tokens(const T* x, const int64_t* tokens, int64_t count, const T* a, int64_t inputs, float* shrunk,
+inline void shrink_tokens(const T* x, const int64_t* tokens, int64_t count, const T* a, int64_t inputs, T* shrunk,
                           int64_t width) {
     int64_t i = 0;
     for (; i + TOKENS_AT_ONCE <= count; i += TOKENS_AT_ONCE)
@@ -84,7 +85,7 @@ inline void shrink_tile(const T* x, int64_t inputs, const AdaptedMatrix& matrix,
     if (!own.a || first >= own.num_ranks) return;
     const int64_t* tokens = matrix.step->adapted.data() + tile.first;
     const T* a = static_cast<const T*>(own.a) + first * inputs;
-    float* to = matrix.shrunk + first;
+    T* to = static_cast<T*>(matrix.shrunk) + first;
     if (first + RANKS_AT_ONCE <= own.num_ranks)
         return shrink_tokens<T, RANKS_AT_ONCE>(x, tokens, tile.count, a, inputs, to, matrix.width);
     for (; first < own.num_ranks; first++, a += inputs, to++)
@@ -105,16 +106,24 @@ inline void shrink(Team& team, const T* x, int64_t inputs, const AdaptedMatrix& 
 
 // What is added to sixteen outputs: two sums by turns, to hide latency, in one order for a rank.
 template <class T>
-inline f32x16 expand(const float* shrunk, const T* b, int64_t rank) {
-    const auto times = [=](int64_t r) { return std::bit_cast<f32x16>(broadcast(shrunk + r)) * load(b + r * PANEL); };
+inline f32x16 expand(const T* shrunk, const T* b, int64_t rank) {
+    constexpr int64_t PAIR = Element<T>::PAIR;
+    const auto add = [=](f32x16 sum, int64_t r) { return dot<T>(sum, broadcast(shrunk + r), load_lanes(b + r * PANEL)); };
     f32x16 even = splat(0.0f), odd = even;
     int64_t r = 0;
-    for (; r + 2 <= rank; r += 2) {
-        even += times(r);
-        odd += times(r + 1);
+    for (; r + 2 * PAIR <= rank; r += 2 * PAIR) {
+        even = add(even, r);
+        odd = add(odd, r + PAIR);
     }
-    if (r < rank) even += times(r);
+    if (r < rank) even = add(even, r);
     return even + odd;
+}
+
+// The panel after the next one, while the product's own weights are read. With many rows, all panels are in a cache soon.
+template <class T>
+inline void fetch_later(const T* b, int64_t size) {
+    const char* next = reinterpret_cast<const char*>(b + 2 * size);
+    for (int64_t line = 0; line < size * int64_t(sizeof(T)); line += 64) __builtin_prefetch(next + line);
 }
 
 // What an adapter adds to the first and last sixteen outputs of a panel.
@@ -125,12 +134,13 @@ struct Added {
 // Apart from the products' own code, which is all that steps without adapters run.
 template <class T>
 [[gnu::noinline]] Added expand_panel(const AdaptedMatrix& matrix, const LowRank& own, int64_t token, int64_t panel) {
-    const float* shrunk = matrix.shrunk + token * matrix.width;
+    const T* shrunk = static_cast<const T*>(matrix.shrunk) + token * matrix.width;
     const T* b = static_cast<const T*>(own.b) + panel * own.rank * PANEL;
+    if (matrix.step->num_tokens <= MAX_ROWS) fetch_later(b, own.rank * PANEL);
     const int64_t first = own.firsts[matrix.parts[2 * panel]], last = own.firsts[matrix.parts[2 * panel + 1]];
     Added found{splat(0.0f), splat(0.0f)};
     if (first >= 0) found.first = expand(shrunk + first, b, own.rank);
-    if (last >= 0) found.last = expand(shrunk + last, b + LANES, own.rank);
+    if (last >= 0) found.last = expand(shrunk + last, b + LANES * Element<T>::PAIR, own.rank);
     return found;
 }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.native.grouped import LANES
@@ -32,7 +33,7 @@ class AdaptedMatrix:
     @property
     def width(self) -> int:
         """The most ranks of all parts together."""
-        return len(self.firsts) * self.max_rank
+        return len(self.firsts) * whole_pairs(self.max_rank)
 
     def parts(self) -> Tensor:
         """Return the part of each half of a panel. # [panels, 2] uint8"""
@@ -41,6 +42,11 @@ class AdaptedMatrix:
         halves = found.view(len(found), 2, LANES)
         assert (halves == halves[..., :1]).all(), "sixteen lanes are of one part"
         return halves[..., 0].to(torch.uint8)
+
+
+def whole_pairs(rank: int) -> int:
+    """Return the ranks that a rank takes: kernels read two at a time."""
+    return rank + rank % 2
 
 
 class _LowRank(ctypes.Structure):
@@ -70,19 +76,22 @@ class PackedAdapter:
         a: for each part [rank, inputs], or None if the adapter does not adapt it; at least one is not None.
         b: [outputs, rank]: output n takes the ranks of its own part. Includes the adapter's scale.
         """
-        rank = b.shape[1]
         assert len(a) == len(matrix.firsts)
-        assert rank <= matrix.max_rank
-        firsts, num_ranks = [-1] * MAX_PARTS, 0
+        assert b.shape[1] <= matrix.max_rank
+        odd, rank = b.shape[1] % 2, whole_pairs(b.shape[1])
+        firsts, kept = [-1] * MAX_PARTS, list[Tensor]()
         for number, part in enumerate(a):
             if part is not None:
-                assert len(part) == rank
-                firsts[number], num_ranks = num_ranks, num_ranks + rank
-        rows = torch.cat([part.to(self._dtype) for part in a if part is not None])  # [num_ranks, inputs]
-        lanes = b.to(self._dtype)[matrix.lanes].transpose(1, 2).contiguous()  # [panels, rank, 32]
+                assert len(part) == b.shape[1]
+                firsts[number] = rank * len(kept)
+                kept.append(F.pad(part.to(self._dtype), (0, 0, 0, odd)))
+        rows = torch.cat(kept)  # [num_ranks, inputs]
+        pair = 1 if self._dtype == torch.float32 else 2
+        by_lane = F.pad(b.to(self._dtype), (0, odd))[matrix.lanes]  # [panels, 32, rank]
+        lanes = by_lane.unflatten(2, (-1, pair)).transpose(1, 2).contiguous()  # [panels, rank / pair, 32, pair]
         self._kept += [rows, lanes]
         self._table[matrix.number] = _LowRank(
-            rows.data_ptr(), lanes.data_ptr(), rank, num_ranks, (ctypes.c_int64 * MAX_PARTS)(*firsts)
+            rows.data_ptr(), lanes.data_ptr(), rank, len(rows), (ctypes.c_int64 * MAX_PARTS)(*firsts)
         )
 
     @property

@@ -353,7 +353,7 @@ void quantize_panels(int wide, const void* weight, int64_t outputs, int64_t inpu
 }
 
 // The product that is recorded next takes adapters; see AdaptedMatrix.
-void program_adapt(Program* program, int64_t number, const uint8_t* parts, float* shrunk, int64_t width) {
+void program_adapt(Program* program, int64_t number, const uint8_t* parts, void* shrunk, int64_t width) {
     program->adapted = {&program->step, number, parts, shrunk, width};
 }
 

@@ -479,7 +479,7 @@ class Program:
         if (adapted := packed.adapted) is None:
             return
         if (width := adapted.width) not in self._shrunk:
-            self._shrunk[width] = torch.zeros(self._capacity, width)
+            self._shrunk[width] = torch.zeros(self._capacity, width, dtype=self._dtype)
         shrunk = self._keep(self._shrunk[width])
         self._library.program_adapt(self._handle, adapted.number, self._keep(adapted.parts()), shrunk, width)
 

@@ -169,8 +169,12 @@ def in_turn(count: int, owns: Sequence[Own | None]) -> list[Own | None]:
 
 
 def check(case: Case, run: Run, owns: Sequence[Own | None]) -> None:
+    """In bfloat16 x A^T is rounded, too: a number may be far off where large ones cancel, but few are."""
     tokens = range(len(owns))
-    close(run(tokens, owns), case.want(tokens, owns))
+    got, want = run(tokens, owns), case.want(tokens, owns)
+    close(got, want, 0.1 if case.dtype == torch.bfloat16 else None)
+    off = (got.double() - want).square().mean() / want.square().mean()
+    assert off.sqrt() < (5e-3 if case.dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -309,11 +313,11 @@ def test_products_one_after_another_each_take_their_own_factors(team: Team) -> N
     close(x.tensor[:21], want @ weights[2].T.double(), 1e-4)
 
 
-def test_the_memory_of_an_adapter_is_that_of_its_factors_in_whole_panels() -> None:
+def test_the_memory_of_an_adapter_is_that_of_its_factors_in_whole_panels_and_pairs() -> None:
     case = Case(torch.bfloat16, 64, (96, 40))
     adapter = case.packed_adapter(case.adapter(5, without=[0]))
     assert adapter is not None
-    assert adapter.num_bytes == 2 * (5 * 64 + 5 * 160)
+    assert adapter.num_bytes == 2 * (6 * 64 + 6 * 160)
 
 
 def test_lanes_of_two_parts_in_one_half_of_a_panel_are_an_error_of_ours() -> None:
