@@ -146,6 +146,10 @@ def _summary(times: Sequence[float]) -> dict[str, float]:
     return {"ms_p50": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
 
 
+def _cell(cell: dict[str, Any]) -> str:
+    return "{ms_p50:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**cell)
+
+
 def table(document: dict[str, Any]) -> str:
     """Render the table of docs/benchmarks/step-time.md: medians in milliseconds, with minimum and maximum in brackets,
     and the share of the matrix products in a step of the native kernels."""
@@ -157,7 +161,7 @@ def table(document: dict[str, Any]) -> str:
     for (kind, size), cells in shapes.items():
         what = f"{size} streams decode" if kind.startswith("decode") else f"{size} tokens of a prompt"
         what += ", with adapters" * kind.endswith(ADAPTED)
-        found = ["{ms_p50:.1f} ({ms_min:.1f}–{ms_max:.1f})".format(**cells[name]) for name in names]
+        found = [_cell(cells[name]) if name in cells else "" for name in names]
         share = f"{cells['products']['ms_p50'] / cells['native']['ms_p50']:.0%}" if "products" in cells else ""
         lines.append(f"| {what} | {' | '.join(found)} | {share} |")
     return "\n".join(lines)

@@ -75,6 +75,26 @@ def test_the_loop_has_room_for_its_streams_whatever_else_is_measured(
     assert [loop["size"] for loop in document["loops"]] == [70]
 
 
+@needs_compiler
+def test_steps_are_measured_with_adapters_too_where_they_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "head_dim": 16}))
+    arguments = ["--model", str(tmp_path), "--load-format", "dummy", "--rounds", "1", "--context", "20", "--loop", "3"]
+    main([*arguments, "--steps", "2", "--rows", "3", "--prefill", "16", "--loras", "2", "--lora-rank", "3"])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    shapes = [(cell["step"], cell["size"], cell["kernels"]) for cell in document["cells"]]
+    plain = [(*what, name) for what in (("decode", 3), ("prefill", 16)) for name in ("native", "torch_cpu", "products")]
+    adapted = [(f"{kind}+lora", size, name) for kind, size, name in plain if name != "products"]
+    assert shapes == [*plain, *adapted]
+    assert [line.split(" | ")[0] for line in table(document).splitlines()[2:]] == [
+        "| 3 streams decode",
+        "| 16 tokens of a prompt",
+        "| 3 streams decode, with adapters",
+        "| 16 tokens of a prompt, with adapters",
+    ]
+
+
 TRAFFIC = Traffic(stream_prompt=48, stream_answer=1500, head_start=40, prompt_tokens=1500, every_s=0.02)
 
 
