@@ -52,6 +52,7 @@ LOAD = "tests/engine/test_load_snapshot.py"
 LOGPROBS = "tests/engine/batch/test_logprobs.py"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/cpu/native/test_program.py"
+LOW_RANK = "tests/kernels/cpu/native/test_low_rank.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
 PREEMPTION = "tests/engine/scheduling/test_preemption.py"
@@ -1906,6 +1907,22 @@ MUTATIONS = (
         "((size + 0x7ffff + (size >> 20 & 1)) >> 20)",
         "((size + 0x7ffff) >> 20)",
         ("tests/kernels/cpu/native/test_e4m3.py",),
+    ),
+    Mutation(
+        "Native g",
+        "A part of a stacked matrix gets what an adapter has for the part before it.",
+        "kernels/cpu/native/low_rank.h",
+        "own.firsts[matrix.parts[2 * panel + 1]]",
+        "own.firsts[matrix.parts[2 * panel]]",
+        (LOW_RANK,),
+    ),
+    Mutation(
+        "Native h",
+        "A token's sums with an adapter depend on how many tokens are computed beside it.",
+        "kernels/cpu/native/low_rank.h",
+        "    int64_t k = 0;\n",
+        "    int64_t k = TOKENS == 1 && inputs > STEP ? STEP : 0;\n",
+        (LOW_RANK,),
     ),
     # --- steps that stay on the device --------------------------------------------------------------------------------
     Mutation(
