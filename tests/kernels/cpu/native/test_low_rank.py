@@ -29,7 +29,8 @@ pytestmark = needs_compiler
 
 TOKENS, MOST = 70, 64
 KINDS = ("plain", "int8", "blocks", "rounded")
-QKV = (96, 32, 16)
+QKV = (80, 48, 16)
+"""Two parts meet within a panel."""
 
 
 @pytest.fixture(scope="module", params=[1, 3])
