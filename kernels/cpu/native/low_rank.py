@@ -88,9 +88,8 @@ class PackedAdapter:
         rows = torch.cat(kept)  # [num_ranks, inputs]
         pair = 1 if self._dtype == torch.float32 else 2
         by_lane = F.pad(b.to(self._dtype), (0, odd))[matrix.lanes]  # [panels, 32, rank]
-        lanes = (
-            by_lane.view(*by_lane.shape[:2], -1, pair).transpose(1, 2).contiguous()
-        )  # [panels, rank / pair, 32, pair]
+        pairs = by_lane.view(*by_lane.shape[:2], rank // pair, pair)
+        lanes = pairs.transpose(1, 2).contiguous()  # [panels, rank / pair, 32, pair]
         self._kept += [rows, lanes]
         self._table[matrix.number] = _LowRank(
             rows.data_ptr(), lanes.data_ptr(), rank, len(rows), (ctypes.c_int64 * MAX_PARTS)(*firsts)
