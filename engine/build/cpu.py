@@ -198,9 +198,10 @@ def _builder(
 def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> Runner[Model]:
     size = resolved.block_size
     if kernels.name == NATIVE:
-        return lambda decoder, cache, _: NativeModel(
+        return lambda decoder, cache, state: NativeModel(
             decoder,
             cache,
+            state,
             block_size=size,
             num_threads=resolved.num_threads,
             num_tokens=resolved.max_num_batched_tokens,
@@ -225,7 +226,7 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
             config.kernels,
             head_dim=model.head_dim,
             block_size=config.block_size,
-            inputs=(model.hidden_size, model.intermediate_size, *model.expert_sizes),
+            inputs=(model.hidden_size, model.intermediate_size, *model.expert_sizes, *model.hybrid_sizes),
             unfit=_unfit(on),
         )
     except ValueError as error:

@@ -3,7 +3,7 @@ Never outlives the step: the next pass may reuse the memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,14 @@ from torch import Tensor
 from engine.batch.sampler import Draw
 from engine.models.recurrent_state import RecurrentState
 from engine.step import AdapterHost, StepPlan
-from kernels.eager.rewind import Rewind
+
+
+class Rewind(Protocol):
+    """The way back past the rejected drafts of one step."""
+
+    def to(self, counts: Sequence[int]) -> None:
+        """Set recurrent states to those after each row's first counts[row] tokens. 0: nobody reads the row's state
+        again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,13 @@ class ModelConfig:
         return tuple({layer.experts.intermediate_size: None for layer in self.layers if layer.experts})
 
     @property
+    def hybrid_sizes(self) -> tuple[int, ...]:
+        """Distinct numbers of inputs of the matrices that only hybrids have: linear attention's outputs, and shared
+        experts' down projections."""
+        shared = (layer.experts.shared_size for layer in self.layers if layer.experts and layer.experts.shared_size)
+        return tuple(dict.fromkeys((*(linear.heads.value_size for linear in self.linear_layers), *shared)))
+
+    @property
     def multiplied_intermediate_size(self) -> int:
         """Total intermediate size of the MLPs that one token passes, in the last layer."""
         experts = self.layers[-1].experts

@@ -1,11 +1,12 @@
 """Owns a model as a program of the native library: operations are recorded once, and each step is a single call.
-Never runs Python between operations, and never keeps anything of a step except K and V."""
+Never runs Python between operations, and never keeps anything of a step except K, V and recurrent states."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +17,12 @@ from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.native_adapters import NativeAdapters, adapted
-from engine.models.parameters import DecoderWeights
+from engine.models.native_rewind import NativeRewind, drafted_rows
+from engine.models.parameters import DecoderWeights, SharedExpertWeights
+from engine.models.recurrent_state import RecurrentState
 from engine.models.stored_matrix import StoredMatrix
 from engine.step import RowSampling, ScheduledRequest, StepPlan
+from kernels.cpu.native.linear_attention import LinearAttentionProgram, Rewind
 from kernels.cpu.native.low_rank import PackedAdapter
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped
 from kernels.cpu.native.sampling import DrawnRow, draw_rows
@@ -31,6 +35,8 @@ class _Recorded:
 
     num_tokens: int
     num_sampled: int
+    rewind: Rewind | None
+    """Of the tokens that rows with drafts may have; None: no step of a model with states had any yet."""
     program: Program
     hidden: Buffer
     logits: Buffer
@@ -50,6 +56,7 @@ class NativeModel:
         self,
         decoder: Decoder,
         cache: KVCache,
+        state: RecurrentState | None = None,
         *,
         block_size: int,
         num_threads: int,
@@ -71,28 +78,44 @@ class NativeModel:
         self.cache = cache
         self._block_size = block_size
         self.team = Team(num_threads)
-        self.state = None  # models with recurrent state run on torch's operators
+        self.state = state
         self.busy_s = 0.0
         """Seconds that steps have spent in the library so far; the rest of the engine's time is Python's."""
         self._recorded = self._record(num_tokens, num_sampled)
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
-        check_plan(plan, self._block_size)
+        check_plan(plan, self._block_size, 0 if self.state is None else self.state.num_slots)
         rows = plan.rows
         counts = [len(row.token_ids) for row in rows]
         adapters = self._adapters_of(rows)
         sampled = sampled_tokens(rows, counts)
-        recorded = self._with_room(sum(counts), len(sampled))
+        drafted = drafted_rows(rows) if self.state is not None else range(0)
+        recorded = self._with_room(sum(counts), len(sampled), sum(counts[row] for row in drafted))
         needed = (row.block_ids[: -(-row.end // self._block_size)] for row in rows)
-        tokens_of_rows, starts = (fed_tokens(row, newest) for row in rows), [row.start for row in rows]
-        step = StepRows(tokens_of_rows, starts, counts, list(needed), sampled, adapters)
-        begun = time.perf_counter()
-        recorded.program.run(step)
-        self.busy_s += time.perf_counter() - begun
+        step = StepRows(
+            (fed_tokens(row, newest) for row in rows),
+            [row.start for row in rows],
+            counts,
+            list(needed),
+            sampled,
+            [row.state.slot for row in rows if row.state is not None],
+            (drafted.start, len(drafted)),
+            adapters,
+        )
+        self._run(recorded.program, step)
+        rewind = None
+        if drafted:
+            assert recorded.rewind is not None
+            rewind = NativeRewind(partial(self._run, recorded.rewind.program), rows, drafted, self._block_size)
         places = len(sampled)
         tokens, best = (buffer.tensor[:places, 0] for buffer in recorded.best)
         hidden, logits = recorded.hidden.tensor[: step.num_tokens], recorded.logits.tensor[:places]
-        return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw)
+        return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw, rewind)
+
+    def _run(self, program: Program, step: StepRows) -> None:
+        begun = time.perf_counter()
+        program.run(step)
+        self.busy_s += time.perf_counter() - begun
 
     def _adapters_of(self, rows: Sequence[ScheduledRequest]) -> list[PackedAdapter | None]:
         if self.adapters is not None:
@@ -120,25 +143,32 @@ class NativeModel:
         ]
         return draw_rows(self.team, logits, rows)
 
-    def _with_room(self, num_tokens: int, num_sampled: int) -> _Recorded:
+    def _with_room(self, num_tokens: int, num_sampled: int, num_drafted: int = 0) -> _Recorded:
         """Return the programs, recorded again if the step is larger than any before. If memory runs out, the old ones
-        stay."""
+        stay. num_drafted: tokens of rows with drafts, if the model has states."""
         now = self._recorded
-        if num_tokens > now.num_tokens or num_sampled > now.num_sampled:
-            self._recorded = self._record(max(num_tokens, now.num_tokens), max(num_sampled, now.num_sampled))
+        room = 0 if now.rewind is None else now.rewind.capacity
+        if num_tokens > now.num_tokens or num_sampled > now.num_sampled or num_drafted > room:
+            if num_drafted > room:  # some more than now: seldom recorded again
+                room = 2 * num_drafted
+            self._recorded = self._record(max(num_tokens, now.num_tokens), max(num_sampled, now.num_sampled), room)
         return self._recorded
 
-    def _record(self, num_tokens: int, num_sampled: int) -> _Recorded:
-        program, head = (
-            Program(self.team, block_size=self._block_size, capacity=num_tokens, dtype=self.decoder.dtype)
-            for _ in range(2)
-        )
-        hidden: Buffer = self.decoder.forward(program, self.cache)
+    def _record(self, num_tokens: int, num_sampled: int, num_drafted: int = 0) -> _Recorded:
+        program, head = self._program(num_tokens), self._program(num_tokens)
+        rewind = Rewind(self._program(num_drafted), num_drafted, self.decoder.dtype) if num_drafted else None
+        program.rewind = rewind
+        hidden: Buffer = self.decoder.forward(program, self.cache, self.state)
         lm_head = self.decoder.weights.lm_head
         logits = program.logits(hidden, lm_head, num_sampled)
         best = program.argmax(logits)
         scored = head.logits(hidden, lm_head, SCORED_POSITIONS)
-        return _Recorded(num_tokens, num_sampled, program, hidden, logits, best, head, scored)
+        return _Recorded(num_tokens, num_sampled, rewind, program, hidden, logits, best, head, scored)
+
+    def _program(self, num_tokens: int) -> LinearAttentionProgram:
+        return LinearAttentionProgram(
+            self.team, block_size=self._block_size, capacity=num_tokens, dtype=self.decoder.dtype
+        )
 
 
 def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool) -> DecoderWeights:
@@ -147,10 +177,17 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool) -> Decode
     tied = weights.lm_head.weight is weights.embedding
     dtype: torch.dtype = weights.embedding.dtype
 
-    def packed(linear: Linear, *, gated: bool = False, consume: bool = True) -> Linear:
+    def packed(linear: Linear, *, gated: bool = False, consume: bool = True, quantize: bool = quantize) -> Linear:
         if isinstance(linear.weight, StoredMatrix):
             return pack_grouped(linear.weight.take_parts(), linear.bias, gated=gated, rounded=rounded)
         return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded)
+
+    def shared(expert: SharedExpertWeights) -> SharedExpertWeights:
+        return SharedExpertWeights(
+            gate_up=packed(expert.gate_up, gated=True),
+            down=packed(expert.down),
+            gate=packed(expert.gate, quantize=False),  # one output: rounding it would save nothing
+        )
 
     layers = tuple(
         replace(
@@ -159,6 +196,7 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool) -> Decode
             output=packed(layer.output),
             gate_up=packed(layer.gate_up, gated=True),
             down=packed(layer.down),
+            shared=None if layer.shared is None else shared(layer.shared),
         )
         for layer in weights.layers
     )

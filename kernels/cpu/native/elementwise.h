@@ -77,6 +77,7 @@ void rotate(const T* x, const float* norm, float eps, const float* rotation, int
 template <class T, class C = T>
 struct RotateAndCache {
     const T* qkv;
+    int64_t stride;  // of a token's queries, keys and values
     const float *q_norm, *k_norm, *rotations;
     float eps;
     int64_t heads;
@@ -85,7 +86,7 @@ struct RotateAndCache {
 
     void operator()(const Step& step, int64_t token) const {
         const int64_t size = cache.head_dim, kv_heads = cache.kv_heads;
-        const T* x = qkv + token * (heads + 2 * kv_heads) * size;
+        const T* x = qkv + token * stride;
         const float* angles = rotations + token * size;
         for (int64_t head = 0; head < heads; head++)
             rotate(x + head * size, q_norm, eps, angles, size, q + (token * heads + head) * size);

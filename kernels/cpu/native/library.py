@@ -47,11 +47,16 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_linear": ("", "pippppllplpppii"),
     "program_gated": ("", "pippppllplppip"),
     "program_rotations": ("", "ppplp"),
-    "program_rotate_and_cache": ("", "pipppfpllllppip"),
+    "program_rotate_and_cache": ("", "piplppfpllllppip"),
     "program_attention": ("", "piplllppiflp"),
     "program_experts": ("", "pippllllipppppppppppp"),
     "program_argmax": ("", "pplpp"),
     "draw_rows": ("", "pplplp"),
+    "program_sigmoid_gate": ("", "pippliplp"),
+    "program_causal_conv": ("", "piplplllpp"),
+    "program_delta_rule": ("", "piplplplpplllllppp"),
+    "program_gated_norm": ("", "pipplpfllp"),
+    "program_keep_drafted": ("", "pipllp"),
 }
 
 

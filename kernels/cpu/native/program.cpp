@@ -7,6 +7,7 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "linear.h"
+#include "linear_attention.h"
 #include "low_rank.h"
 #include "sample.h"
 #include "step.h"
@@ -22,13 +23,15 @@ struct Program {
 
     void add(std::function<void()> operation) { operations.push_back(std::move(operation)); }
 
-    // What a step may name: tokens of the embedding, blocks of the cache. None were recorded yet.
+    // What a step may name: tokens of the embedding, blocks of the cache, slots of states (-1: there are no states). None
+    // were recorded yet.
     int64_t num_token_ids = std::numeric_limits<int64_t>::max();
     int64_t num_blocks = std::numeric_limits<int64_t>::max();
+    int64_t num_states = -1;
 
-    // False, with nothing done, if the step names a token or a block that is not there.
+    // False, with nothing done, if the step names a token, a block or a state that is not there.
     bool run(const StepRows& rows) {
-        if (!step.take(rows, num_token_ids, num_blocks)) return false;
+        if (!step.take(rows, num_token_ids, num_blocks, num_states)) return false;
         team.run([this] {
             for (const auto& operation : operations) operation();
         });
@@ -191,9 +194,10 @@ static void add_norm(Program* program, const T* x, float* residual, int fresh, c
     });
 }
 
-template <class T, class C>
-static void add_attention(Program* program, Attention<T, C> attention) {
-    program->add_each([attention](const Step& step) { return attention.num_tasks(step); }, attention);
+// An operation that says how many tasks it has in a step.
+template <class Operation>
+static void add_tasks(Program* program, Operation operation) {
+    program->add_each([operation](const Step& step) { return operation.num_tasks(step); }, operation);
 }
 
 // The most likely token of each sampled row, and its logit: NaN if any is NaN. The lowest of equals.
@@ -383,20 +387,20 @@ void program_rotations(Program* program, const float* frequencies, const float* 
     });
 }
 
-void program_rotate_and_cache(Program* program, int wide, const void* qkv, const float* q_norm, const float* k_norm, float eps,
-                              const float* rotations, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
+void program_rotate_and_cache(Program* program, int wide, const void* qkv, int64_t stride, const float* q_norm, const float* k_norm,
+                              float eps, const float* rotations, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks,
                               void* keys, void* values, int narrow, void* q) {
     const int64_t block_size = program->step.block_size;
     program->num_blocks = std::min(program->num_blocks, num_blocks);
     BY_CACHE(program->add_each_token,
-             (RotateAndCache<T, C>{as<T>(qkv), q_norm, k_norm, rotations, eps, heads,
+             (RotateAndCache<T, C>{as<T>(qkv), stride, q_norm, k_norm, rotations, eps, heads,
                                    Cache<T, C>{as<C>(keys), as<C>(values), block_size, kv_heads, head_dim}, as<T>(q)}));
 }
 
 void program_attention(Program* program, int wide, const void* q, int64_t heads, int64_t kv_heads, int64_t head_dim,
                        void* keys, void* values, int narrow, float scale, int64_t window, void* out) {
     const int64_t block_size = program->step.block_size;
-    BY_CACHE(add_attention,
+    BY_CACHE(add_tasks,
              (program, Attention<T, C>{as<T>(q), Cache<T, C>{as<C>(keys), as<C>(values), block_size, kv_heads, head_dim},
                                        heads, scale, window, as<T>(out)}));
 }
@@ -427,6 +431,38 @@ void draw_rows(Team* team, const float* logits, int64_t vocab, const DrawnRow* r
             }
         });
     });
+}
+
+// The operations of kernels.forward.LinearAttentionPass. Strides are those of the parts of a projection.
+void program_sigmoid_gate(Program* program, int wide, const void* x, const void* gate, int64_t gate_stride, int by_token,
+                          const void* other, int64_t size, void* out) {
+    BY_TYPE(add_tasks, (program, SigmoidGate<T>{as<T>(x), {as<T>(gate), gate_stride}, by_token != 0, as<T>(other), size, as<T>(out)}));
+}
+
+void program_causal_conv(Program* program, int wide, const void* x, int64_t stride, const float* weight, int64_t kernel,
+                         int64_t channels, int64_t num_states, void* states, void* out) {
+    program->num_states = num_states;
+    BY_TYPE(add_tasks, (program, CausalConv<T>{{as<T>(x), stride}, weight, kernel, channels, as<T>(states), as<T>(out)}));
+}
+
+void program_delta_rule(Program* program, int wide, const void* qkv, int64_t stride, const void* strength, int64_t strength_stride,
+                        const void* step_size, int64_t step_stride, const float* rates, const float* biases, int64_t key_heads,
+                        int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t num_states, float* states,
+                        float* prepared, void* out) {
+    const DeltaHeads heads{key_heads, value_heads, key_dim, value_dim};
+    program->num_states = num_states;
+    BY_TYPE(add_tasks, (program, PrepareDelta<T>{heads, {as<T>(qkv), stride}, {as<T>(strength), strength_stride},
+                                                 {as<T>(step_size), step_stride}, rates, biases, prepared}));
+    BY_TYPE(add_tasks, (program, DeltaRule<T>{heads, {as<T>(qkv), stride}, prepared, states, as<T>(out)}));
+}
+
+void program_gated_norm(Program* program, int wide, const void* x, const void* gate, int64_t gate_stride, const float* weight,
+                        float eps, int64_t heads, int64_t size, void* out) {
+    BY_TYPE(add_tasks, (program, GatedNorm<T>{as<T>(x), {as<T>(gate), gate_stride}, weight, eps, heads, size, as<T>(out)}));
+}
+
+void program_keep_drafted(Program* program, int wide, const void* x, int64_t stride, int64_t size, void* out) {
+    BY_TYPE(add_tasks, (program, KeepDrafted<T>{{as<T>(x), stride}, size, as<T>(out)}));
 }
 
 }  // extern "C"

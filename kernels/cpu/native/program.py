@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,9 +46,12 @@ def why_unfit(head_dim: int, block_size: int, inputs: Iterable[int]) -> str | No
 class _StepRows(ctypes.Structure):
     """Mirrors StepRows of step.h."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_sampled")] + [
-        (name, ctypes.c_void_p)
-        for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled", "adapters")
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_sampled")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "contexts", "counts", "first_blocks", "blocks", "sampled")),
+        ("state_slots", ctypes.c_void_p),
+        ("adapters", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("first_drafted", "num_drafted")),
     ]
 
 
@@ -66,10 +69,14 @@ class StepRows:
         counts: Sequence[int],
         blocks: Sequence[Sequence[int]],
         sampled: Sequence[int] = (),
+        state_slots: Sequence[int] = (),
+        drafted: tuple[int, int] = (0, 0),
         adapters: Sequence[PackedAdapter | None] = (),
     ) -> None:
-        """Pack, for each row: its tokens, how many tokens are cached before them, their count, and its blocks.
-        sampled: indices of the step's tokens after which one is sampled. adapters: each row's; empty: none has one."""
+        """Pack, for each row: its tokens, how many tokens are cached before them, their count, its blocks, and the slot
+        of its recurrent state if the model has one. sampled: indices of the step's tokens after which one is sampled.
+        drafted: the first row with drafts and their number; the states of these rows stay as they are.
+        adapters: each row's; empty: none has one."""
         self._arrays = [
             joined(token_ids),
             array("q", contexts),
@@ -78,12 +85,15 @@ class StepRows:
             joined(blocks),
             array("q", sampled),
         ]
+        slots = array("q", state_slots)
+        assert len(slots) in (0, len(counts))
+        self._arrays.append(slots)
         self.num_tokens = len(self._arrays[0])
         sizes = (self.num_tokens, len(counts), len(sampled))
         self._adapters = adapters  # the library has only addresses
         self._tables = array("Q", (0 if adapter is None else adapter.address for adapter in adapters))
         tables = _address(self._tables) if adapters else None
-        self.struct = _StepRows(*sizes, *map(_address, self._arrays), tables)
+        self.struct = _StepRows(*sizes, *map(_address, self._arrays), tables, *drafted)
 
 
 class Team:
@@ -276,9 +286,30 @@ class Buffer:
     def address(self) -> int:
         return self.tensor.data_ptr()
 
+    @property
+    def stride(self) -> int:
+        """How many elements a token's numbers lie from the next one's."""
+        return self.tensor.shape[1]
+
     def __del__(self) -> None:
         key = self.tensor.shape[1], self.tensor.dtype
         self._pool.setdefault(key, []).append(self.tensor)
+
+
+class Columns(NamedTuple):
+    """Neighbouring columns of a Buffer, in its memory: `width` from `first` on."""
+
+    of: Buffer
+    first: int
+    width: int
+
+    @property
+    def address(self) -> int:
+        return self.of.address + self.first * self.of.tensor.element_size()
+
+    @property
+    def stride(self) -> int:
+        return self.of.stride
 
 
 class Program:
@@ -306,11 +337,12 @@ class Program:
         """Run the record on one step.
 
         Raises:
-            IndexError: a token id is outside the vocabulary or a block id outside the cache. Nothing was computed.
+            IndexError: a token id is outside the vocabulary, a block outside the cache, or a slot outside the states.
+                Nothing was computed.
         """
         assert rows.num_tokens <= self._capacity
         if not self._library.program_run(self._handle, ctypes.byref(rows.struct)):
-            raise IndexError("The step names a token or a block that is not there.")
+            raise IndexError("The step names a token, a block or a state that is not there.")
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -398,7 +430,7 @@ class Program:
 
     def rotate_and_cache(
         self,
-        qkv: Buffer,
+        qkv: Buffer | Columns,
         rotations: Buffer,
         heads: HeadShape,
         cache: tuple[Tensor, Tensor],
@@ -411,6 +443,7 @@ class Program:
             self._handle,
             self._wide,
             qkv.address,
+            qkv.stride,
             q_norm,
             k_norm,
             eps,

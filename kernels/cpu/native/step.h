@@ -18,11 +18,14 @@ struct StepRows {
     const int64_t* first_blocks;  // [num_rows] where the row's blocks begin in `blocks`
     const int64_t* blocks;        // block ids of all rows
     const int64_t* sampled;       // [num_sampled] tokens of the step after which one is sampled
+    const int64_t* state_slots;   // [num_rows] where the row's recurrent state lies; null for a model without
     const LowRank* const* adapters;  // [num_rows] the factors of each row's adapter by matrix, or null. Null: no row has one
+    int64_t first_drafted, num_drafted;  // rows with drafts: their states stay as they are before the step
 };
 
 struct Step : StepRows {
     int64_t block_size = 0;
+    std::vector<int64_t> begins;     // [num_rows + 1] the row's first token
     std::vector<int64_t> rows;       // [num_tokens] which row
     std::vector<int64_t> positions;  // [num_tokens] in its request
     std::vector<int64_t> slots;      // [num_tokens] block * block_size + offset
@@ -43,13 +46,15 @@ struct Step : StepRows {
 
     static constexpr int64_t TILE_TOKENS = 16;
 
-    // False if the rows name a token or a block that is not there: the kernels do not look again.
-    bool take(const StepRows& given, int64_t num_token_ids, int64_t num_blocks) {
+    // False if the rows name a token, a block or a state that is not there: the kernels do not look again.
+    bool take(const StepRows& given, int64_t num_token_ids, int64_t num_blocks, int64_t num_states) {
         static_cast<StepRows&>(*this) = given;
         const auto within = [](const int64_t* numbers, int64_t count, int64_t end) {
             return std::all_of(numbers, numbers + count, [end](int64_t number) { return number >= 0 && number < end; });
         };
         if (!within(token_ids, num_tokens, num_token_ids) || !within(blocks, first_blocks[num_rows], num_blocks)) return false;
+        if (num_states >= 0 && !(state_slots && within(state_slots, num_rows, num_states))) return false;
+        begins.assign(1, 0);
         rows.clear();
         positions.clear();
         slots.clear();
@@ -65,6 +70,7 @@ struct Step : StepRows {
             for (int64_t i = 0; i < counts[row]; i += TILE_TOKENS)
                 tiles.push_back({row, i, std::min(TILE_TOKENS, counts[row] - i), begin});
             begin += counts[row];
+            begins.push_back(begin);
         }
         sort_adapted();
         return true;
@@ -91,6 +97,9 @@ struct Step : StepRows {
             adapter_tiles.back().count++;
         }
     }
+    bool advances(int64_t row) const { return row < first_drafted || row >= first_drafted + num_drafted; }
+    int64_t begin_drafted() const { return begins[first_drafted]; }
+    int64_t end_drafted() const { return begins[first_drafted + num_drafted]; }
 
     int64_t block(int64_t row, int64_t position) const { return blocks[first_blocks[row] + position / block_size]; }
 };

@@ -154,7 +154,7 @@ class Run:
         self.out.tensor.fill_(torch.nan)
         for shrunk in self.program._shrunk.values():
             shrunk.fill_(torch.nan)
-        self.program.run(StepRows(ids, [0] * len(sizes), sizes, [[0] * 8] * len(sizes), (), adapters))
+        self.program.run(StepRows(ids, [0] * len(sizes), sizes, [[0] * 8] * len(sizes), adapters=adapters))
         assert self.out.tensor[len(tokens) :].isnan().all(), "a row that the step does not have was written"
         return self.out.tensor[: len(tokens)].clone()
 
@@ -310,7 +310,7 @@ def test_products_one_after_another_each_take_their_own_factors(team: Team) -> N
         adapter.put(matrix, own.a, own.b)
         assert own.a[0] is not None
         want = want @ weight.T.double() + want @ own.a[0].T.double() @ own.b.T.double()
-    program.run(StepRows([list(range(21))], [0], [21], [[0, 1]], (), [adapter]))
+    program.run(StepRows([list(range(21))], [0], [21], [[0, 1]], adapters=[adapter]))
     close(x.tensor[:21], want @ weights[2].T.double(), 1e-4)
 
 
