@@ -25,6 +25,7 @@ EXCUSED = {
     "tests/engine/models/test_weights.py": "multiplies no matrices",
     "tests/kernels/cpu/native/test_e4m3.py": "has a slow test that compiles our kernels for each kind of processor",
     "tests/kernels/cpu/native/test_grouped.py": "has a slow test that compiles our kernels for each kind of processor",
+    "tests/kernels/cpu/native/test_linear_attention.py": "has a slow test that compiles our kernels for each processor",
     "tests/kernels/cpu/native/test_low_rank.py": "has a slow test that compiles our kernels for each kind of processor",
     "tests/kernels/cpu/native/test_program.py": "has a slow test that compiles our kernels for each kind of processor",
     "tests/kernels/cpu/native/test_rounded.py": "has a slow test that compiles our kernels for each kind of processor",

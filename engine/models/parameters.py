@@ -157,13 +157,15 @@ def _narrow_places(
         place: kept.experts_layout(list(needed.values())) if place in of_experts else kept.layout(needed[0])
         for place, needed in modules.items()
     }
-    if _turns_rows(config) and isinstance(layouts.get("qkv"), InBlocks):
+    if _turns_rows(config, layer_config) and isinstance(layouts.get("qkv"), InBlocks):
         del layouts["qkv"]
     return {place: layout for place, layout in layouts.items() if layout is not None}
 
 
-def _turns_rows(config: ModelConfig) -> bool:
-    """Whether `settle_qkv` reorders outputs, which it cannot do in blocks."""
+def _turns_rows(config: ModelConfig, layer_config: LayerConfig) -> bool:
+    """Whether `settle` reorders a layer's outputs, which it cannot do in blocks."""
+    if layer_config.linear is not None:
+        return layer_config.linear.stacked_by_head
     return config.attention_gate or config.rope.rotated_size(config.head_dim) < config.head_dim
 
 

@@ -57,19 +57,19 @@ def asked(first: str, second: str) -> str:
         ("LoRA", "hybrid", "–"),
         ("Prompt lookup", "Overlapped", "N T R G"),
         ("A draft model", "Overlapped", "–"),
-        ("Prompt lookup", "hybrid", "T R"),
+        ("Prompt lookup", "hybrid", "N T R"),
         ("A draft model", "dense", "N T R"),
-        ("Weights rounded", "hybrid", "G"),
+        ("Weights rounded", "hybrid", "N G"),
         ("Weights rounded", "dense", "N G"),
         ("Weights rounded", "text and images", "–"),
         ("Activations in int8", "Activations in fp8", "or"),
         ("KV cache in 8 bits", "text and images", "T"),
         ("KV cache in 8 bits", "dense", "N T G"),
-        ("KV cache in 8 bits", "hybrid", "T G"),
+        ("KV cache in 8 bits", "hybrid", "N T G"),
         ("KV cache in 8 bits", "CUDA graphs", "G"),
         ("Activations in int8", "dense", "N"),
         ("Activations in int8", "A checkpoint's own bits", "N"),
-        ("Activations in int8", "hybrid", "–"),
+        ("Activations in int8", "hybrid", "N"),
         ("CUDA graphs", "Prompt lookup", "G"),
         ("Overlapped", "mixture of experts", "N T R G"),
     ],
@@ -91,7 +91,7 @@ def test_features_that_need_different_places_do_not_go_together_and_both_reasons
 
 def test_a_cell_has_the_reasons_of_two_and_not_those_of_one_alone() -> None:
     notes = Notes()
-    assert cell(facts("Prompt lookup"), MODELS["hybrid"], notes) == "T R<sup>1</sup>"
+    assert cell(facts("Prompt lookup"), MODELS["hybrid"], notes) == "N T R<sup>1</sup>"
     assert cell(facts("LoRA"), MODELS["dense"], notes) == "N T R G"
     (line,) = notes.lines()
     assert line.endswith("on a GPU, recurrent state is not rolled back after a rejected draft.")

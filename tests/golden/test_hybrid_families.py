@@ -22,6 +22,7 @@ from engine.step import StepPlan
 from tests.golden.bench import Bench
 from tests.golden.models import make_executor
 from tests.golden.test_families import GREEDY, NEW_TOKENS, PROMPTS
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import HYBRIDS, VOCAB, edit_config, greedy_answer, save_model
 
 STRIDE = 16
@@ -32,10 +33,10 @@ LONG_PROMPT = torch.randint(0, VOCAB, (273,), generator=torch.Generator().manual
 class Hybrid(Bench):
     """The bench of one family; `copies` counts the copies of states that its plans ask for."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, kernels: str) -> None:
         model = save_model(kind, directory)
         self.want = [greedy_answer(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
-        executor, resolved = make_executor(directory, "float32", num_threads=1, scheduler=SNAPSHOTS)
+        executor, resolved = make_executor(directory, "float32", num_threads=1, scheduler=SNAPSHOTS, kernels=kernels)
         super().__init__(executor, resolved, PROMPTS)
         self.copies: Counter[str] = Counter()
         launch = executor.launch
@@ -50,9 +51,14 @@ class Hybrid(Bench):
         executor.launch = counted  # type: ignore[method-assign]
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+NATIVE = [pytest.param((kind, "native"), id=kind, marks=needs_compiler) for kind in HYBRIDS]
+TORCH = [pytest.param((kind, "torch_cpu"), id=f"{kind} torch_cpu") for kind in ("qwen3_next", "qwen3_5")]
+
+
+@pytest.fixture(scope="module", params=[*NATIVE, *TORCH])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    return Hybrid(request.param, tmp_path_factory.mktemp(request.param))
+    kind, kernels = request.param
+    return Hybrid(kind, tmp_path_factory.mktemp(kind), kernels)
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +124,16 @@ def test_sampled_text_depends_on_the_seed_only(hybrid: Hybrid) -> None:
     assert hybrid.serve(PROMPTS, params, rounds=2, **budget) == alone
 
 
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch_cpu"])
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_budget_of_4_and_a_whole_prompt_of_273_tokens_give_the_same_text(kind: str, tmp_path: Path) -> None:
-    """S1-N5. The whole prompt is solved as 5 systems of equations, the last one of 17 tokens;
+def test_a_budget_of_4_and_a_whole_prompt_of_273_tokens_give_the_same_text(
+    kind: str, kernels: str, tmp_path: Path
+) -> None:
+    """S1-N5. By torch's operators the whole prompt is solved as 5 systems of equations, the last one of 17 tokens;
     with a budget of 4 it is 69."""
     want = greedy_answer(save_model(kind, tmp_path), LONG_PROMPT, NEW_TOKENS)
     edit_config(tmp_path, max_position_embeddings=512)
-    bench = Bench(*make_executor(tmp_path, "float32", num_threads=1), [LONG_PROMPT])
+    bench = Bench(*make_executor(tmp_path, "float32", num_threads=1, kernels=kernels), [LONG_PROMPT])
     texts = {}
     for tokens in (4, 512):
         budget = {"max_num_batched_tokens": tokens, "max_prefill_tokens": tokens, "max_num_seqs": 2}

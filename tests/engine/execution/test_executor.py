@@ -101,6 +101,8 @@ def test_longrope_is_the_model_of_short_texts_unless_longer_ones_are_asked_for(
         ("qwen2_window", "torch_cpu"),
         ("qwen3_moe", "torch_cpu"),
         ("mixtral", "torch_cpu"),
+        ("qwen3_next", "torch_cpu"),
+        ("qwen3_5_moe", "torch_cpu"),
         ("qwen3_next", "reference"),
         ("qwen3_5", "reference"),
     ],

@@ -98,10 +98,13 @@ def test_memory_holds_as_many_blocks_as_their_bytes_say(kept_in: str, tmp_path: 
     assert resolved.kv_cache_dtype == kept_in
 
 
-def test_a_model_with_recurrent_state_and_one_with_experts_keep_theirs_in_fewer_bits_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch_cpu"])
+def test_a_model_with_recurrent_state_and_one_with_experts_keep_theirs_in_fewer_bits_too(
+    kernels: str, tmp_path: Path
+) -> None:
     for kind in ("qwen3_next", "qwen3_moe"):
         save_model(kind, tmp_path / kind)
-        executor, _ = create_executor(tmp_path / kind, settings(kv_cache_dtype="int8", kernels="torch_cpu"))
+        executor, _ = create_executor(tmp_path / kind, settings(kv_cache_dtype="int8", kernels=kernels))
         assert forced_logits(executor, PROMPTS[2], range(8), 16).isfinite().all()
         assert {tensor.dtype for tensor in cache_of(executor)} == {torch.int8}
 

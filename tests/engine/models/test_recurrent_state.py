@@ -21,6 +21,7 @@ from engine.models.recurrent_state import RecurrentState, bytes_per_slot
 from engine.protocol import Failed, Finished, SamplingParams, Submission
 from engine.scheduling.request import create_request
 from engine.step import RowKind, ScheduledRequest, StateUse, StepPlan
+from tests.support.compiler import needs_compiler
 from tests.support.plans import chunk, decode, forced_logits, run
 from tests.support.tiny_models import VOCAB, save_model
 
@@ -44,9 +45,12 @@ def make(directory: Path, **settings: Any) -> tuple[TorchExecutor, ResolvedConfi
     return create_executor(directory, EngineConfig(**engine | {"scheduler": SNAPSHOTS} | settings))
 
 
-@pytest.fixture
-def executor(checkpoint: Path) -> TorchExecutor:
-    return make(checkpoint)[0]
+BOTH = [pytest.param("native", marks=needs_compiler), "torch_cpu"]
+
+
+@pytest.fixture(params=BOTH)
+def executor(checkpoint: Path, request: pytest.FixtureRequest) -> TorchExecutor:
+    return make(checkpoint, kernels=request.param)[0]
 
 
 def state_of(executor: TorchExecutor) -> RecurrentState:
@@ -191,11 +195,12 @@ def states_at(executor: TorchExecutor, slot: int) -> list[torch.Tensor]:
     return [state.conv[:, slot].clone(), state.delta[:, slot].clone()]
 
 
+@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("num_right", [0, 1, 2, 3])
-def test_after_drafts_a_state_is_that_of_the_tokens_that_count(checkpoint: Path, num_right: int) -> None:
+def test_after_drafts_a_state_is_that_of_the_tokens_that_count(checkpoint: Path, num_right: int, kernels: str) -> None:
     """The row is beside a row of one token, a row whose drafts are all wrong, and a chunk;
     slots are in another order."""
-    executor, expected = make(checkpoint)[0], make(checkpoint)[0]
+    executor, expected = (make(checkpoint, kernels=kernels)[0] for _ in "ab")
     texts = {
         "a": follow(expected, TOKENS[:20], BLOCKS, 0, 6),
         "b": follow(expected, TOKENS[20:50], OTHER_BLOCKS, 1, 6),
@@ -228,7 +233,7 @@ def test_after_drafts_a_state_is_that_of_the_tokens_that_count(checkpoint: Path,
 def test_a_step_whose_drafts_are_all_right_computes_nothing_again(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = make(checkpoint)[0]
+    executor = make(checkpoint, kernels="torch_cpu")[0]
     text = follow(executor, TOKENS[:20], BLOCKS, 0, 4)
     run(executor, in_slot(chunk("a", TOKENS[:20], 0, 20, BLOCKS), 0))
     ops, calls = executor.model._ops, []  # type: ignore[attr-defined]
@@ -260,33 +265,26 @@ def test_a_plan_that_says_nothing_of_states_is_refused(executor: TorchExecutor) 
             run(executor, bad)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kernels": "native"}, "kernels is native: the native kernels do not compute linear attention"),
-        ({"batch_invariant": True}, "batch_invariant is true, but the kernels are torch_cpu"),
-    ],
-)
-def test_what_states_cannot_go_with_is_refused_by_name(
-    checkpoint: Path, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(checkpoint, **settings)
+def test_adapters_are_refused_by_name(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="has linear attention: adapters are not computed for linear attention"):
+        make(checkpoint, max_loras=1)
 
 
 def test_what_a_grammar_forces_is_drafted_by_default_and_looked_up_drafts_where_they_are_asked_for(
     checkpoint: Path,
 ) -> None:
-    _, resolved = make(checkpoint)
+    _, resolved = make(checkpoint, kernels="torch_cpu")
     assert resolved.num_speculative_tokens == 4
     assert resolved.speculative.method == "none"
     assert resolved.reasons["speculative"].startswith("none: these kernels' sums depend on how many rows a step has")
-    EngineCore(*make(checkpoint, speculative=SpeculativeConfig(method="suffix")))
+    EngineCore(*make(checkpoint, kernels="torch_cpu", speculative=SpeculativeConfig(method="suffix")))
 
 
-def test_on_the_cpu_it_runs_on_torch_s_operators_and_the_start_says_why(checkpoint: Path) -> None:
-    why = make(checkpoint)[1].reasons["kernels"]
-    assert why.endswith("has linear attention, and the native kernels do not compute linear attention and its gates")
+@needs_compiler
+def test_the_native_kernels_are_chosen_which_give_the_same_bits_in_any_batch(checkpoint: Path) -> None:
+    _, resolved = make(checkpoint, batch_invariant=True)
+    assert resolved.kernels == "native"
+    assert resolved.speculative.method == "suffix"
 
 
 def test_a_step_without_memory_fails_its_own_requests_and_is_not_run_again(

@@ -260,7 +260,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(
 def test_states_of_rows_with_drafts_advance_past_the_accepted_tokens_alone_to_the_same_bits(
     team: Team, heads: LinearHeads, dtype: torch.dtype
 ) -> None:
-    """Of "edges of tiles" the rows of 32, 33 and 70 tokens are too long for drafts: the cases are made of its states."""
+    """Rows have the states of "edges of tiles", and fewer tokens."""
     given = inputs("edges of tiles", dtype, heads=heads)
     slots, contexts = given.rows.slots, given.rows.contexts
     rows = replace(
