@@ -53,6 +53,7 @@ LOGPROBS = "tests/engine/batch/test_logprobs.py"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/cpu/native/test_program.py"
 LOW_RANK = "tests/kernels/cpu/native/test_low_rank.py"
+NATIVE_LINEAR = "tests/kernels/cpu/native/test_linear_attention.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
 PREEMPTION = "tests/engine/scheduling/test_preemption.py"
@@ -1883,6 +1884,30 @@ MUTATIONS = (
         "* splat(keep[r]);",
         "* splat(keep[r] > 0.0f ? 1.0f : 0.0f);",
         (NATIVE,),
+    ),
+    Mutation(
+        "Native linear a",
+        "A request begins with the convolution's inputs of the slot's last owner.",
+        "kernels/cpu/native/linear_attention.h",
+        "return step.contexts[row] ? state + (past + token) * channels : nullptr;",
+        "return state + (past + token) * channels;",
+        (NATIVE_LINEAR,),
+    ),
+    Mutation(
+        "Native linear b",
+        "Rejected drafts stay in a state.",
+        "kernels/cpu/native/linear_attention.h",
+        "        if (step.advances(row))\n            for",
+        "        if (true)\n            for",
+        (NATIVE_LINEAR,),
+    ),
+    Mutation(
+        "Native linear c",
+        "What a token writes is compared with the state before it fades.",
+        "kernels/cpu/native/linear_attention.h",
+        "multiply_add(-decay, of_keys[c],",
+        "multiply_add(splat(-1.0f), of_keys[c],",
+        (NATIVE_LINEAR,),
     ),
     Mutation(
         "Native d",

@@ -28,7 +28,8 @@ inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
         __m256 part[2];
     };
     const auto x = std::bit_cast<Halves>(a), y = std::bit_cast<Halves>(b), z = std::bit_cast<Halves>(c);
-    return std::bit_cast<f32x16>(Halves{_mm256_fmadd_ps(x.part[0], y.part[0], z.part[0]), _mm256_fmadd_ps(x.part[1], y.part[1], z.part[1])});
+    const auto low = _mm256_fmadd_ps(x.part[0], y.part[0], z.part[0]), high = _mm256_fmadd_ps(x.part[1], y.part[1], z.part[1]);
+    return std::bit_cast<f32x16>(Halves{low, high});
 #endif
 }
 
@@ -84,9 +85,11 @@ struct CausalConv {
         for (int64_t token = 0; token < count; token++)
             by_vectors(size, [&](int64_t i, int64_t lanes) {
                 f32x16 total = splat(0.0f);
-                for (int64_t j = 0; j < kernel; j++)
+                for (int64_t j = 0; j < kernel; j++) {
+                    const float* weights = weight + j * channels + first;
                     if (const T* from = input(token - past + j))
-                        total = multiply_add(load_some(from + i, lanes), load_some(weight + j * channels + first + i, lanes), total);
+                        total = multiply_add(load_some(from + i, lanes), load_some(weights + i, lanes), total);
+                }
                 store_some(out + (begin + token) * channels + first + i, total * sigmoid(total), lanes);
             });
         if (!step.advances(row)) return;
@@ -161,14 +164,16 @@ struct PrepareDelta {
             squares = multiply_add(value, value, squares);
         });
         const f32x16 scale = splat(factor / std::sqrt(reduce_add(squares) + 1e-6f));
-        by_vectors(heads.key_dim, [&](int64_t i, int64_t lanes) { store_some(to + i, load_some(x + i, lanes) * scale, lanes); });
+        by_vectors(heads.key_dim, [&](int64_t i, int64_t lanes) {
+            store_some(to + i, load_some(x + i, lanes) * scale, lanes);
+        });
     }
 };
 
 // S <- decay S;  S <- S + k (strength (v - S^T k))^T;  read S^T q      (arXiv 2412.06464), token after token.
 //
 // A task is a block of one row's and head's columns, which are independent of each other, so that a block stays in the first
-// cache for all tokens of a chunk. No product of many tokens is faster by enough to give up that any cut has the same bits.
+// cache for all tokens of a chunk. Token by token, any cut of a text has the same bits; products of many tokens would not.
 template <class T>
 struct DeltaRule {
 #if defined(__AVX512F__)
@@ -261,7 +266,8 @@ struct GatedNorm {
         });
         const f32x16 scale = splat(rms_scale(reduce_add(squares), size, eps));
         by_vectors(size, [&](int64_t i, int64_t lanes) {
-            const f32x16 g = load_some(gates + i, lanes), normed = load_some(from + i, lanes) * scale * load_some(weight + i, lanes);
+            const f32x16 g = load_some(gates + i, lanes);
+            const f32x16 normed = load_some(from + i, lanes) * scale * load_some(weight + i, lanes);
             store_some(out + task * size + i, normed * (g * sigmoid(g)), lanes);
         });
     }
@@ -298,5 +304,7 @@ struct KeepDrafted {
 
     int64_t num_tasks(const Step& step) const { return step.end_drafted() - step.begin_drafted(); }
 
-    void operator()(const Step& step, int64_t task) const { std::copy_n(x.of(step.begin_drafted() + task), size, out + task * size); }
+    void operator()(const Step& step, int64_t task) const {
+        std::copy_n(x.of(step.begin_drafted() + task), size, out + task * size);
+    }
 };
