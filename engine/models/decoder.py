@@ -117,5 +117,5 @@ class Decoder:
 
 
 def _with_linear_attention(run: ForwardPass) -> LinearAttentionPass:
-    """Return the pass under its wider type. Models that need it never run on another pass; see engine.build.facts."""
+    """Return the pass under its wider type, which every backend's pass has."""
     return cast(LinearAttentionPass, run)

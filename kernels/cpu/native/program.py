@@ -1,4 +1,4 @@
-"""Owns a recorded forward pass: a model's operations, run by the library in each step. Long: it has every operation.
+"""Owns a recorded forward pass: a model's operations, run by the library in each step. Long: it has most operations.
 Never runs an operation while recording, and knows no model."""
 
 from __future__ import annotations
