@@ -551,13 +551,15 @@ class EngineConfig:
         "Type of activations, and of weights and KV cache unless these have fewer bits. `auto`: `bfloat16` where the "
         "device multiplies it natively, otherwise `float32`. `float16`: only on a GPU.",
     )
-    quantize: Literal["none", "int8", "stored"] = setting(
-        "none",
-        "In how many bits weight matrices are held. `none`: in the type of `dtype`, unless a packed checkpoint stays "
-        "as it is. `stored`: in a checkpoint's own 4 to 8 bits, without rounding, and only with the native kernels: a "
-        "GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers "
-        "and FP8 of AWQ, GPTQ, compressed-tensors and fp8 in groups of a multiple of 32 inputs. `int8`: rounded to one "
-        "byte for each weight and a scale for each output, so that a token reads half as much memory; with the native "
+    quantize: Literal["auto", "none", "int8", "stored"] = setting(
+        "auto",
+        "In how many bits weight matrices are held. `auto`: `stored` on a CPU where the native kernels compute with "
+        "the checkpoint's bits and no matrix unit (AMX) multiplies bfloat16 faster, otherwise `none`; the log says "
+        "why. `none`: in the type of `dtype`, unless a packed checkpoint stays as it is. `stored`: in a checkpoint's "
+        "own 4 to 8 bits, without rounding, and only with the native kernels: a GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, "
+        "Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers and FP8 of AWQ, GPTQ, "
+        "compressed-tensors and fp8 in groups of a multiple of 32 inputs. `int8`: rounded to one byte for each weight "
+        "and a scale for each output, so that a token reads half as much memory; with the native "
         "kernels, or on a GPU with Triton, where packed weights that stay packed are left so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
@@ -565,11 +567,12 @@ class EngineConfig:
         "auto",
         "Type of the activations that matrices with packed weights are multiplied by. `auto`: the type of `dtype`. "
         "`int8`, on a CPU: rounded to 8 bits in blocks of 32 of a token, with a scale for each block, so that prompts "
-        "and batches take less time, and answers are less accurate. It needs `quantize: stored` or `int8`, the native "
-        "kernels, and a processor with AVX-512 VNNI or AVX-VNNI. `fp8` (e4m3), on a GPU with Triton of compute "
-        "capability 8.9 or later: where a checkpoint's matrix stays in fp8 and a step has more than 64 tokens; each "
-        "token has a scale of its own, unless the checkpoint has one. Experts, and matrices in the type of `dtype`, "
-        "are multiplied as without it. docs/how-to/quantised-models.md says what each costs.",
+        "and batches take less time, and answers are less accurate. It needs weights of 4 to 8 bits (`quantize` "
+        "`auto`, `stored` or `int8`), the native kernels, and a processor with AVX-512 VNNI or AVX-VNNI. `fp8` (e4m3), "
+        "on a GPU with Triton of compute capability 8.9 or later: where a checkpoint's matrix stays in fp8 and a step "
+        "has more than 64 tokens; each token has a scale of its own, unless the checkpoint has one. Experts, and "
+        "matrices in the type of `dtype`, are multiplied as without it. docs/how-to/quantised-models.md says what each "
+        "costs.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",
@@ -750,7 +753,7 @@ class EngineConfig:
 
     @property
     def stored(self) -> bool:
-        """Whether a GGUF file's matrices are kept in its blocks."""
+        """Whether matrices are kept in their checkpoint's bits. With `quantize: auto` only the start can tell."""
         return self.quantize == "stored"
 
     @property
@@ -792,6 +795,8 @@ class ResolvedConfig:
     """Resolved: the method is not `auto`, and free_tokens and a draft model's model_cost are set."""
     kv_cache_dtype: str = "auto"
     """`auto` means that of `dtype`."""
+    quantize: str = "none"
+    """Resolved: not `auto`."""
     recurrent_state: bool = False
     """Whether the model has state besides KV: then requests hold state slots, and prefix hits need snapshots."""
     drafting_limit: int | None = None
@@ -837,6 +842,7 @@ class ResolvedConfig:
             max_loras=config.max_loras,
             targets=config.targets,
             kv_cache_dtype=config.kv_cache_dtype,
+            quantize="none" if config.quantize == "auto" else config.quantize,
             scheduler=resolved.pop("scheduler", config.scheduler),
             step_trace=config.step_trace,
             overlap=config.overlap,
@@ -908,7 +914,7 @@ def _free_tokens(config: EngineConfig, on_cpu: bool, eight_bits: bool) -> int:
     """Return the default of SpeculativeConfig.free_tokens."""
     if not on_cpu:
         return FREE_TOKENS_ON_GPU
-    return FREE_TOKENS_OF_INT8 if eight_bits or config.quantize != "none" else FREE_TOKENS_ON_CPU
+    return FREE_TOKENS_OF_INT8 if eight_bits or config.quantize in ("int8", "stored") else FREE_TOKENS_ON_CPU
 
 
 def _speculative(

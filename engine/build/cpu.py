@@ -12,9 +12,10 @@ from engine import features
 from engine.batch.grammar import read_grammars
 from engine.build.draft import DraftCheckpoint, check_length, read_draft
 from engine.build.facts import facts_of
-from engine.build.host_fit import HostBudget, host_use, kept_on_cpu
+from engine.build.host_fit import HostBudget, host_use, kept_on_cpu, weights_on_host
 from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import block_bytes, resolve, resolve_dtype
+from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
@@ -40,6 +41,16 @@ BYTE_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStart:
+    """A draft model that is ready to be loaded."""
+
+    checkpoint: DraftCheckpoint
+    config: EngineConfig
+    """The engine's, as far as it is for a draft model, with this model's own `quantize`."""
+    kernels: Choice
+
+
+@dataclass(frozen=True, slots=True)
 class CpuStart:
     """An engine that is ready to start: everything is checked and chosen and its memory is claimed, but no weight has
     been read."""
@@ -49,7 +60,7 @@ class CpuStart:
     config: EngineConfig
     resolved: ResolvedConfig
     kernels: Choice
-    draft: tuple[DraftCheckpoint, Choice] | None
+    draft: DraftStart | None
     claim: Claim
 
     def build(self) -> tuple[TorchExecutor, ResolvedConfig]:
@@ -66,9 +77,8 @@ class CpuStart:
         model = builder.attach(decoder, resolved.num_kv_blocks)
         draft_model, with_torch = None, self.kernels.name != NATIVE
         if self.draft is not None:
-            checkpoint, kernels = self.draft
+            checkpoint, config, kernels = self.draft.checkpoint, self.draft.config, self.draft.kernels
             with_torch |= kernels.name != NATIVE
-            config = _alone(self.config)
             drafts = _builder(checkpoint.directory, checkpoint.model, config, self.resolved, kernels)
             draft_model = DraftModel(drafts.build())
         executor = TorchExecutor(
@@ -107,18 +117,21 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     model = read_model_config(model_dir)
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
     kernels = _kernels(model, config)
-    draft = read_draft(model_dir, model, config)
+    draft = _draft(read_draft(model_dir, model, config), _alone(config))
+    config, why_bits = settle_quantize(model, config, kernels)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
+    resolved = replace(resolved, reasons=resolved.reasons | why_bits)
     try:
         if model.vision is not None:
             from engine.build.encoder import with_inputs
 
             resolved = with_inputs(model_dir, model, config, resolved)
-        with_kernels = None if draft is None else (draft, _draft_kernels(draft, _alone(config), resolved.max_model_len))
+        if draft is not None:
+            check_length(draft.checkpoint, resolved.max_model_len)
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, with_kernels, claim)
+    return CpuStart(model_dir, model, config, resolved, kernels, draft, claim)
 
 
 def _missing() -> Facts:
@@ -129,10 +142,10 @@ def _missing() -> Facts:
 
 
 def _without_byte_weights(model: ModelConfig, config: EngineConfig) -> Facts:
-    """Return why `quantize: stored` leaves no matrix in integers of few bits, if it leaves none."""
+    """Return why `quantize` leaves no matrix in integers of few bits, if it leaves none."""
     packed = model.quantization
     kept = packed is not None and any(one.by_output or in_integers(one) for _, one in packed.groups)
-    if config.quantize != "stored" or kept:
+    if config.quantize not in ("auto", "stored") or kept:
         return {}
     return {NO_BYTE_WEIGHTS: f"the weights are {'not packed' if packed is None else packed.summary}"}
 
@@ -148,16 +161,19 @@ def _claimed(
     config: EngineConfig,
     kernels: Choice,
     device: tuple[Device, str],
-    draft: DraftCheckpoint | None,
+    draft: DraftStart | None,
     engines: int,
 ) -> tuple[ResolvedConfig, Claim]:
     """Return the resolved config and a claim on its memory, so that no other engine of this machine counts that as
     free."""
     dtype, _ = resolve_dtype(config, device[0])
-    drafts = None if draft is None else draft.model
-    checkpoints = [(model_dir, model)] if draft is None else [(model_dir, model), (draft.directory, draft.model)]
-    use = host_use(checkpoints, config, dtype, native=kernels.name == NATIVE)
-    draft_cost = None if draft is None else (draft.model, draft.cost)
+    drafts = None if draft is None else draft.checkpoint.model
+    use = host_use(model_dir, model, config, dtype, native=kernels.name == NATIVE)
+    if draft is not None:
+        beside = draft.checkpoint.directory, draft.checkpoint.model, draft.config
+        size = weights_on_host(*beside, dtype, native=draft.kernels.name == NATIVE)
+        use = replace(use, weights=use.weights + size)
+    draft_cost = None if draft is None else (draft.checkpoint.model, draft.checkpoint.cost)
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))
         resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost)
@@ -247,11 +263,12 @@ def _unfit(on: Facts) -> str | None:
     return f"{on[conflict.feature]}, and {conflict.rule.reason}"
 
 
-def _draft_kernels(draft: DraftCheckpoint, config: EngineConfig, max_model_len: int) -> Choice:
-    """Choose the draft model's kernels before any weights are loaded. Refuse a draft model whose context is shorter
-    than `max_model_len`."""
-    check_length(draft, max_model_len)
+def _draft(checkpoint: DraftCheckpoint | None, config: EngineConfig) -> DraftStart | None:
+    """Choose the draft model's kernels, and in how many bits its weights are held. config: see _alone."""
+    if checkpoint is None:
+        return None
     try:
-        return _kernels(draft.model, config)
+        kernels = _kernels(checkpoint.model, config)
     except ConfigError as error:  # the text names settings, which could be either model's
         raise ConfigError(f"speculative.model is {config.speculative.model}, for which {error}") from error
+    return DraftStart(checkpoint, settle_quantize(checkpoint.model, config, kernels)[0], kernels)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.build.resolve import weights_read
+from engine.checkpoints.gguf_form import gguf_form
 from engine.checkpoints.model_cache import ModelError
 from engine.checkpoints.prepare import prepare_model
 from engine.config import ConfigError, EngineConfig, refuse_conflicts
@@ -39,7 +40,7 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
     if config.speculative.method != "draft_model" or name is None:
         return None
     try:
-        directory = prepare_model(name, weights=config.load_format != "dummy", stored=config.stored)
+        directory = prepare_model(name, weights=config.load_format != "dummy", **gguf_form(config))
         draft = read_model_config(directory)
     except ModelError as error:  # the text names a model: say which of the two
         raise ModelError(f"speculative.model is {name}: {error}") from error

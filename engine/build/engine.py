@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from engine.async_engine import AsyncEngine
 from engine.batch.grammar import Grammars, MaskLimits
 from engine.build.step_times import fake_step_times, measured_step_times
+from engine.checkpoints.gguf_form import gguf_form
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.core.capabilities import check_capabilities
@@ -68,11 +70,7 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
         return resolved
     from engine.build.executor import check_executor
 
-    return check_executor(
-        prepare_model(model, weights=config.load_format != "dummy", progress=False, stored=config.stored),
-        config,
-        engines,
-    )
+    return check_executor(_prepared(model, config, progress=False), config, engines)
 
 
 def _build_torch(
@@ -84,10 +82,19 @@ def _build_torch(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.build.executor import create_executor
 
-    model_dir = prepare_model(model, weights=config.load_format != "dummy", stored=config.stored)
+    model_dir = _prepared(model, config)
     executor, resolved = create_executor(model_dir, config, engines)
     step_times = measured_step_times(executor, model_dir, config, resolved) if resolved.targets.any else None
     return executor, resolved, step_times
+
+
+def _prepared(model: str, config: EngineConfig, *, progress: bool = True) -> Path:
+    """Return the model's directory. A GGUF file has two forms; with `quantize: auto` the device decides."""
+    from engine.execution.device import choose_device
+
+    on_gpu = config.quantize == "auto" and choose_device(config)[0].capability is not None
+    form = gguf_form(config, on_gpu=on_gpu)
+    return prepare_model(model, weights=config.load_format != "dummy", progress=progress, **form)
 
 
 def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:

@@ -131,29 +131,33 @@ def _asked_bytes(config: EngineConfig, block_bytes: int, state_bytes: int) -> tu
     return None
 
 
-def host_use(
-    checkpoints: list[tuple[Path, ModelConfig]], config: EngineConfig, dtype: torch.dtype, *, native: bool
-) -> HostUse:
-    """Return the memory that an engine on the CPU takes. checkpoints: the model, and the draft model if there is one.
-    native: whether on the native kernels, which keep 8-bit matrices and pack a tied LM head into memory of its own.
+def host_use(model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: torch.dtype, *, native: bool) -> HostUse:
+    """Return the memory that an engine on the CPU takes, without a draft model. native: see weights_on_host.
 
     Raises:
-        CheckpointError: a checkpoint's files cannot be read.
+        CheckpointError: the checkpoint's files cannot be read.
     """
-    model, keep = checkpoints[0][1], kept_on_cpu(config, native=native)
-    stored = config.load_format != "dummy"
     return HostUse(
-        weights=sum(
-            weight_bytes(directory if stored else None, checkpoint, dtype, keep=keep)
-            + (_head_bytes(checkpoint, dtype, keep) if native and checkpoint.tie_word_embeddings else 0)
-            for directory, checkpoint in checkpoints
-        )
-        + _vision_bytes(model, dtype),
+        weights=weights_on_host(model_dir, model, config, dtype, native=native) + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),
         encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
         adapters=config.max_loras
         * (packed_adapter_bytes if native else adapter_bytes)(model, config.max_lora_rank, dtype),
     )
+
+
+def weights_on_host(
+    model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: torch.dtype, *, native: bool
+) -> int:
+    """Return the bytes of a model's weights. native: whether on the native kernels, which keep 8-bit matrices and pack
+    a tied LM head into memory of its own.
+
+    Raises:
+        CheckpointError: the checkpoint's files cannot be read.
+    """
+    keep, drawn = kept_on_cpu(config, native=native), config.load_format == "dummy"
+    size = weight_bytes(None if drawn else model_dir, model, dtype, keep=keep)
+    return size + (_head_bytes(model, dtype, keep) if native and model.tie_word_embeddings else 0)
 
 
 def kept_on_cpu(config: EngineConfig, *, native: bool) -> Keep:

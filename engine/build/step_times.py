@@ -82,7 +82,7 @@ def _key(model_dir: Path, config: EngineConfig, served: ResolvedConfig) -> str:
     """Hash what step times depend on: the machine, the model's shape and the settings."""
     shape = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
     settings = {name: getattr(served, name) for name in _SETTINGS}
-    asked = (config.quantize, config.activations, config.attention, config.cuda_graphs)
+    asked = (served.quantize, config.activations, config.attention, config.cuda_graphs)
     document = [_FORMAT, _processor(), shape, settings, *asked]
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:32]
 

@@ -51,6 +51,12 @@ def sha256_of(path: Path, progress: bool = False) -> str:
     return digest.hexdigest()
 
 
+def intact(key: str) -> Path | None:
+    """Return the directory models/`key` if it is there with all of its files, each of the recorded size."""
+    directory = cache_root() / "models" / key
+    return directory if _fault(directory) is None else None
+
+
 def prepared(key: str, source: str, fill: Callable[[Path], None], *, verify: bool, progress: bool) -> Path:
     """Return the directory models/`key`, made by `fill(empty directory)` unless an intact one exists.
 

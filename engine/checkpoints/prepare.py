@@ -6,12 +6,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoints.default_model import DEFAULT_GGUF_SHA256, download_default_gguf
-from engine.checkpoints.model_cache import ModelError, prepared, say, sha256_of
+from engine.checkpoints.gguf_form import gguf_form
+from engine.checkpoints.model_cache import ModelError, intact, prepared, say, sha256_of
 from engine.checkpoints.model_source import check_model_directory, check_shape_directory, download_from_hub
-from engine.config import DEFAULT_MODEL
+from engine.config import DEFAULT_MODEL, EngineConfig, choices_of
 
 __all__ = ["ModelError", "main", "prepare_model"]
 
@@ -21,7 +23,13 @@ _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revi
 
 
 def prepare_model(
-    model: str, *, progress: bool = True, verify: bool = False, weights: bool = True, stored: bool = False
+    model: str,
+    *,
+    progress: bool = True,
+    verify: bool = False,
+    weights: bool = True,
+    stored: bool = False,
+    either: bool = False,
 ) -> Path:
     """Return a directory with config.json, safetensors weights, tokenizer.json and tokenizer_config.json.
 
@@ -33,24 +41,26 @@ def prepare_model(
             Directories and hub ids have no such record; their weights' headers and sizes are always checked.
         weights: false requires only config.json in a local directory, for `load_format: dummy`.
         stored: a GGUF file's matrices stay in its blocks, for `quantize: stored`: a directory of its own.
+        either: where that form cannot be made, as in a cache that is only read or without a network, take the other if
+            it is there. Engines read both.
 
     Raises:
         ModelError: `model` has none of the four forms, or cannot be read, downloaded, converted or cached.
     """
     try:
-        directory = _resolve(model, progress, verify, weights, stored)
+        directory = _resolve(model, progress, verify, weights, stored, either)
     except OSError as error:
         raise ModelError(f"{model} cannot be read: {error}") from error
     say(f"Model {model} is ready in {directory}", progress)
     return directory
 
 
-def _resolve(model: str, progress: bool, verify: bool, weights: bool, stored: bool) -> Path:
+def _resolve(model: str, progress: bool, verify: bool, weights: bool, stored: bool, either: bool) -> Path:
     if model == DEFAULT_MODEL:
-        return _prepare_default(progress, verify, stored)
+        return _prepare_default(progress, verify, stored, either)
     path = Path(model).expanduser()
     if model.endswith(".gguf"):
-        return _prepare_gguf(path, progress, verify, stored)
+        return _prepare_gguf(path, progress, verify, stored, either)
     if model and path.is_dir():
         return (check_model_directory if weights else check_shape_directory)(path.absolute())
     if match := _HUB_ID.fullmatch(model):
@@ -61,7 +71,7 @@ def _resolve(model: str, progress: bool, verify: bool, weights: bool, stored: bo
     )
 
 
-def _prepare_gguf(path: Path, progress: bool, verify: bool, stored: bool) -> Path:
+def _prepare_gguf(path: Path, progress: bool, verify: bool, stored: bool, either: bool) -> Path:
     if not path.is_file():
         raise ModelError(f"{path} is not there: expected a GGUF file.")
     path = path.absolute()
@@ -73,17 +83,31 @@ def _prepare_gguf(path: Path, progress: bool, verify: bool, stored: bool) -> Pat
 
         convert_gguf(path, directory, progress, stored=stored)
 
-    return prepared(_gguf_key(sha256_of(path, progress), stored), str(path), fill, verify=verify, progress=progress)
+    return _converted(sha256_of(path, progress), str(path), fill, progress, verify, stored, either)
 
 
-def _prepare_default(progress: bool, verify: bool, stored: bool) -> Path:
+def _prepare_default(progress: bool, verify: bool, stored: bool, either: bool) -> Path:
     def fill(directory: Path) -> None:
         from engine.checkpoints.gguf_convert import convert_gguf
 
         with download_default_gguf(directory, progress) as path:
             convert_gguf(path, directory, progress, stored=stored)
 
-    return prepared(_gguf_key(DEFAULT_GGUF_SHA256, stored), DEFAULT_MODEL, fill, verify=verify, progress=progress)
+    return _converted(DEFAULT_GGUF_SHA256, DEFAULT_MODEL, fill, progress, verify, stored, either)
+
+
+def _converted(
+    sha256: str, source: str, fill: Callable[[Path], None], progress: bool, verify: bool, stored: bool, either: bool
+) -> Path:
+    """Return the directory of a GGUF file with this SHA-256. The other arguments: see prepare_model and prepared."""
+    try:
+        return prepared(_gguf_key(sha256, stored), source, fill, verify=verify, progress=progress)
+    except ModelError as error:
+        other = intact(_gguf_key(sha256, not stored)) if either else None
+        if other is None:
+            raise
+        say(f"{source} is taken in another form, from {other}: {error}", progress)
+        return other
 
 
 def _gguf_key(sha256: str, stored: bool) -> str:
@@ -101,9 +125,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
     parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every prepared file")
+    parser.add_argument(
+        "--quantize",
+        choices=choices_of(EngineConfig)["quantize"],
+        default="auto",
+        help="the engine's setting, by which a GGUF file's matrices stay as they are or become bfloat16 (%(default)s: "
+        "as on a CPU like this machine's)",
+    )
     options = parser.parse_args(arguments)
     try:
-        directory = prepare_model(options.model, verify=options.verify)
+        form = gguf_form(EngineConfig(quantize=options.quantize))
+        directory = prepare_model(options.model, verify=options.verify, **form)
     except ModelError as error:
         print(" ".join(f"error: {error}".split()), file=sys.stderr)
         return 1

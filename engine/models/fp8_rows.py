@@ -33,7 +33,11 @@ class Fp8Rows:
         outputs, inputs = self.numbers.shape
         return outputs, inputs
 
+    def pack(self, rows: Tensor, panels: Tensor) -> None:
+        panels.copy_(self.take(rows).panels())
+
     def take(self, rows: Tensor) -> Grouped:
+        """Return these outputs, in this order."""
         values = self.numbers[rows].view(torch.float8_e4m3fn)
         return Grouped(form=self.form, values=values, scales=self.scales[rows])
 

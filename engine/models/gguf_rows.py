@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.native.grouped import FORMS, Form, Grouped
+from kernels.cpu.native.grouped import FORMS, Form, Grouped, pack_blocks
 
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 """Bytes of a block, which has as many inputs as the form's run."""
@@ -42,7 +42,11 @@ class GgufRows:
         """Stack the other's outputs below these, of the same format."""
         return GgufRows(self.kind, torch.cat((self.blocks, other.blocks)))
 
+    def pack(self, rows: Tensor, panels: Tensor) -> None:
+        pack_blocks(self.form, self.blocks, rows, panels)
+
     def take(self, rows: Tensor) -> Grouped:
+        """Return these outputs, in this order."""
         blocks = self.blocks[rows].view(len(rows), -1, BLOCK_BYTES[self.kind])  # [outputs, blocks, bytes]
         if self.kind == "Q6_K":
             return _q6_k(self.form, blocks)

@@ -38,7 +38,11 @@ class IntegerRows:
         outputs, inputs = self.grouped.values.shape
         return outputs, inputs
 
+    def pack(self, rows: Tensor, panels: Tensor) -> None:
+        panels.copy_(self.take(rows).panels())
+
     def take(self, rows: Tensor) -> Grouped:
+        """Return these outputs, in this order."""
         own = self.grouped
         assert own.minima is not None
         return Grouped(form=own.form, values=own.values[rows], scales=own.scales[rows], minima=own.minima[rows])

@@ -3,6 +3,8 @@ Never knows which request a block belongs to; the scheduler's block manager does
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +62,21 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> KVCache:
-        """Allocate zeroed memory, which touches every page: if memory is short, this fails at start, not under load."""
+        """Allocate zeros. On a CPU (device None) a page takes memory when its first block is used; whoever allocates
+        has checked that there will be enough."""
         shape = (num_blocks, block_size, model.num_kv_heads, stored_size(model.head_dim, dtype))
 
         def zeros() -> Tensor:
+            if device is None or device.type == "cpu":
+                return _untouched_zeros(shape, dtype)
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(tuple((zeros(), zeros()) for _ in range(model.num_attention_layers)))
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that the system fills in page by page, when they are first read or written; torch.zeros writes them
+    all. They go back to it with the tensor."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would count as a file's
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.native_adapters import NativeAdapters, adapted
 from engine.models.native_rewind import NativeRewind, drafted_rows
-from engine.models.parameters import DecoderWeights, SharedExpertWeights
+from engine.models.parameters import DecoderWeights, LayerWeights, SharedExpertWeights
 from engine.models.recurrent_state import RecurrentState
 from engine.models.stored_matrix import StoredMatrix
 from engine.step import RowSampling, ScheduledRequest, StepPlan
@@ -69,7 +70,7 @@ class NativeModel:
         """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
         quantize: use 8-bit matrices; rounded: round the activations that matrices of 4 to 8 bits are multiplied by; see
         kernels.cpu.native.program.pack. max_lora_rank: 0: rows have no LoRA adapters."""
-        decoder.weights = _packed(decoder.weights, quantize=quantize, rounded=rounded)
+        decoder.weights = _packed(decoder.weights, quantize=quantize, rounded=rounded, num_threads=num_threads)
         self.adapters: NativeAdapters | None = None
         if max_lora_rank:
             decoder.weights, matrices = adapted(decoder.weights, decoder.config, max_lora_rank)
@@ -171,9 +172,9 @@ class NativeModel:
         )
 
 
-def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool) -> DecoderWeights:
-    """Pack weights in place. A tied LM head is copied instead, because the embedding must stay readable by row; in
-    blocks, the embedding is read from the LM head's panels."""
+def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threads: int = 1) -> DecoderWeights:
+    """Pack weights in place, a layer in each thread. A tied LM head is copied instead, because the embedding must stay
+    readable by row; in blocks, the embedding is read from the LM head's panels."""
     tied = weights.lm_head.weight is weights.embedding
     dtype: torch.dtype = weights.embedding.dtype
 
@@ -189,8 +190,8 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool) -> Decode
             gate=packed(expert.gate, quantize=False),  # one output: rounding it would save nothing
         )
 
-    layers = tuple(
-        replace(
+    def packed_layer(layer: LayerWeights) -> LayerWeights:
+        return replace(
             layer,
             qkv=packed(layer.qkv),
             output=packed(layer.output),
@@ -198,9 +199,11 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool) -> Decode
             down=packed(layer.down),
             shared=None if layer.shared is None else shared(layer.shared),
         )
-        for layer in weights.layers
-    )
-    head = packed(weights.lm_head, consume=not tied)
+
+    with ThreadPoolExecutor(num_threads) as pool:  # the library and torch work without the interpreter's lock
+        head_job = pool.submit(packed, weights.lm_head, consume=not tied)  # the largest matrix first
+        layers = tuple(pool.map(packed_layer, weights.layers))
+        head = head_job.result()
     embedding = weights.embedding
     if isinstance(embedding, StoredMatrix):
         embedding = head.weight if tied else pack_grouped(embedding.take_parts()).weight

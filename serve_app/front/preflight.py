@@ -110,7 +110,6 @@ def _prepare(application: Application) -> None:
     for setting, model in models.items():
         try:
             if model is not None:
-                engine = settings.engine
-                prepare_model(model, weights=engine.load_format != "dummy", stored=engine.stored)
+                prepare_model(model, weights=settings.engine.load_format != "dummy", **settings.gguf_form)
         except ModelError as error:
             raise application.refused(f"args.{setting}: {error}", *setting.split(".")) from error

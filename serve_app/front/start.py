@@ -132,6 +132,7 @@ def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str
         f"model    {settings.model_id}: {resolved.max_model_len:,} tokens of context, {engines}",
         f"device   {resolved.device}, {resolved.dtype} ({reasons.get('device', 'executor is fake')})",
         f"kernels  {reasons.get('kernels', resolved.kernels)}",
+        *([f"weights  {reasons['quantize']}"] if "quantize" in reasons else []),
         f"KV cache {resolved.num_kv_blocks:,} blocks hold {tokens:,} tokens, {contexts:.1f} full contexts "
         f"({reasons.get('num_kv_blocks', 'num_kv_blocks')})",
     ]

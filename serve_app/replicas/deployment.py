@@ -368,6 +368,5 @@ def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
     """Load the model's tokenizer, and return it with the model's creation time, which is the same in every replica."""
     if settings.engine.executor == "fake":
         return Tokenizer.byte_level(images=settings.engine.fake.images), 0
-    engine = settings.engine
-    path = prepare_model(settings.model, weights=engine.load_format != "dummy", stored=engine.stored)
+    path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy", **settings.gguf_form)
     return Tokenizer.from_dir(path), int((path / "config.json").stat().st_mtime)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from engine.checkpoints.gguf_form import gguf_form
 from engine.config import EngineConfig, refuse_conflicts
 from engine.features import terms_of, turned_on
 from serve_app.settings.admission import AdmissionSettings
@@ -225,6 +226,11 @@ class AppSettings(NameSettings):
     def replica_engine(self) -> EngineConfig:
         """`engine`, changed so that a replica with a GPU does not fall back to the CPU."""
         return dataclasses.replace(self.engine, device="cuda") if self.engine_num_gpus else self.engine
+
+    @property
+    def gguf_form(self) -> dict[str, bool]:
+        """The form in which a GGUF file is prepared for the engines; see engine.checkpoints.gguf_form."""
+        return gguf_form(self.engine, on_gpu=bool(self.engine_num_gpus))
 
     @property
     def engine_resources(self) -> dict[str, float | str]:

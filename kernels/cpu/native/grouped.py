@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.native.library import load_library
+
 PANEL, LANES = 32, 16
 BLOCK, NEST = 32, 256
 """The same as in grouped.h and forms.h."""
@@ -182,11 +184,27 @@ class Rows(Protocol):
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs)"""
 
-    def take(self, rows: Tensor) -> Grouped:
-        """Return these outputs, in this order."""
+    def pack(self, rows: Tensor, panels: Tensor) -> None:
+        """Fill `panels` with these outputs, in this order, and zeros: Grouped.panels. rows: [count] int64"""
 
     def above(self, other: Any) -> Rows:
         """Stack the outputs of another of the same kind and form below these."""
+
+
+def pack_blocks(form: Form, blocks: Tensor, rows: Tensor, panels: Tensor) -> None:
+    """Fill `panels` with these outputs of a matrix in a GGUF file's blocks. Several threads may call it at once, each
+    for panels of its own.
+
+    blocks: [outputs, bytes] uint8. rows: [count] int64. panels: [ceil(count / 32), bytes] uint8
+    """
+    assert blocks.is_contiguous()
+    assert rows.is_contiguous()
+    assert panels.is_contiguous()
+    runs = panels.shape[1] // form.panel_bytes
+    assert panels.shape == (-(-len(rows) // PANEL), runs * form.panel_bytes)
+    load_library().pack_blocks(
+        form.number, blocks.data_ptr(), blocks.shape[1], runs, rows.data_ptr(), len(rows), panels.data_ptr()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +231,7 @@ def panels_of(parts: Sequence[Rows], order: Tensor | None = None) -> Panels:
         made = torch.empty(-(-len(index) // PANEL), part.form.nbytes(PANEL, inputs), dtype=torch.uint8)
         step = max(1, _SLICE // (PANEL * inputs))
         for panel in range(0, len(made), step):
-            made[panel : panel + step] = part.take(index[panel * PANEL : (panel + step) * PANEL]).panels()
+            part.pack(index[panel * PANEL : (panel + step) * PANEL], made[panel : panel + step])
         for number, panel_bytes in enumerate(made):
             count = min(PANEL, len(index) - number * PANEL)
             table.append((panel_bytes.data_ptr(), part.form.number, first + number * PANEL, count))

@@ -287,7 +287,7 @@ NOT_OF_FEATURES = {
     "engine/build/cpu.py _kernels": 2,
     "engine/build/gpu.py _attention": 1,
     # passes on another refusal, with the name of the model that it concerns
-    "engine/build/cpu.py _draft_kernels": 1,
+    "engine/build/cpu.py _draft": 1,
     # passes on another refusal, with what the preset has set
     "engine/config.py _with_presets": 1,
     # the table

@@ -116,7 +116,7 @@ def test_weights_take_what_they_were_said_to(kind: str, tmp_path: Path) -> None:
     executor, _ = create_executor(tmp_path, settings(num_kv_blocks=4))
     assert isinstance(executor, TorchExecutor)
     weights = executor.model.decoder.weights  # type: ignore[attr-defined]
-    said = host_use([(tmp_path, model)], settings(), torch.float32, native=False).weights
+    said = host_use(tmp_path, model, settings(), torch.float32, native=False).weights
     assert said == num_bytes(model, weights)
 
 
@@ -132,7 +132,7 @@ def test_adapters_take_what_they_were_said_to(
     model = read_model_config(tmp_path / "model")
     _, deltas = read_adapter(adapter, model, dtype, RANK)
     config = settings(max_loras=3, max_lora_rank=RANK)
-    said = host_use([(tmp_path / "model", model)], config, dtype, native=False).adapters
+    said = host_use(tmp_path / "model", model, config, dtype, native=False).adapters
     assert said == 3 * sum(delta.a.nbytes + delta.b.nbytes for delta in deltas.values()) > 0
 
 

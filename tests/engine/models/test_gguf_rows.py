@@ -77,6 +77,18 @@ def test_packed_panels_hold_the_numbers_of_the_gguf_package_to_the_bit(kind: str
     assert torch.equal(out.tensor, by_gguf(rows))
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 80])
+def test_the_library_packs_rows_in_any_order_as_panels_are_defined(kind: str, count: int) -> None:
+    rows = random_rows(kind, 37, 512)
+    order = torch.randint(0, 37, (count,), generator=seeded_generator())
+    want = rows.take(order).panels()
+    got = torch.full_like(want, 0xAA)
+    rows.pack(order, got)
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_row_of_no_whole_blocks_is_refused(kind: str) -> None:
     run = FORMS[kind].run

@@ -135,7 +135,7 @@ def test_memory_is_counted_as_panels_take_it(tmp_path: Path) -> None:
     directory = converted(tmp_path)
     model = read_model_config(directory)
     plain, stored = (
-        host_use([(directory, model)], config(quantize=how), torch.bfloat16, native=True) for how in ("none", "stored")
+        host_use(directory, model, config(quantize=how), torch.bfloat16, native=True) for how in ("none", "stored")
     )
     executor, _ = create_executor(directory, config(quantize="stored", dtype="bfloat16"))
     weights = executor.model.decoder.weights  # type: ignore[attr-defined]

@@ -53,12 +53,13 @@ class Whole:
     def above(self, other: object) -> Rows:
         raise NotImplementedError
 
-    def take(self, rows: Tensor) -> Grouped:
+    def pack(self, rows: Tensor, panels: Tensor) -> None:
         own = self.grouped
         minima = None if own.minima is None else own.minima[rows]
         units = tuple(unit[rows] for unit in own.units)
         values = own.values.view(torch.uint8)[rows].view(own.values.dtype)
-        return Grouped(form=own.form, values=values, scales=own.scales[rows], minima=minima, units=units)
+        taken = Grouped(form=own.form, values=values, scales=own.scales[rows], minima=minima, units=units)
+        panels.copy_(taken.panels())
 
 
 def draw(name: str, outputs: int, inputs: int, generator: Generator) -> Whole:

@@ -1,0 +1,43 @@
+"""Owns what `quantize: auto` means for a model on a CPU: whether its matrices stay in their checkpoint's bits, and why.
+Never refuses: where bits cannot stay, weights have the type of `dtype`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.checkpoints.gguf_form import why_not_stored
+from engine.config import EngineConfig
+from engine.models.config import ModelConfig
+from engine.models.integer_rows import form_of
+from kernels.choice import NATIVE, Choice
+
+
+def settle_quantize(model: ModelConfig, config: EngineConfig, kernels: Choice) -> tuple[EngineConfig, dict[str, str]]:
+    """Return the config with `quantize` other than `auto`, and the reason by the setting's name if it was `auto`.
+    kernels: those that compute the model."""
+    if config.quantize != "auto":
+        return config, {}
+    if config.rounds_activations:  # other weights are as they would be
+        return replace(config, quantize="stored"), {"quantize": "stored: activations are rounded for such weights"}
+    why_not = _why_unpacked(model, config, kernels)
+    if why_not is not None:
+        return replace(config, quantize="none"), {"quantize": f"none: {why_not}"}
+    why = "the checkpoint has its matrices in 4 to 8 bits, with which the native kernels compute"
+    return replace(config, quantize="stored"), {"quantize": f"stored: {why}"}
+
+
+def has_groups(model: ModelConfig) -> bool:
+    """Whether the native kernels compute with any of the checkpoint's matrices in groups of 4 to 8 bits."""
+    packed = model.quantization
+    return packed is not None and any(form_of(one) is not None and not one.by_output for _, one in packed.groups)
+
+
+def _why_unpacked(model: ModelConfig, config: EngineConfig, kernels: Choice) -> str | None:
+    if kernels.name != NATIVE:
+        return f"the kernels are {kernels.name}, and only the native ones compute with a checkpoint's own bits"
+    if (why_not := why_not_stored(config)) is not None:
+        return why_not
+    if has_groups(model):
+        return None
+    packed = model.quantization
+    return f"the weights are {'not packed' if packed is None else packed.summary}"
