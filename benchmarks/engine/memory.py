@@ -249,7 +249,8 @@ def _create(asked: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         from engine.build.executor import create_executor
         from engine.checkpoints.prepare import prepare_model
 
-        return create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
+        whole = dataclasses.replace(asked, quantize="none")  # weights in bfloat16
+        return create_executor(prepare_model(DEFAULT_MODEL, progress=False), whole)
     blocks = asked.num_kv_blocks or 1
     fixed: dict[str, Any] = {"max_model_len": 1 << 16, "vocab_size": 32, "eos_token_ids": (), "num_threads": 1}
     resolved = ResolvedConfig.of(asked, num_kv_blocks=blocks, dtype="none", device="none", kernels="fake", **fixed)

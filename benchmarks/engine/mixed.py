@@ -194,7 +194,11 @@ def measure(rounds: int, budgets: Sequence[int], seed: int, every_s: float) -> d
     """Measure all budgets in turn, round by round, with fresh prompts each time."""
     traffic = dataclasses.replace(ON_CPU, every_s=every_s)
     asked = EngineConfig(  # no drafts, so that each gap is one token
-        device="cpu", max_num_seqs=16, kv_cache_memory_gib=2.0, speculative=SpeculativeConfig(method="none")
+        device="cpu",
+        quantize="none",
+        max_num_seqs=16,
+        kv_cache_memory_gib=2.0,
+        speculative=SpeculativeConfig(method="none"),
     )
     executor, resolved = create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
     cells: dict[int, list[dict[str, Any]]] = {budget: [] for budget in budgets}

@@ -214,8 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
-    asked = EngineConfig(  # the settings of config.yaml
-        device="cpu", max_num_seqs=64, max_num_batched_tokens=128, kv_cache_memory_gib=0.5
+    asked = EngineConfig(  # the settings of config.yaml, with weights in bfloat16
+        device="cpu", quantize="none", max_num_seqs=64, max_num_batched_tokens=128, kv_cache_memory_gib=0.5
     )
     model = prepare_model(options.model, progress=False)
     document = measure(model, asked, options.rounds, options.streams, options.seed)

@@ -139,7 +139,7 @@ ADAPTED = "+lora"
 
 
 def _settings(name: str) -> dict[str, Any]:
-    return {"kernels": "native", **BITS[name]} if name in BITS else {"kernels": name}
+    return {"kernels": "native", **BITS[name]} if name in BITS else {"kernels": name, "quantize": "none"}
 
 
 def _summary(times: Sequence[float]) -> dict[str, float]:

@@ -142,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = EngineConfig(
         device="cpu",
         load_format=options.load_format,
+        quantize="none",
         num_kv_blocks=options.blocks,
         max_num_seqs=MAX_ROWS,
         max_num_batched_tokens=512,

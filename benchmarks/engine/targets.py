@@ -37,7 +37,11 @@ def settings(resolved: ResolvedConfig, budgets: Sequence[int], tpot_ms: float) -
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     asked = EngineConfig(  # no drafts, so that each gap is one token
-        device="cpu", max_num_seqs=32, kv_cache_memory_gib=2.0, speculative=SpeculativeConfig(method="none")
+        device="cpu",
+        quantize="none",
+        max_num_seqs=32,
+        kv_cache_memory_gib=2.0,
+        speculative=SpeculativeConfig(method="none"),
     )
     executor, resolved = create_executor(prepare_model(DEFAULT_MODEL, progress=False), asked)
     compared = settings(resolved, options.budgets, options.tpot_ms)

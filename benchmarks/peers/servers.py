@@ -52,7 +52,7 @@ class Setup:
     @staticmethod
     def of_this_repository(venv: Path) -> Setup:
         config = yaml.safe_load((ROOT / "config.yaml").read_text())
-        command = [sys.executable, "-m", "engine.checkpoints.prepare", _args(config)["model"]]
+        command = [sys.executable, "-m", "engine.checkpoints.prepare", "--quantize", "none", _args(config)["model"]]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         return Setup(config, Path(done.stdout.strip()), venv.expanduser().absolute())
 
@@ -116,16 +116,22 @@ def _args(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def chunkserve(setup: Setup) -> AbstractContextManager[Server]:
-    """Start the whole server as users run it: with config.yaml, except for the port."""
-    return starting(setup.config, {"PYTHONPATH": str(ROOT)})
+    """Start the whole server with config.yaml, except for the port, and for weights in bfloat16 as the others have
+    them."""
+    return _chunkserve(setup, {})
+
+
+def _chunkserve(setup: Setup, settings: dict[str, Any]) -> AbstractContextManager[Server]:
+    """Start the server with these settings of the engine."""
+    config = copy.deepcopy(setup.config)
+    _args(config)["engine"] |= {"quantize": "none", **settings}
+    return starting(config, {"PYTHONPATH": str(ROOT)})
 
 
 def chunkserve_no_drafts(setup: Setup, **settings: Any) -> AbstractContextManager[Server]:
     """Start the same server without drafts, so that every token takes a step. vLLM does not draft by default either.
     settings: others of the engine."""
-    config = copy.deepcopy(setup.config)
-    _args(config)["engine"] |= {"speculative": {"method": "none"}, **settings}
-    return starting(config, {"PYTHONPATH": str(ROOT)})
+    return _chunkserve(setup, {"speculative": {"method": "none"}, **settings})
 
 
 def chunkserve_250_ms(setup: Setup) -> AbstractContextManager[Server]:
@@ -136,7 +142,7 @@ def chunkserve_250_ms(setup: Setup) -> AbstractContextManager[Server]:
 
 
 def chunkserve_stored(setup: Setup) -> AbstractContextManager[Server]:
-    """Start the same, with weights computed as their file stores them."""
+    """Start the same, with weights computed as their file stores them, which is the default on most processors."""
     return chunkserve_no_drafts(setup, quantize="stored")
 
 

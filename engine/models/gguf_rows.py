@@ -28,6 +28,8 @@ class GgufRows:
     kind: str
     blocks: Tensor
     """[outputs, bytes] uint8"""
+    below: tuple[Tensor, ...] = ()
+    """The same of matrices that are stacked below this one, each where it was read."""
 
     @property
     def form(self) -> Form:
@@ -35,19 +37,23 @@ class GgufRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        outputs, size = self.blocks.shape
+        outputs, size = sum(len(part) for part in self._parts), self.blocks.shape[1]
         return outputs, size // BLOCK_BYTES[self.kind] * self.form.run
 
     def above(self, other: GgufRows) -> GgufRows:
         """Stack the other's outputs below these, of the same format."""
-        return GgufRows(self.kind, torch.cat((self.blocks, other.blocks)))
+        return GgufRows(self.kind, self.blocks, (*self.below, *other._parts))
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.blocks, *self.below
 
     def pack(self, rows: Tensor, panels: Tensor) -> None:
-        pack_blocks(self.form, self.blocks, rows, panels)
+        pack_blocks(self.form, self._parts, rows, panels)
 
     def take(self, rows: Tensor) -> Grouped:
         """Return these outputs, in this order."""
-        blocks = self.blocks[rows].view(len(rows), -1, BLOCK_BYTES[self.kind])  # [outputs, blocks, bytes]
+        blocks = torch.cat(self._parts)[rows].view(len(rows), -1, BLOCK_BYTES[self.kind])  # [outputs, blocks, bytes]
         if self.kind == "Q6_K":
             return _q6_k(self.form, blocks)
         return (_k_quants if self.form.nested else _plain)(self.form, blocks)

@@ -58,7 +58,7 @@ class RecurrentState:
     def allocate(
         cls, model: ModelConfig, config: ResolvedConfig, dtype: torch.dtype, device: torch.device | None = None
     ) -> RecurrentState | None:
-        """Allocate zeroed memory, which touches every page, as KVCache does. None for a model without states."""
+        """Allocate zeroed memory, which touches every page. None for a model without states."""
         layers = model.linear_layers
         if not layers:
             return None

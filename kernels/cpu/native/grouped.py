@@ -191,20 +191,18 @@ class Rows(Protocol):
         """Stack the outputs of another of the same kind and form below these."""
 
 
-def pack_blocks(form: Form, blocks: Tensor, rows: Tensor, panels: Tensor) -> None:
+def pack_blocks(form: Form, blocks: Sequence[Tensor], rows: Tensor, panels: Tensor) -> None:
     """Fill `panels` with these outputs of a matrix in a GGUF file's blocks. Several threads may call it at once, each
     for panels of its own.
 
-    blocks: [outputs, bytes] uint8. rows: [count] int64. panels: [ceil(count / 32), bytes] uint8
+    blocks: [outputs, bytes] uint8 each, stacked. rows: [count] int64. panels: [ceil(count / 32), bytes] uint8
     """
-    assert blocks.is_contiguous()
-    assert rows.is_contiguous()
+    assert all(part.is_contiguous() for part in blocks)
     assert panels.is_contiguous()
     runs = panels.shape[1] // form.panel_bytes
     assert panels.shape == (-(-len(rows) // PANEL), runs * form.panel_bytes)
-    load_library().pack_blocks(
-        form.number, blocks.data_ptr(), blocks.shape[1], runs, rows.data_ptr(), len(rows), panels.data_ptr()
-    )
+    addresses = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.shape[1] for part in blocks])[rows]
+    load_library().pack_blocks(form.number, addresses.data_ptr(), runs, len(rows), panels.data_ptr())
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_run": ("i", "pp"),
     "pack_panels": ("", "ipllp"),
     "quantize_panels": ("", "ipllipp"),
-    "pack_blocks": ("", "ipllplp"),
+    "pack_blocks": ("", "ipllp"),
     "program_embed": ("", "pipllfp"),
     "program_embed_grouped": ("", "pipllfp"),
     "program_gather": ("", "piplp"),

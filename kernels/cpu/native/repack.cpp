@@ -109,10 +109,8 @@ void place(const Run& run, int lane, uint8_t* to) {
 
 }  // namespace
 
-// Pack `count` outputs: rows `order` of `rows`, each of row_bytes bytes, in runs. panels: [ceil(count / 32)][runs][SIZE]
-extern "C" void pack_blocks(
-    int form, const uint8_t* rows, int64_t row_bytes, int64_t runs, const int64_t* order, int64_t count, uint8_t* panels
-) {
+// Pack `count` outputs, whose blocks begin at `rows`. panels: [ceil(count / 32)][runs][SIZE]
+extern "C" void pack_blocks(int form, const uint8_t* const* rows, int64_t runs, int64_t count, uint8_t* panels) {
     with_form(form, [&](auto known) {
         using F = decltype(known);
         if constexpr (F::SCALES == HALVES || F::SCALES == NESTED) {
@@ -120,7 +118,7 @@ extern "C" void pack_blocks(
             std::memset(panels, 0, (count + PANEL - 1) / PANEL * size);
             Run run;
             for (int64_t i = 0; i < count; i++) {
-                const uint8_t* from = rows + order[i] * row_bytes;
+                const uint8_t* from = rows[i];
                 uint8_t* to = panels + i / PANEL * size;
                 for (int64_t j = 0; j < runs; j++, to += F::SIZE) {
                     from = take<F>(from, run);

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.checkpoints import default_model, gguf_convert
+from engine.checkpoints import default_model, gguf_convert, gguf_form
 from engine.checkpoints.model_cache import MARKER, cache_root
 from engine.checkpoints.prepare import ModelError, main, prepare_model
 from engine.config import DEFAULT_MODEL
@@ -481,13 +481,47 @@ def test_the_default_model_knows_the_capital_of_france() -> None:
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
+# the two forms of a GGUF file
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_where_a_form_cannot_be_made_the_other_will_do_if_it_is_there(
+    stored: bool, gguf_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cache that is mounted for reading, or a machine without a network and the default model of an older release."""
+    other = prepare_model(str(gguf_path), progress=False, stored=not stored)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ModelError("the network is away")
+
+    monkeypatch.setattr(gguf_convert, "convert_gguf", refuse)
+    assert prepare_model(str(gguf_path), stored=stored, either=True) == other
+    assert f"is taken in another form, from {other}: the network is away" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="the network is away"):
+        prepare_model(str(gguf_path), progress=False, stored=stored)
+    (other / "config.json").unlink()
+    with pytest.raises(ModelError, match="the network is away"):
+        prepare_model(str(gguf_path), progress=False, stored=stored, either=True)
+
+
+def test_the_command_line_prepares_what_engines_here_read_by_default_or_what_is_asked_for(
+    gguf_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_form, "cpu_flags", lambda: frozenset())
+    forms = {stored: f"{prepare_model(str(gguf_path), progress=False, stored=stored)}\n" for stored in (False, True)}
+    capsys.readouterr()
+    for arguments, stored in (((), True), (("--quantize", "stored"), True), (("--quantize", "none"), False)):
+        assert main([str(gguf_path), *arguments]) == 0
+        assert capsys.readouterr().out == forms[stored]
+
+
 # the command line and the import
 
 
 def test_the_command_line_prints_the_directory_and_nothing_else(
     gguf_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(gguf_path), "--verify"]) == 0
+    assert main([str(gguf_path), "--verify", "--quantize", "none"]) == 0
     printed = capsys.readouterr()
     directory = prepare_model(str(gguf_path), progress=False)
     assert printed.out == f"{directory}\n"

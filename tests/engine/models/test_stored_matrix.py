@@ -24,7 +24,7 @@ from engine.models.native import NativeModel
 from engine.models.stored_matrix import StoredMatrix
 from engine.models.weights import load_weights
 from kernels.cpu.native.grouped import FORMS
-from tests.engine.models.test_gguf_rows import random_rows
+from tests.engine.models.test_gguf_rows import by_gguf, random_rows
 from tests.support import tiny_gguf
 from tests.support.compiler import needs_compiler
 from tests.support.plans import forced_logits
@@ -155,7 +155,7 @@ def test_the_log_says_which_formats_stay_and_by_what_they_are_multiplied(tmp_pat
     reason = check_executor(directory, config(quantize="stored")).reasons["weights"]
     assert "gguf Q6_K" in reason
     assert "kept as stored, and widened in registers (AVX" in reason
-    assert "computed in float32" in check_executor(directory, config()).reasons["weights"]
+    assert "computed in float32" in check_executor(directory, config(quantize="none")).reasons["weights"]
 
 
 @pytest.mark.parametrize("kernels", ["torch_cpu", "reference"])
@@ -190,7 +190,8 @@ def test_parts_are_filled_by_themselves_and_neighbours_of_one_format_joined() ->
     first, second = matrix.take_parts()
     assert (first.form, second.form) == (FORMS["Q4_0"], FORMS["Q6_K"])
     assert isinstance(first, GgufRows)
-    assert torch.equal(first.blocks, torch.cat((parts[0].blocks, parts[1].blocks)))
+    assert torch.equal(first.take(torch.arange(65)).weight(), torch.cat([by_gguf(part) for part in parts[:2]]))
+    assert [each.data_ptr() for each in (first.blocks, *first.below)] == [part.blocks.data_ptr() for part in parts[:2]]
     assert not matrix.filled
     assert matrix.nbytes == FORMS["Q6_K"].nbytes(70, 256)
 
@@ -200,3 +201,18 @@ def test_a_matrix_that_was_not_filled_whole_is_a_bug() -> None:
     matrix.split([32, 32])[1].fill(GgufRows("Q4_0", random_rows("Q4_0", 32, 256).blocks))
     with pytest.raises(AssertionError):
         matrix.take_parts()
+
+
+def test_blocks_are_read_from_the_files_pages_without_a_copy(tmp_path: Path) -> None:
+    """Until they are packed, weights take no memory that the system could not drop."""
+    directory = converted(tmp_path)
+    weights = load_weights(directory, read_model_config(directory), torch.float32, keep=Keep.GROUPED)
+    file = str(directory / "model.safetensors")
+    pages = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if file in line]
+    for linear in (weights.layers[0].down, weights.layers[1].gate_up):
+        assert isinstance(linear.weight, StoredMatrix)
+        (rows,) = linear.weight.take_parts()
+        assert isinstance(rows, GgufRows)
+        for blocks in (rows.blocks, *rows.below):
+            first, last = blocks.data_ptr(), blocks.data_ptr() + blocks.nbytes - 1
+            assert any(int(start, 16) <= first and last < int(end, 16) for start, end in pages)

@@ -1,0 +1,60 @@
+"""Owns the contract of the form in which a GGUF file is prepared: by settings and processor alone.
+Never converts a file: test_gguf_convert and test_prepare do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.checkpoints import gguf_form as module
+from engine.checkpoints.gguf_form import MATRIX_UNIT, gguf_form, why_not_stored
+from engine.config import EngineConfig
+
+STORED, WHOLE = {"stored": True, "either": True}, {"stored": False, "either": True}
+
+
+@pytest.fixture(autouse=True)
+def flags(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(module, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    return monkeypatch
+
+
+def test_a_file_stays_as_it_is_for_engines_on_a_cpu_and_not_on_a_gpu() -> None:
+    assert gguf_form(EngineConfig()) == STORED
+    assert gguf_form(EngineConfig(), on_gpu=True) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kernels": "torch_cpu"}, "kernels is torch_cpu, and only the native kernels"),
+        ({"max_loras": 1}, "max_loras is 1, and the native kernels compute no adapters"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is fp8_e4m3, and the native kernels do not"),
+        ({"load_format": "dummy"}, "load_format is dummy, and random numbers"),
+    ],
+    ids=str,
+)
+def test_settings_that_the_native_kernels_do_not_compute_with_want_bfloat16(settings: dict[str, Any], why: str) -> None:
+    config = EngineConfig(**settings)
+    assert gguf_form(config) == WHOLE
+    assert (why_not_stored(config) or "").startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("settings", "form"),
+    [({}, WHOLE), ({"dtype": "bfloat16"}, WHOLE), ({"dtype": "float32"}, STORED), ({"activations": "int8"}, STORED)],
+    ids=str,
+)
+def test_a_matrix_unit_wants_bfloat16_for_what_it_multiplies(
+    settings: dict[str, Any], form: dict[str, bool], flags: pytest.MonkeyPatch
+) -> None:
+    flags.setattr(module, "cpu_flags", lambda: frozenset({MATRIX_UNIT}))
+    assert gguf_form(EngineConfig(**settings)) == form
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "stored"])
+def test_a_setting_that_is_written_is_followed_whatever_the_machine_and_no_other_form_will_do(quantize: str) -> None:
+    written: dict[str, Any] = {"quantize": quantize}
+    for on_gpu in (False, True):
+        assert gguf_form(EngineConfig(**written), on_gpu=on_gpu) == {"stored": quantize == "stored", "either": False}
