@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.features import NATIVE, find_conflict, turned_on
-from kernels.cpu.processor import cpu_flags
 
 MATRIX_UNIT = "amx_bf16"
 
@@ -34,6 +33,8 @@ def why_not_stored(config: EngineConfig) -> str | None:
 
 def _why_matrix_unit(config: EngineConfig) -> str | None:
     """The unit does not multiply float32, and activations in 8 bits do without it."""
+    from kernels.cpu.processor import cpu_flags  # the serving path knows no kernels until it is asked
+
     if config.rounds_activations or config.dtype == "float32" or MATRIX_UNIT not in cpu_flags():
         return None
     return "this processor's matrix unit (AMX) multiplies weights in bfloat16 faster"

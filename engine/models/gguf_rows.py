@@ -75,7 +75,7 @@ def _plain(form: Form, blocks: Tensor) -> Grouped:
     low = rest[..., -16:]
     values = torch.cat((low & 15, low >> 4), 2)
     if form.bits == 5:
-        bits = torch.arange(8, dtype=torch.uint8)
+        bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
         values |= (rest[..., :4].unsqueeze(3) >> bits & 1).flatten(2) << 4
     return Grouped(form=form, values=values.flatten(1), scales=scales, minima=minima)
 
@@ -89,7 +89,7 @@ def _k_quants(form: Form, blocks: Tensor) -> Grouped:
     low = blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)
     values = torch.stack((low & 15, low >> 4), 3).flatten(2, 3)  # [outputs, blocks, 8, 32]
     if form.bits == 5:
-        bits = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+        bits = torch.arange(8, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
         values |= (blocks[..., 16:48].unsqueeze(2) >> bits & 1) << 4
     return Grouped(
         form=form,
@@ -102,11 +102,10 @@ def _k_quants(form: Form, blocks: Tensor) -> Grouped:
 
 def _q6_k(form: Form, blocks: Tensor) -> Grouped:
     """The lower 4 bits of 256 numbers, the upper 2, 16 scales, and their unit."""
-    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64) >> torch.tensor([[0], [4]], dtype=torch.uint8)
-    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
-    high = high >> torch.tensor(
-        [[0], [2], [4], [6]], dtype=torch.uint8
-    )  # [outputs, blocks, 2, 4, 32], as `low` once flat
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).unsqueeze(1)  # [4, 1]
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64) >> shifts[::2]
+    # [outputs, blocks, 2, 4, 32], as `low` once flat
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts
     values = (low & 15).flatten(2) | (high & 3).flatten(2) << 4
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
     unit = _halves(blocks, 208, 1)[..., 0]

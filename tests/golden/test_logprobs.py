@@ -51,6 +51,17 @@ def test_the_default_model_is_as_close_to_transformers_as_transformers_to_itself
 
 
 @needs_compiler
+@pytest.mark.parametrize("chunk_size", [pytest.param(16, marks=pytest.mark.slow), None])
+def test_the_default_model_in_its_files_own_bits_is_as_close_to_transformers_as_in_bfloat16(
+    sequences: list[list[int]], reference: list[torch.Tensor], chunk_size: int | None
+) -> None:
+    """The reference has the file's numbers rounded to bfloat16."""
+    executor, _ = make_executor(prepare_model(DEFAULT_MODEL, stored=True), "bfloat16", quantize="stored")
+    got = executor_logits(executor, sequences, chunk_size, together=True)
+    check("default_model.bfloat16", compare(got, reference, sequences))
+
+
+@needs_compiler
 @pytest.mark.parametrize("chunk_size", [16, None])
 def test_the_default_model_in_eight_bits_is_as_close_to_itself_as_transformers_with_rounded_weights(
     sequences: list[list[int]], reference: list[torch.Tensor], chunk_size: int | None

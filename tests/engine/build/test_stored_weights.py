@@ -16,6 +16,7 @@ from engine.checkpoints import gguf_form
 from engine.checkpoints.gguf_convert import convert_gguf
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.execution.device import choose_device
+from kernels.cpu import processor
 from tests.engine.models.test_integer_rows import save
 from tests.engine.models.test_stored_matrix import converted
 from tests.engine.models.test_stored_matrix import shape as shape  # of the tiny file
@@ -30,14 +31,14 @@ VNNI = frozenset({"avx512_vnni"})
 @pytest.fixture(autouse=True)
 def flags(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A processor that multiplies bytes and has no matrix unit."""
-    monkeypatch.setattr(gguf_form, "cpu_flags", lambda: VNNI)
+    monkeypatch.setattr(processor, "cpu_flags", lambda: VNNI)
     monkeypatch.setattr(cpu, "cpu_flags", lambda: VNNI)
     return monkeypatch
 
 
 @pytest.fixture
 def matrix_unit(flags: pytest.MonkeyPatch) -> None:
-    flags.setattr(gguf_form, "cpu_flags", lambda: VNNI | {gguf_form.MATRIX_UNIT})
+    flags.setattr(processor, "cpu_flags", lambda: VNNI | {gguf_form.MATRIX_UNIT})
 
 
 def resolved(directory: Path, **settings: Any) -> ResolvedConfig:

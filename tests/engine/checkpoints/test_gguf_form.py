@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoints import gguf_form as module
 from engine.checkpoints.gguf_form import MATRIX_UNIT, gguf_form, why_not_stored
 from engine.config import EngineConfig
+from kernels.cpu import processor
 
 STORED, WHOLE = {"stored": True, "either": True}, {"stored": False, "either": True}
 
 
 @pytest.fixture(autouse=True)
 def flags(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(module, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     return monkeypatch
 
 
@@ -49,7 +49,7 @@ def test_settings_that_the_native_kernels_do_not_compute_with_want_bfloat16(sett
 def test_a_matrix_unit_wants_bfloat16_for_what_it_multiplies(
     settings: dict[str, Any], form: dict[str, bool], flags: pytest.MonkeyPatch
 ) -> None:
-    flags.setattr(module, "cpu_flags", lambda: frozenset({MATRIX_UNIT}))
+    flags.setattr(processor, "cpu_flags", lambda: frozenset({MATRIX_UNIT}))
     assert gguf_form(EngineConfig(**settings)) == form
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from engine.checkpoints import default_model, gguf_convert, gguf_form
+from engine.checkpoints import default_model, gguf_convert
 from engine.checkpoints.model_cache import MARKER, cache_root
 from engine.checkpoints.prepare import ModelError, main, prepare_model
 from engine.config import DEFAULT_MODEL
+from kernels.cpu import processor
 from tests.support.tiny_gguf import TOKENS, write_gguf
 
 ROOT = Path(__file__).parents[3]
@@ -507,7 +508,7 @@ def test_where_a_form_cannot_be_made_the_other_will_do_if_it_is_there(
 def test_the_command_line_prepares_what_engines_here_read_by_default_or_what_is_asked_for(
     gguf_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_form, "cpu_flags", lambda: frozenset())
+    monkeypatch.setattr(processor, "cpu_flags", lambda: frozenset())
     forms = {stored: f"{prepare_model(str(gguf_path), progress=False, stored=stored)}\n" for stored in (False, True)}
     capsys.readouterr()
     for arguments, stored in (((), True), (("--quantize", "stored"), True), (("--quantize", "none"), False)):

@@ -66,6 +66,14 @@ def test_rows_are_taken_in_any_order(kind: str) -> None:
     assert torch.equal(rows.take(order).weight(), by_gguf(rows)[order])
 
 
+@pytest.mark.parametrize("kind", FORMS)
+def test_blocks_on_a_device_are_unpacked_there(kind: str) -> None:
+    """An engine on a GPU reads a prepared directory with blocks if there is no other."""
+    device = torch.device("meta")
+    rows = GgufRows(kind, random_rows(kind, 3, 256).blocks.to(device))
+    assert rows.take(torch.arange(3, device=device)).weight().device == device
+
+
 @needs_compiler
 @pytest.mark.parametrize("kind", FORMS)
 def test_packed_panels_hold_the_numbers_of_the_gguf_package_to_the_bit(kind: str) -> None:

@@ -130,6 +130,25 @@ def test_a_tied_embedding_and_head_are_the_same_memory_and_what_is_packed_is_let
     executor.shutdown()
 
 
+def panels(directory: Path, **settings: Any) -> list[Tensor]:
+    """Return the panels of all matrices, the LM head's first."""
+    executor, _ = create_executor(directory, config(quantize="stored", **settings))
+    weights = executor.model.decoder.weights  # type: ignore[attr-defined]
+    packed = [
+        weights.lm_head,
+        *(each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)),
+    ]
+    executor.shutdown()
+    return [part for linear in packed for part in linear.weight.groups.data]
+
+
+@needs_compiler
+def test_panels_are_the_same_whatever_the_number_of_threads_that_pack(tmp_path: Path) -> None:
+    directory = converted(tmp_path, tied=False)
+    alone, together = (panels(directory, num_threads=count) for count in (1, 5))
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
 @needs_compiler
 def test_memory_is_counted_as_panels_take_it(tmp_path: Path) -> None:
     directory = converted(tmp_path)
@@ -137,14 +156,7 @@ def test_memory_is_counted_as_panels_take_it(tmp_path: Path) -> None:
     plain, stored = (
         host_use(directory, model, config(quantize=how), torch.bfloat16, native=True) for how in ("none", "stored")
     )
-    executor, _ = create_executor(directory, config(quantize="stored", dtype="bfloat16"))
-    weights = executor.model.decoder.weights  # type: ignore[attr-defined]
-    packed = [
-        weights.lm_head,
-        *(each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)),
-    ]
-    taken = sum(part.nbytes for linear in packed for part in linear.weight.groups.data)
-    executor.shutdown()
+    taken = sum(part.nbytes for part in panels(directory, dtype="bfloat16"))
     assert taken <= stored.weights <= 1.1 * taken + 2**14
     assert stored.weights < 0.5 * plain.weights
 
