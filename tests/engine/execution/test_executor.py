@@ -439,6 +439,7 @@ def test_defaults_come_from_the_checkpoint(checkpoint: Path) -> None:
         "num_kv_blocks",
         "num_threads",
         "kernels",
+        "quantize",
         "chunk_halving_context",
         "speculative",
     }
