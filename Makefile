@@ -132,7 +132,8 @@ studies: install ## run the simulations of loadtest/sim/README.md (hours; needs 
 	$(BIN)/python -m loadtest.sim.plots
 
 model: install ## download, verify and convert the default model, unless that was done before
-	@$(BIN)/python -m engine.checkpoints.prepare >/dev/null
+	@$(BIN)/python -m engine.checkpoints.prepare --quantize stored >/dev/null
+	@$(BIN)/python -m engine.checkpoints.prepare --quantize none >/dev/null
 
 install: $(VENV)/installed
 

@@ -26,7 +26,7 @@ def settle_quantize(model: ModelConfig, config: EngineConfig, kernels: Choice) -
     return replace(config, quantize="stored"), {"quantize": f"stored: {why}"}
 
 
-def has_groups(model: ModelConfig) -> bool:
+def _has_groups(model: ModelConfig) -> bool:
     """Whether the native kernels compute with any of the checkpoint's matrices in groups of 4 to 8 bits."""
     packed = model.quantization
     return packed is not None and any(form_of(one) is not None and not one.by_output for _, one in packed.groups)
@@ -37,7 +37,7 @@ def _why_unpacked(model: ModelConfig, config: EngineConfig, kernels: Choice) -> 
         return f"the kernels are {kernels.name}, and only the native ones compute with a checkpoint's own bits"
     if (why_not := why_not_stored(config)) is not None:
         return why_not
-    if has_groups(model):
+    if _has_groups(model):
         return None
     packed = model.quantization
     return f"the weights are {'not packed' if packed is None else packed.summary}"
