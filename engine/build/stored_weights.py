@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.checkpoints.gguf_form import why_not_stored
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
-from engine.models.integer_rows import form_of
+from engine.models.stored_forms import form_of
 from kernels.choice import NATIVE, Choice
 
 
@@ -27,9 +27,11 @@ def settle_quantize(model: ModelConfig, config: EngineConfig, kernels: Choice) -
 
 
 def _has_groups(model: ModelConfig) -> bool:
-    """Whether the native kernels compute with any of the checkpoint's matrices in groups of 4 to 8 bits."""
+    """Whether the native kernels compute with any of the checkpoint's matrices in groups of 4 to 8 bits, or in FP8.
+    Integers with a scale for each output are kept in any case."""
     packed = model.quantization
-    return packed is not None and any(form_of(one) is not None and not one.by_output for _, one in packed.groups)
+    forms = [] if packed is None else [(form_of(one), one.by_output) for _, one in packed.groups]
+    return any(form is not None and (form.fp8 or not by_output) for form, by_output in forms)
 
 
 def _why_unpacked(model: ModelConfig, config: EngineConfig, kernels: Choice) -> str | None:
