@@ -314,9 +314,9 @@ class PaddedSizes(NamedTuple):
     tokens than the last size is not padded."""
 
     decode: tuple[int, ...] = ()
-    """Of steps whose rows are all decode rows of one token."""
+    """For steps whose rows are all decode rows of one token."""
     mixed: tuple[int, ...] = ()
-    """Of all other steps."""
+    """For all other steps."""
 
     def padded(self, tokens: int, *, mixed: bool) -> int:
         """Return how many tokens a step of so many computes."""

@@ -65,9 +65,7 @@ def test_packed_integers_in_groups_stay_as_well(tmp_path: Path, monkeypatch: pyt
     ("settings", "why"),
     [
         ({"kernels": "torch_cpu"}, "none: the kernels are torch_cpu, and only the native ones"),
-        ({"max_loras": 2}, "none: the kernels are torch_cpu, and only the native ones"),
         ({"kernels": "reference"}, "none: the kernels are reference, and only the native ones"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "none: the kernels are torch_cpu, and only the native ones"),
         ({"load_format": "dummy"}, "none: load_format is dummy, and random numbers are drawn in the type of dtype"),
     ],
     ids=str,

@@ -29,8 +29,6 @@ def test_a_file_stays_as_it_is_for_engines_on_a_cpu_and_not_on_a_gpu() -> None:
     ("settings", "why"),
     [
         ({"kernels": "torch_cpu"}, "kernels is torch_cpu, and only the native kernels"),
-        ({"max_loras": 1}, "max_loras is 1, and the native kernels compute no adapters"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is fp8_e4m3, and the native kernels do not"),
         ({"load_format": "dummy"}, "load_format is dummy, and random numbers"),
     ],
     ids=str,
