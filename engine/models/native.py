@@ -37,7 +37,7 @@ class _Recorded:
     num_tokens: int
     num_sampled: int
     rewind: Rewind | None
-    """Of the tokens that rows with drafts may have; None: no step of a model with states had any yet."""
+    """For the tokens that rows with drafts may have; None: no step of a model with states had any yet."""
     program: Program
     hidden: Buffer
     logits: Buffer
