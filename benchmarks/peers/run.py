@@ -71,7 +71,13 @@ def _memory(server: Server, setup: Setup) -> Life:
     resident = sum(by_kind.values())
     beyond = resident - setup.weights_bytes - setup.kv_cache_gib * 2**30
     of_kinds = {kind: size / 1e9 for kind, size in sorted(by_kind.items())}
-    return {"resident_gb": resident / 1e9, "beyond_gb": beyond / 1e9, "resident_gb_by_kind": of_kinds}
+    engine = by_kind.get("engine", resident) / 1e9  # others' servers are one process, or none is theirs alone
+    return {
+        "resident_gb": resident / 1e9,
+        "engine_gb": engine,
+        "beyond_gb": beyond / 1e9,
+        "resident_gb_by_kind": of_kinds,
+    }
 
 
 # --- all servers ----------------------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ def test_a_life_has_the_figures_of_each_scenario_its_first_token_and_its_memory(
     assert life["cold_start_s"] > 0
     assert life["resident_gb"] == pytest.approx(sum(life["resident_gb_by_kind"].values()))
     assert life["resident_gb"] - life["beyond_gb"] == pytest.approx((1000 + 2**30) / 1e9)
+    assert life["engine_gb"] == life["resident_gb"], "no process of this server is an engine alone"
 
 
 def test_all_servers_of_a_round_get_the_same_prompts_and_each_round_and_scenario_gets_others(
@@ -341,4 +342,5 @@ def test_our_own_server_is_measured_end_to_end_and_nothing_fails() -> None:
     small = {"single": SMALL["single"], "prefix": SCENARIOS["prefix"].warm_up}
     document = peers.compare(["chunkserve"], setup, small, 1, time.time_ns(), lambda document: None)
     assert peers.failures(document) == []
-    assert document["rounds"][0]["chunkserve"]["resident_gb_by_kind"]["engine"] > 0.2
+    life = document["rounds"][0]["chunkserve"]
+    assert life["engine_gb"] == life["resident_gb_by_kind"]["engine"] > 0.2

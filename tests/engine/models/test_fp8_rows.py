@@ -123,7 +123,7 @@ def test_a_request_has_the_same_bits_in_any_chunks(tmp_path: Path, monkeypatch: 
 def test_memory_is_counted_as_panels_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, KEPT["by output"], monkeypatch)
     directory = tmp_path / "packed"
-    use = host_use([(directory, read_model_config(directory))], config(quantize="stored"), torch.bfloat16, native=True)
+    use = host_use(directory, read_model_config(directory), config(quantize="stored"), torch.bfloat16, native=True)
     executor, _ = create_executor(directory, config(dtype="bfloat16", quantize="stored"))
     weights = executor.model.decoder.weights  # type: ignore[attr-defined]
     packed = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]

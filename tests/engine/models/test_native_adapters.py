@@ -240,7 +240,7 @@ def test_adapters_take_at_most_what_they_were_said_to(kind: str, dtype: str, tmp
     host, model = executor.model.adapters, read_model_config(tmp_path / "model")
     assert isinstance(host, NativeAdapters)
     config = EngineConfig(max_loras=3, max_lora_rank=64)
-    said = host_use([(tmp_path / "model", model)], config, getattr(torch, dtype), native=True).adapters
+    said = host_use(tmp_path / "model", model, config, getattr(torch, dtype), native=True).adapters
     assert 0.75 * said <= 3 * host.num_bytes <= said
     executor.shutdown()
 

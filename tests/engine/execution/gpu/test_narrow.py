@@ -230,6 +230,7 @@ def test_without_triton_quantize_int8_is_refused_and_packed_weights_are_unpacked
 # --- activations in fp8 -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_narrow_by_triton")
 def test_many_tokens_are_rounded_to_fp8_on_request_and_few_are_not(tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", "float_channel")
