@@ -4,7 +4,6 @@ Never imports torch or knows a model's shape: an engine's start can read either 
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.features import NATIVE, find_conflict, turned_on
 
 MATRIX_UNIT = "amx_bf16"
 
@@ -21,11 +20,8 @@ def gguf_form(config: EngineConfig, *, on_gpu: bool = False) -> dict[str, bool]:
 def why_not_stored(config: EngineConfig) -> str | None:
     """Say why `quantize: auto` keeps no matrix in its checkpoint's bits on this machine's CPU, whatever the model.
     None: nothing speaks against it."""
-    on = turned_on(config)
     if config.kernels not in ("auto", "native"):
         return f"kernels is {config.kernels}, and only the native kernels compute with a checkpoint's own bits"
-    if (conflict := find_conflict(on, feature=NATIVE)) is not None:
-        return f"{on[conflict.feature]}, and {conflict.rule.reason}"
     if config.load_format == "dummy":
         return "load_format is dummy, and random numbers are drawn in the type of dtype"
     return _why_matrix_unit(config)

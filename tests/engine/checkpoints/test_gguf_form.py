@@ -9,6 +9,7 @@ import pytest
 
 from engine.checkpoints.gguf_form import MATRIX_UNIT, gguf_form, why_not_stored
 from engine.config import EngineConfig
+from engine.features import NATIVE, RULES, Group
 from kernels.cpu import processor
 
 STORED, WHOLE = {"stored": True, "either": True}, {"stored": False, "either": True}
@@ -37,6 +38,14 @@ def test_settings_that_the_native_kernels_do_not_compute_with_want_bfloat16(sett
     config = EngineConfig(**settings)
     assert gguf_form(config) == WHOLE
     assert (why_not_stored(config) or "").startswith(why)
+
+
+def test_no_setting_alone_excludes_the_native_kernels() -> None:
+    """Else the form would have to follow from that setting, too."""
+    for rule in RULES:
+        if NATIVE in (*rule.features, *rule.against):
+            others = {*rule.features, *rule.against, *rule.where} - {NATIVE}
+            assert {other.group for other in others} - {Group.SETTING, Group.KERNELS}, rule.reason
 
 
 @pytest.mark.parametrize(
