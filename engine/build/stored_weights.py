@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.models.config import ModelConfig
 from engine.models.stored_forms import form_of
 from kernels.choice import NATIVE, Choice
+from kernels.cpu.native.library import load_library
 
 
 def settle_quantize(model: ModelConfig, config: EngineConfig, kernels: Choice) -> tuple[EngineConfig, dict[str, str]]:
@@ -37,7 +38,9 @@ def _has_groups(model: ModelConfig) -> bool:
 def _why_unpacked(model: ModelConfig, config: EngineConfig, kernels: Choice) -> str | None:
     if kernels.name != NATIVE:
         return f"the kernels are {kernels.name}, and only the native ones compute with a checkpoint's own bits"
-    if (why_not := why_not_stored(config)) is not None:
+    # Asked of the library, not of the processor: where Linux or the compiler withholds the unit, vectors multiply.
+    matrix_unit = load_library().matrix_unit() == 1
+    if (why_not := why_not_stored(config, matrix_unit=matrix_unit)) is not None:
         return why_not
     if _has_groups(model):
         return None

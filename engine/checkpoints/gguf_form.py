@@ -14,23 +14,24 @@ def gguf_form(config: EngineConfig, *, on_gpu: bool = False) -> dict[str, bool]:
     takes weights in the type of `dtype`."""
     if config.quantize != "auto":
         return {"stored": config.stored, "either": False}
-    return {"stored": not on_gpu and why_not_stored(config) is None, "either": True}
+    return {"stored": not on_gpu and why_not_stored(config, matrix_unit=_reports_matrix_unit()) is None, "either": True}
 
 
-def why_not_stored(config: EngineConfig) -> str | None:
+def why_not_stored(config: EngineConfig, *, matrix_unit: bool) -> str | None:
     """Say why `quantize: auto` keeps no matrix in its checkpoint's bits on this machine's CPU, whatever the model.
-    None: nothing speaks against it."""
+    None: nothing speaks against it. matrix_unit: whether bfloat16 is multiplied by a matrix unit here."""
     if config.kernels not in ("auto", "native"):
         return f"kernels is {config.kernels}, and only the native kernels compute with a checkpoint's own bits"
     if config.load_format == "dummy":
         return "load_format is dummy, and random numbers are drawn in the type of dtype"
-    return _why_matrix_unit(config)
+    # The unit does not multiply float32, and activations in 8 bits do without it.
+    if matrix_unit and not config.rounds_activations and config.dtype != "float32":
+        return "this processor's matrix unit (AMX) multiplies weights in bfloat16 faster"
+    return None
 
 
-def _why_matrix_unit(config: EngineConfig) -> str | None:
-    """The unit does not multiply float32, and activations in 8 bits do without it."""
+def _reports_matrix_unit() -> bool:
+    """Whether the processor has the unit. Only the library knows whether it is granted, and this must not load it."""
     from kernels.cpu.processor import cpu_flags  # the serving path knows no kernels until it is asked
 
-    if config.rounds_activations or config.dtype == "float32" or MATRIX_UNIT not in cpu_flags():
-        return None
-    return "this processor's matrix unit (AMX) multiplies weights in bfloat16 faster"
+    return MATRIX_UNIT in cpu_flags()

@@ -4,12 +4,13 @@ Never computes a step: the start's checks say what it would serve."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from engine.build import cpu
+from engine.build import cpu, stored_weights
 from engine.build.executor import check_executor
 from engine.build.host_fit import weights_on_host
 from engine.checkpoints import gguf_form
@@ -33,12 +34,19 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A processor that multiplies bytes and has no matrix unit."""
     monkeypatch.setattr(processor, "cpu_flags", lambda: VNNI)
     monkeypatch.setattr(cpu, "cpu_flags", lambda: VNNI)
+    report_unit(monkeypatch, 0)
     return monkeypatch
+
+
+def report_unit(patch: pytest.MonkeyPatch, found: int) -> None:
+    """Let the library report a matrix unit as in kernels.choice.MATRIX_UNITS: none, in use, refused."""
+    patch.setattr(stored_weights, "load_library", lambda: SimpleNamespace(matrix_unit=lambda: found))
 
 
 @pytest.fixture
 def matrix_unit(flags: pytest.MonkeyPatch) -> None:
     flags.setattr(processor, "cpu_flags", lambda: VNNI | {gguf_form.MATRIX_UNIT})
+    report_unit(flags, 1)
 
 
 def resolved(directory: Path, **settings: Any) -> ResolvedConfig:
@@ -106,6 +114,15 @@ def test_a_matrix_unit_gets_bfloat16_unless_it_has_nothing_to_multiply(tmp_path:
     assert resolved(directory, dtype="float32").quantize == "stored"
     assert resolved(directory, activations="int8").quantize == "stored"
     assert resolved(directory, quantize="stored").quantize == "stored"
+
+
+@pytest.mark.usefixtures("matrix_unit")
+@pytest.mark.parametrize("found", [0, 2], ids=["not compiled", "not granted"])
+def test_a_matrix_unit_that_the_library_does_not_use_is_no_reason(
+    found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_unit(monkeypatch, found)
+    assert resolved(converted(tmp_path)).quantize == "stored"
 
 
 def test_rounded_activations_need_no_other_setting_where_the_weights_are_packed(tmp_path: Path) -> None:
