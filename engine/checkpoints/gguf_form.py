@@ -10,10 +10,10 @@ MATRIX_UNIT = "amx_bf16"
 
 def gguf_form(config: EngineConfig, *, on_gpu: bool = False) -> dict[str, bool]:
     """Return the arguments of engine.checkpoints.prepare.prepare_model that say in which form engines with these
-    settings want a GGUF file, and whether the other will do. on_gpu: whether they run on a GPU, where `quantize: auto`
-    takes weights in the type of `dtype`."""
+    settings want a GGUF file, and whether the other will do: bfloat16 will not where blocks must stay, but any engine
+    can unpack blocks. on_gpu: whether theirs is a GPU, where `quantize: auto` takes weights in the type of `dtype`."""
     if config.quantize != "auto":
-        return {"stored": config.stored, "either": False}
+        return {"stored": config.stored, "either": not config.stored}
     return {"stored": not on_gpu and why_not_stored(config, matrix_unit=_reports_matrix_unit()) is None, "either": True}
 
 

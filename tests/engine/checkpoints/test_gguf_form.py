@@ -13,6 +13,7 @@ from engine.features import NATIVE, RULES, Group
 from kernels.cpu import processor
 
 STORED, WHOLE = {"stored": True, "either": True}, {"stored": False, "either": True}
+ONLY_STORED = {"stored": True, "either": False}
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +61,11 @@ def test_a_matrix_unit_wants_bfloat16_for_what_it_multiplies(
     assert gguf_form(EngineConfig(**settings)) == form
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8", "stored"])
-def test_a_setting_that_is_written_is_followed_whatever_the_machine_and_no_other_form_will_do(quantize: str) -> None:
+@pytest.mark.parametrize(("quantize", "form"), [("none", WHOLE), ("int8", WHOLE), ("stored", ONLY_STORED)])
+def test_a_setting_that_is_written_is_followed_whatever_the_machine_and_blocks_can_be_unpacked(
+    quantize: str, form: dict[str, bool]
+) -> None:
+    """A volume that is only read may have blocks alone: `prepare` fills it with them by default."""
     written: dict[str, Any] = {"quantize": quantize}
     for on_gpu in (False, True):
-        assert gguf_form(EngineConfig(**written), on_gpu=on_gpu) == {"stored": quantize == "stored", "either": False}
+        assert gguf_form(EngineConfig(**written), on_gpu=on_gpu) == form

@@ -102,6 +102,17 @@ def test_logits_are_those_of_the_same_weights_unpacked(arch: str, tied: bool, tm
 
 
 @needs_compiler
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_blocks_serve_settings_that_want_a_file_in_bfloat16(quantize: str, tmp_path: Path) -> None:
+    """In that type weights are the same to the bit, since each form rounds the file's numbers once."""
+    directory, plain = converted(tmp_path), tmp_path / "plain"
+    plain.mkdir()
+    convert_gguf(tmp_path / "tiny.gguf", plain, progress=False)
+    got, want = (logits(each, quantize=quantize, dtype="bfloat16") for each in (directory, plain))
+    assert torch.equal(got, want)
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "kinds",
     [{"blk__1__ffn_gate": "Q4_0"}, {"blk__0__attn_k": None}, {"token_embd": None}, {"output": None}],
