@@ -20,8 +20,8 @@ MOST_CHARS = 400
 """Longer messages are cut: readers search for the beginning."""
 
 _KINDS = {
-    "ConfigError", "ModelError", "CheckpointError", "AdapterError", "ConfigRefused", "StartFailed", "HAProxyUnusable",
-    "HAProxyMisconfigured", "KeysFileError", "EdgeError", "refused", "TraceMissingError",
+    "ConfigError", "ModelError", "NotMadeError", "CheckpointError", "AdapterError", "ConfigRefused", "StartFailed",
+    "HAProxyUnusable", "HAProxyMisconfigured", "KeysFileError", "EdgeError", "refused", "TraceMissingError",
 }  # fmt: skip
 
 
@@ -83,6 +83,7 @@ GROUPS = (
             "engine/checkpoints/model_source.py",
             "engine/checkpoints/model_cache.py",
             "engine/checkpoints/default_model.py",
+            "engine/checkpoints/two_forms.py",
         ),
     ),
     Group("GGUF files", "The file is damaged, or of an unsupported kind.", ("engine/checkpoints/gguf_*.py",)),

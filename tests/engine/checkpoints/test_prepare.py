@@ -482,27 +482,7 @@ def test_the_default_model_knows_the_capital_of_france() -> None:
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-# the two forms of a GGUF file
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_where_a_form_cannot_be_made_the_other_will_do_if_it_is_there(
-    stored: bool, gguf_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A cache that is mounted for reading, or a machine without a network and the default model of an older release."""
-    other = prepare_model(str(gguf_path), progress=False, stored=not stored)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ModelError("the network is away")
-
-    monkeypatch.setattr(gguf_convert, "convert_gguf", refuse)
-    assert prepare_model(str(gguf_path), stored=stored, either=True) == other
-    assert f"is taken in another form, from {other}: the network is away" in capsys.readouterr().err
-    with pytest.raises(ModelError, match="the network is away"):
-        prepare_model(str(gguf_path), progress=False, stored=stored)
-    (other / "config.json").unlink()
-    with pytest.raises(ModelError, match="the network is away"):
-        prepare_model(str(gguf_path), progress=False, stored=stored, either=True)
+# the command line and the import
 
 
 def test_the_command_line_prepares_what_engines_here_read_by_default_or_what_is_asked_for(
@@ -514,9 +494,6 @@ def test_the_command_line_prepares_what_engines_here_read_by_default_or_what_is_
     for arguments, stored in (((), True), (("--quantize", "stored"), True), (("--quantize", "none"), False)):
         assert main([str(gguf_path), *arguments]) == 0
         assert capsys.readouterr().out == forms[stored]
-
-
-# the command line and the import
 
 
 def test_the_command_line_prints_the_directory_and_nothing_else(

