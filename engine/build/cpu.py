@@ -120,7 +120,7 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
-    config, why_bits = settle_quantize(model, config, kernels)
+    config, why_bits = settle_quantize(model_dir, model, config, kernels)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
     resolved = replace(resolved, reasons=resolved.reasons | why_bits)
     try:
@@ -286,4 +286,5 @@ def _draft(checkpoint: DraftCheckpoint | None, config: EngineConfig) -> DraftSta
         kernels = _kernels(checkpoint.model, config)
     except ConfigError as error:  # the text names settings, which could be either model's
         raise ConfigError(f"speculative.model is {config.speculative.model}, for which {error}") from error
-    return DraftStart(checkpoint, settle_quantize(checkpoint.model, config, kernels)[0], kernels)
+    settled, _ = settle_quantize(checkpoint.directory, checkpoint.model, config, kernels)
+    return DraftStart(checkpoint, settled, kernels)

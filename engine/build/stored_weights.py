@@ -4,8 +4,10 @@ Never refuses: where bits cannot stay, weights have the type of `dtype`."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from engine.checkpoints.gguf_form import why_not_stored
+from engine.checkpoints.two_forms import is_in_bfloat16
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig
 from engine.models.stored_forms import form_of
@@ -13,14 +15,16 @@ from kernels.choice import NATIVE, Choice
 from kernels.cpu.native.library import load_library
 
 
-def settle_quantize(model: ModelConfig, config: EngineConfig, kernels: Choice) -> tuple[EngineConfig, dict[str, str]]:
+def settle_quantize(
+    model_dir: Path, model: ModelConfig, config: EngineConfig, kernels: Choice
+) -> tuple[EngineConfig, dict[str, str]]:
     """Return the config with `quantize` other than `auto`, and the reason by the setting's name if it was `auto`.
-    kernels: those that compute the model."""
+    model: of the checkpoint in `model_dir`. kernels: those that compute it."""
     if config.quantize != "auto":
         return config, {}
     if config.rounds_activations:  # other weights are as they would be
         return replace(config, quantize="stored"), {"quantize": "stored: activations are rounded for such weights"}
-    why_not = _why_unpacked(model, config, kernels)
+    why_not = _why_unpacked(model_dir, model, config, kernels)
     if why_not is not None:
         return replace(config, quantize="none"), {"quantize": f"none: {why_not}"}
     why = "the checkpoint has its matrices in 4 to 8 bits, with which the native kernels compute"
@@ -35,7 +39,7 @@ def _has_groups(model: ModelConfig) -> bool:
     return any(form is not None and (form.fp8 or not by_output) for form, by_output in forms)
 
 
-def _why_unpacked(model: ModelConfig, config: EngineConfig, kernels: Choice) -> str | None:
+def _why_unpacked(model_dir: Path, model: ModelConfig, config: EngineConfig, kernels: Choice) -> str | None:
     if kernels.name != NATIVE:
         return f"the kernels are {kernels.name}, and only the native ones compute with a checkpoint's own bits"
     # Asked of the library, not of the processor: where Linux or the compiler withholds the unit, vectors multiply.
@@ -44,5 +48,7 @@ def _why_unpacked(model: ModelConfig, config: EngineConfig, kernels: Choice) -> 
         return why_not
     if _has_groups(model):
         return None
+    if is_in_bfloat16(model_dir):
+        return "the GGUF file was prepared in bfloat16; where its own bits could not be prepared, a warning says why"
     packed = model.quantization
     return f"the weights are {'not packed' if packed is None else packed.summary}"

@@ -3,24 +3,29 @@ Never imports a converter except to convert, and never returns a form that the c
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoints.default_model import DEFAULT_GGUF_SHA256, download_default_gguf
 from engine.checkpoints.model_cache import (
+    MARKER,
     ModelError,
     NotMadeError,
     check_recorded,
     intact,
     prepared,
-    say,
     sha256_of,
 )
 from engine.config import DEFAULT_MODEL
 
+logger = logging.getLogger(__name__)
+
 # Part of the cache key. Raise it when the conversion changes, so that directories of an older one are not reused.
 _CONVERSION = "v1"
+_IN_BFLOAT16 = re.compile(r"gguf-[0-9a-f]{32}-v\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,13 @@ def _one_of_two(sha256: str, source: str, fill: Callable[[Path], None], wanted: 
             raise
         if wanted.verify:
             check_recorded(other, wanted.progress)
-        say(f"{source} is taken in another form, from {other}: {error}", wanted.progress)
+        logger.warning("%s is taken in another form, from %s: %s", source, other, error)
         return other
+
+
+def is_in_bfloat16(directory: Path) -> bool:
+    """Whether a directory of the cache has a GGUF file's matrices in bfloat16, whatever the file's types are."""
+    return _IN_BFLOAT16.fullmatch(directory.name) is not None and (directory / MARKER).is_file()
 
 
 def _key(sha256: str, stored: bool) -> str:

@@ -15,6 +15,7 @@ from engine.build.executor import check_executor
 from engine.build.host_fit import weights_on_host
 from engine.checkpoints import gguf_form
 from engine.checkpoints.gguf_convert import convert_gguf
+from engine.checkpoints.prepare import prepare_model
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.execution.device import choose_device
 from kernels.cpu import processor
@@ -101,6 +102,15 @@ def test_weights_that_no_format_packs_and_those_kept_by_output_anyway_are_as_the
     assert plain.reasons["quantize"] == "none: the weights are not packed"
     assert packed.reasons["quantize"].startswith("none: the weights are compressed-tensors")
     assert packed.reasons["weights"] == resolved(tmp_path / "packed", quantize="none").reasons["weights"]
+
+
+def test_a_file_that_was_prepared_in_bfloat16_is_not_said_to_have_no_packed_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
+    converted(tmp_path)
+    directory = prepare_model(str(tmp_path / "tiny.gguf"), progress=False, stored=False)
+    assert resolved(directory).reasons["quantize"].startswith("none: the GGUF file was prepared in bfloat16")
 
 
 @pytest.mark.usefixtures("matrix_unit")
