@@ -10,11 +10,18 @@ MATRIX_UNIT = "amx_bf16"
 
 def gguf_form(config: EngineConfig, *, on_gpu: bool = False) -> dict[str, bool]:
     """Return the arguments of engine.checkpoints.prepare.prepare_model that say in which form engines with these
-    settings want a GGUF file, and whether the other will do: bfloat16 will not where blocks must stay, but any engine
-    can unpack blocks. on_gpu: whether theirs is a GPU, where `quantize: auto` takes weights in the type of `dtype`."""
-    if config.quantize != "auto":
-        return {"stored": config.stored, "either": not config.stored}
-    return {"stored": not on_gpu and why_not_stored(config, matrix_unit=_reports_matrix_unit()) is None, "either": True}
+    settings want a GGUF file, and whether the other will do. on_gpu: whether theirs is a GPU, where `quantize: auto`
+    takes weights in the type of `dtype`.
+
+    Bfloat16 will not do where blocks must stay, but any engine can unpack blocks. With `batch_invariant` no other form
+    will do: what one process can prepare and another cannot would decide about an answer's bits.
+    """
+    if config.quantize == "auto":
+        stored = not on_gpu and why_not_stored(config, matrix_unit=_reports_matrix_unit()) is None
+    else:
+        stored = config.stored
+    either = config.quantize != "stored" and not config.batch_invariant
+    return {"stored": stored, "either": either}
 
 
 def why_not_stored(config: EngineConfig, *, matrix_unit: bool) -> str | None:

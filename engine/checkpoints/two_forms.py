@@ -71,9 +71,15 @@ def _one_of_two(sha256: str, source: str, fill: Callable[[Path], None], wanted: 
     try:
         return prepared(_key(sha256, wanted.stored), source, fill, verify=wanted.verify, progress=wanted.progress)
     except NotMadeError as error:
-        other = intact(_key(sha256, not wanted.stored)) if wanted.either else None
+        other = intact(_key(sha256, not wanted.stored))
         if other is None:
             raise
+        if not wanted.either:
+            raise NotMadeError(
+                f"{error} Its other form is in {other}, but would be other weights than quantize: stored or "
+                "batch_invariant: true asks for: prepare the model with --quantize stored or none, as the engines' "
+                "setting is."
+            ) from error
         if wanted.verify:
             check_recorded(other, wanted.progress)
         logger.warning("%s is taken in another form, from %s: %s", source, other, error)

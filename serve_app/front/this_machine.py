@@ -85,7 +85,7 @@ def _check_ingress(application: Application) -> None:
             raise application.refused(problem, "lora_adapters", name)
     if settings.engine.executor == "torch":
         try:
-            Tokenizer.from_dir(prepare_model(settings.model, weights=False, progress=False, **settings.gguf_form))
+            Tokenizer.from_dir(prepare_model(settings.model, weights=False, progress=False, **settings.tokenizer_form))
         except (FileNotFoundError, ValueError) as error:
             raise application.refused(f"args.model: {error}", "model") from error
 

@@ -368,5 +368,5 @@ def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
     """Load the model's tokenizer, and return it with the model's creation time, which is the same in every replica."""
     if settings.engine.executor == "fake":
         return Tokenizer.byte_level(images=settings.engine.fake.images), 0
-    path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy", **settings.gguf_form)
+    path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy", **settings.tokenizer_form)
     return Tokenizer.from_dir(path), int((path / "config.json").stat().st_mtime)

@@ -233,6 +233,11 @@ class AppSettings(NameSettings):
         return gguf_form(self.engine, on_gpu=bool(self.engine_num_gpus))
 
     @property
+    def tokenizer_form(self) -> dict[str, bool]:
+        """The same for what reads no weights: either form has the tokenizer."""
+        return self.gguf_form | {"either": True}
+
+    @property
     def engine_resources(self) -> dict[str, float | str]:
         """The resources that Ray reserves for an engine replica, as its `ray_actor_options`."""
         options: dict[str, float | str] = {"num_cpus": self.engine_num_cpus, "num_gpus": self.engine_num_gpus}

@@ -69,3 +69,12 @@ def test_a_setting_that_is_written_is_followed_whatever_the_machine_and_blocks_c
     written: dict[str, Any] = {"quantize": quantize}
     for on_gpu in (False, True):
         assert gguf_form(EngineConfig(**written), on_gpu=on_gpu) == form
+
+
+@pytest.mark.parametrize("quantize", ["auto", "none", "int8", "stored"])
+def test_with_batch_invariance_the_form_follows_from_settings_and_processor_alone(quantize: str) -> None:
+    """Whether the network or the disk failed one replica must not decide about the weights of its answers."""
+    for on_gpu in (False, True):
+        written: dict[str, Any] = {"quantize": quantize}
+        form = gguf_form(EngineConfig(**written, batch_invariant=True), on_gpu=on_gpu)
+        assert form == {"stored": gguf_form(EngineConfig(**written), on_gpu=on_gpu)["stored"], "either": False}

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.checkpoints import default_model, gguf_convert, two_forms
+from engine.checkpoints.gguf_form import gguf_form
 from engine.checkpoints.model_cache import ModelError
 from engine.checkpoints.prepare import main, prepare_model
-from engine.config import DEFAULT_MODEL
+from engine.config import DEFAULT_MODEL, EngineConfig
 from tests.support.tiny_gguf import write_gguf
 
 
@@ -58,6 +59,16 @@ def test_where_a_form_cannot_be_made_the_other_will_do_if_it_is_there(
     (other / "config.json").unlink()
     with pytest.raises(ModelError, match="the disk is full"):
         prepare(file, stored=stored, either=True)
+
+
+def test_a_form_that_the_settings_rule_out_is_named_with_them(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = prepare(file, stored=False)
+    refuse_to_convert(monkeypatch, OSError("the disk is full"))
+    form = gguf_form(EngineConfig(quantize="stored", batch_invariant=True))
+    with pytest.raises(ModelError) as raised:
+        prepare_model(file, progress=False, **form)
+    for part in ("the disk is full", str(other), "batch_invariant: true", "--quantize stored"):
+        assert part in str(raised.value)
 
 
 def test_a_file_that_cannot_be_converted_is_refused_though_its_other_form_is_there(

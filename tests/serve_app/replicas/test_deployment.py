@@ -1,0 +1,37 @@
+"""Owns the contract of what an ingress replica reads of a model: its tokenizer, from either form of a GGUF file.
+Never starts Ray: replicas are tested with the whole server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoints import gguf_convert
+from engine.checkpoints.prepare import prepare_model
+from engine.config import EngineConfig
+from serve_app.replicas.deployment import _load_tokenizer
+from serve_app.settings.application import AppSettings
+from tests.support.tiny_gguf import TOKENS, write_gguf
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
+    return str(write_gguf(tmp_path / "tiny.gguf"))
+
+
+@pytest.mark.parametrize("quantize", ["stored", "none"])
+def test_the_form_that_an_engine_would_refuse_has_the_tokenizer(
+    quantize: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of ingress replicas alone may have only the other form, and no weight of it is read there."""
+    prepare_model(file, progress=False, stored=quantize == "none")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("the cache is only read")
+
+    monkeypatch.setattr(gguf_convert, "convert_gguf", refuse)
+    settings = AppSettings(model=file, engine=EngineConfig(quantize=quantize, batch_invariant=True))
+    tokenizer, _ = _load_tokenizer(settings)
+    assert tokenizer.vocab_size == len(TOKENS)
