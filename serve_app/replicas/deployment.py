@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -365,8 +366,11 @@ def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntak
 
 
 def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
-    """Load the model's tokenizer, and return it with the model's creation time, which is the same in every replica."""
+    """Load the model's tokenizer, and return it with the model's creation time, in seconds since 1970: when its GGUF
+    file, or else its config.json, was written. It is the same in replicas that read the same file, and not in those
+    with a cache of their own, or with the packaged default, which has no file but its prepared form."""
     if settings.engine.executor == "fake":
         return Tokenizer.byte_level(images=settings.engine.fake.images), 0
     path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy", **settings.tokenizer_form)
-    return Tokenizer.from_dir(path), int((path / "config.json").stat().st_mtime)
+    written = Path(settings.model).expanduser() if settings.model.endswith(".gguf") else path / "config.json"
+    return Tokenizer.from_dir(path), int(written.stat().st_mtime)

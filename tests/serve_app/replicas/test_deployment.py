@@ -3,7 +3,9 @@ Never starts Ray: replicas are tested with the whole server."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -23,7 +25,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("quantize", ["stored", "none"])
 def test_the_form_that_an_engine_would_refuse_has_the_tokenizer(
-    quantize: str, file: str, monkeypatch: pytest.MonkeyPatch
+    quantize: Literal["stored", "none"], file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node of ingress replicas alone may have only the other form, and no weight of it is read there."""
     prepare_model(file, progress=False, stored=quantize == "none")
@@ -35,3 +37,12 @@ def test_the_form_that_an_engine_would_refuse_has_the_tokenizer(
     settings = AppSettings(model=file, engine=EngineConfig(quantize=quantize, batch_invariant=True))
     tokenizer, _ = _load_tokenizer(settings)
     assert tokenizer.vocab_size == len(TOKENS)
+
+
+def test_a_gguf_file_was_created_when_it_was_written_whichever_form_a_replica_reads(file: str) -> None:
+    """Replicas on unlike processors read unlike directories, made at unlike times."""
+    os.utime(file, (1_700_000_000, 1_700_000_000))
+    forms: tuple[Literal["stored", "none"], ...] = ("stored", "none")
+    for quantize in forms:
+        _, created = _load_tokenizer(AppSettings(model=file, engine=EngineConfig(quantize=quantize)))
+        assert created == 1_700_000_000
