@@ -20,7 +20,7 @@ DEFAULT_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728
 _WHEEL_BYTES = 92_871_040
 _FILE_BYTES = 98_362_432
 _FORM_BYTES = {True: 100_100_000, False: 272_600_000}
-"""Of the prepared directory, by whether matrices stay in the file's blocks."""
+"""The size of the prepared directory, by whether matrices stay in the file's blocks."""
 _HASTY = ("--retries", "1", "--timeout", "5")  # seconds
 _POLL_S = 0.2
 
