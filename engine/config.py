@@ -847,7 +847,7 @@ class ResolvedConfig:
             step_trace=config.step_trace,
             overlap=config.overlap,
             num_speculative_tokens=num_drafts,
-            drafting_limit=None if config.num_speculative_tokens is not None else config.max_num_batched_tokens // 2,
+            drafting_limit=_drafting_limit(config),
             speculative=_speculative(
                 config,
                 num_drafts,
@@ -900,6 +900,20 @@ class ResolvedConfig:
         """Longest prompt + answer that this engine can hold: the context, or the whole KV cache if that is smaller.
         The last token's KV is never written, so a cache of n slots holds n + 1 tokens."""
         return min(self.max_model_len, self.num_kv_blocks * self.block_size + 1)
+
+
+def max_drafting_tokens(config: EngineConfig, can_draft: bool) -> int:
+    """Return ResolvedConfig.max_drafting_tokens before anything is resolved; 0: no row has drafts. can_draft: the
+    executor drafts by default."""
+    if not (num_drafts := _num_speculative_tokens(config, can_draft)):
+        return 0
+    all_seats, limit = config.max_num_seqs * (1 + num_drafts), _drafting_limit(config)
+    return all_seats if limit is None else min(all_seats, limit)
+
+
+def _drafting_limit(config: EngineConfig) -> int | None:
+    """Drafts that nobody asked for leave half of a step to prompts."""
+    return None if config.num_speculative_tokens is not None else config.max_num_batched_tokens // 2
 
 
 def _num_speculative_tokens(config: EngineConfig, can_draft: bool) -> int:

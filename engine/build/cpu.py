@@ -237,6 +237,7 @@ def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> 
             num_threads=resolved.num_threads,
             num_tokens=resolved.max_num_batched_tokens,
             num_sampled=resolved.max_decode_tokens,
+            num_drafted=resolved.max_drafting_tokens if resolved.num_speculative_tokens else 0,
             quantize=config.quantize == "int8",
             rounded=config.rounds_activations,
             max_lora_rank=config.max_lora_rank if config.max_loras else 0,

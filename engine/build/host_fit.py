@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 
-from engine.config import ConfigError, EngineConfig
+from engine.build.facts import facts_of
+from engine.config import ConfigError, EngineConfig, max_drafting_tokens
+from engine.features import DRAFTS, find_conflict
 from engine.host.shares import SPARED, Room
 from engine.models.adapter_files import adapter_bytes
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import blocks_in
 from engine.models.narrow import Keep
 from engine.models.native_adapters import packed_adapter_bytes
+from engine.models.native_rewind import rewind_bytes
 from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import embedding_in_blocks, weight_bytes
 
@@ -39,10 +42,12 @@ class HostUse:
     """Estimate of the activations and logits of the largest step."""
     encoder_cache: int = 0
     adapters: int = 0
+    drafts: int = 0
+    """What drafted tokens give to recurrent states, kept until it is known which are accepted."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.step + self.encoder_cache + self.adapters
+        return self.weights + self.step + self.encoder_cache + self.adapters + self.drafts
 
     def text(self) -> str:
         """Return every part in GiB, named by the setting that determines it."""
@@ -51,6 +56,7 @@ class HostUse:
             "a step of max_num_batched_tokens": self.step,
             "encoder_cache_memory_gib": self.encoder_cache,
             "max_loras adapters": self.adapters,
+            "num_speculative_tokens drafts": self.drafts,
         }
         return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
 
@@ -143,6 +149,7 @@ def host_use(model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: t
         encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
         adapters=config.max_loras
         * (packed_adapter_bytes if native else adapter_bytes)(model, config.max_lora_rank, dtype),
+        drafts=_draft_bytes(model, config, dtype) if native else 0,
     )
 
 
@@ -165,6 +172,11 @@ def kept_on_cpu(config: EngineConfig, *, native: bool) -> Keep:
     if not native:
         return Keep.NOTHING
     return Keep.GROUPED if config.stored else Keep.BY_OUTPUT
+
+
+def _draft_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    can_draft = find_conflict(facts_of(model), feature=DRAFTS) is None
+    return rewind_bytes(model, max_drafting_tokens(config, can_draft), dtype)
 
 
 def _head_bytes(model: ModelConfig, dtype: torch.dtype, keep: Keep) -> int:

@@ -37,7 +37,7 @@ class _Recorded:
     num_tokens: int
     num_sampled: int
     rewind: Rewind | None
-    """For the tokens that rows with drafts may have; None: no step of a model with states had any yet."""
+    """For the tokens that rows with drafts may have; None: the model has no states, or no step had any drafts."""
     program: Program
     hidden: Buffer
     logits: Buffer
@@ -63,11 +63,13 @@ class NativeModel:
         num_threads: int,
         num_tokens: int,
         num_sampled: int,
+        num_drafted: int = 0,
         quantize: bool = False,
         rounded: bool = False,
         max_lora_rank: int = 0,
     ) -> None:
         """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
+        num_drafted: the tokens of rows with drafts likewise, if the model has states.
         quantize: use 8-bit matrices; rounded: round the activations that matrices of 4 to 8 bits are multiplied by; see
         kernels.cpu.native.program.pack. max_lora_rank: 0: rows have no LoRA adapters."""
         decoder.weights = _packed(decoder.weights, quantize=quantize, rounded=rounded, num_threads=num_threads)
@@ -82,7 +84,7 @@ class NativeModel:
         self.state = state
         self.busy_s = 0.0
         """Seconds that steps have spent in the library so far; the rest of the engine's time is Python's."""
-        self._recorded = self._record(num_tokens, num_sampled)
+        self._recorded = self._record(num_tokens, num_sampled, 0 if state is None else num_drafted)
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         check_plan(plan, self._block_size, 0 if self.state is None else self.state.num_slots)
@@ -150,12 +152,12 @@ class NativeModel:
         now = self._recorded
         room = 0 if now.rewind is None else now.rewind.capacity
         if num_tokens > now.num_tokens or num_sampled > now.num_sampled or num_drafted > room:
-            if num_drafted > room:  # some more than now: seldom recorded again
-                room = 2 * num_drafted
-            self._recorded = self._record(max(num_tokens, now.num_tokens), max(num_sampled, now.num_sampled), room)
+            self._recorded = self._record(
+                max(num_tokens, now.num_tokens), max(num_sampled, now.num_sampled), max(num_drafted, room)
+            )
         return self._recorded
 
-    def _record(self, num_tokens: int, num_sampled: int, num_drafted: int = 0) -> _Recorded:
+    def _record(self, num_tokens: int, num_sampled: int, num_drafted: int) -> _Recorded:
         program, head = self._program(num_tokens), self._program(num_tokens)
         rewind = Rewind(self._program(num_drafted), num_drafted, self.decoder.dtype) if num_drafted else None
         program.rewind = rewind

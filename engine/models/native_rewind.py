@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+import torch
+
+from engine.models.description import ModelConfig
 from engine.step import RowKind, ScheduledRequest
 from kernels.cpu.native.program import StepRows
 
@@ -14,6 +17,21 @@ def drafted_rows(rows: Sequence[ScheduledRequest]) -> range:
     """Return the rows with drafts, which in kernel order are neighbours; see engine.batch.row_order."""
     numbers = [i for i, row in enumerate(rows) if row.kind is RowKind.DECODE and len(row.token_ids) > 1]
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+
+def rewind_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes that drafts take in a model with states: each layer keeps what tokens of rows with drafts give
+    to its states, and one layer after another computes on that. num_tokens: of rows with drafts in a step. dtype: the
+    activations'."""
+    layers = model.linear_layers
+    if not layers:
+        return 0
+    inputs = [2 * layer.channels + 2 * layer.heads.num_value_heads for layer in layers]
+    heads = layers[0].heads
+    results = layers[0].channels + heads.value_size
+    prepared = 2 * heads.key_size + heads.num_key_heads + 2 * heads.num_value_heads  # in float32
+    at_once = (max(inputs) + results) * dtype.itemsize + prepared * torch.float32.itemsize
+    return num_tokens * (sum(inputs) * dtype.itemsize + at_once)
 
 
 class NativeRewind:

@@ -66,6 +66,8 @@ def test_weights_and_an_encoder_cache_that_do_not_fit_are_named() -> None:
         blocks(EngineConfig(num_kv_blocks=1), budget(HostUse(weights=40 * GIB, step=GIB // 4)))
     with pytest.raises(ConfigError, match=r"encoder_cache_memory_gib 30\.00"):
         blocks(EngineConfig(num_kv_blocks=1), budget(HostUse(weights=GIB, step=0, encoder_cache=30 * GIB)))
+    with pytest.raises(ConfigError, match=r"needs 31.00 GiB .*, num_speculative_tokens drafts 30\.00"):
+        blocks(EngineConfig(num_kv_blocks=1), budget(HostUse(weights=GIB, step=0, drafts=30 * GIB)))
 
 
 def test_unset_is_most_of_what_is_left_of_this_engines_share() -> None:

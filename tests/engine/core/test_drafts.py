@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig, max_drafting_tokens
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
 from engine.protocol import FinishReason
@@ -112,6 +112,19 @@ def test_drafts_nobody_asked_for_leave_half_of_a_step_to_prefill_however_many_se
     assert ResolvedConfig.of(asked, drafts=True, **FOUND).max_drafting_tokens == 124, (
         "a config that asks for drafts gets them"
     )
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"max_num_seqs": 4}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 0}, {"overlap": True}],
+    ids=str,
+)
+def test_how_many_tokens_may_draft_is_known_before_the_memory_is(asked: dict[str, Any], drafts: bool) -> None:
+    config = EngineConfig(max_num_batched_tokens=512, **asked)
+    resolved = ResolvedConfig.of(config, drafts=drafts, **FOUND)
+    expected = resolved.max_drafting_tokens if resolved.num_speculative_tokens else 0
+    assert max_drafting_tokens(config, drafts) == expected
 
 
 def test_if_a_step_has_no_room_for_all_drafts_the_requests_that_decode_longest_keep_theirs() -> None:

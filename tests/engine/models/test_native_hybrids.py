@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.build.executor import check_executor, create_executor
+from engine.build.host_fit import host_use
 from engine.config import EngineConfig
 from engine.models.config import read_model_config
 from engine.models.narrow import Keep
@@ -127,9 +128,10 @@ def test_activations_in_int8_go_with_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_state_after_drafts_has_the_bits_of_one_that_never_saw_them(dtype: str, tmp_path: Path) -> None:
-    """Steps have more and more drafts, so that the programs are recorded again between them."""
+    """Steps have more and more drafts, and no memory was reserved: the programs are recorded again between them."""
     save_model("qwen3_next", tmp_path)
-    plain, drafted = (create_executor(tmp_path, settings(dtype=dtype))[0] for _ in "ab")
+    asked = settings(dtype=dtype, num_speculative_tokens=0)
+    plain, drafted = (create_executor(tmp_path, asked)[0] for _ in "ab")
     prompt, count = TOKENS[:20], 24
     text = follow(plain, prompt, BLOCKS, 0, count)
     found = follow(drafted, prompt, BLOCKS, 0, 1)
@@ -143,6 +145,40 @@ def test_a_state_after_drafts_has_the_bits_of_one_that_never_saw_them(dtype: str
     follow(plain, prompt, BLOCKS, 0, len(found))
     for got, want in zip(states_at(drafted, 0), states_at(plain, 0), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_of_drafts_is_counted_and_taken_at_the_start(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Regression guard: steps with drafts took it, uncounted; where there was none, all requests lost their states."""
+    save_model(kind, tmp_path)
+    asked = settings(dtype=dtype, max_num_seqs=5)
+    executor, resolved = create_executor(tmp_path, asked)
+    model = executor.model  # type: ignore[attr-defined]
+    recorded, rewind = model._recorded, model._recorded.rewind
+    assert rewind.capacity == resolved.max_drafting_tokens == 25
+    kept = {tensor.data_ptr(): tensor for tensor in rewind.program._kept if len(tensor) == 25}
+    taken = sum(tensor.nbytes for tensor in kept.values())
+    said = host_use(tmp_path, read_model_config(tmp_path), asked, model.decoder.dtype, native=True).drafts
+    assert taken <= said < 1.2 * taken
+    row = decode("a", 3, 20, BLOCKS)._replace(token_ids=tuple(TOKENS[:25]))
+    run(executor, stateful(executor, row))
+    assert model._recorded is recorded
+    executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_speculative_tokens": 0}, {"kernels": "torch_cpu"}, {"overlap": True}], ids=str
+)
+def test_without_drafts_or_on_other_kernels_they_take_no_memory(changes: dict[str, Any], tmp_path: Path) -> None:
+    save_model("qwen3_5", tmp_path)
+    executor, resolved = create_executor(tmp_path, settings(**changes))
+    native = resolved.kernels == "native"
+    used = host_use(tmp_path, read_model_config(tmp_path), settings(**changes), torch.float32, native=native)
+    assert used.drafts == 0
+    if native:
+        assert executor.model._recorded.rewind is None  # type: ignore[attr-defined]
+    executor.shutdown()
 
 
 def test_a_size_that_no_product_takes_is_the_reason_for_other_kernels(tmp_path: Path) -> None:
