@@ -34,6 +34,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "byte_products": ("i", ""),
     "team_create": ("p", "i"),
     "team_destroy": ("", "p"),
+    "team_barriers": ("l", "p"),
     "program_create": ("p", "pl"),
     "program_destroy": ("", "p"),
     "program_run": ("i", "pp"),
@@ -57,7 +58,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_causal_conv": ("", "piplplllpp"),
     "program_delta_rule": ("", "piplplplpplllllppp"),
     "program_gated_norm": ("", "pipplpfllp"),
-    "program_keep_drafted": ("", "pipllp"),
+    "program_keep_drafted": ("", "pipl"),
 }
 
 

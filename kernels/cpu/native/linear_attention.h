@@ -295,16 +295,23 @@ struct SigmoidGate {
     }
 };
 
+// An operation's input, and where it is kept. Filled by the caller; mirrored in linear_attention.py.
+struct DraftedPart {
+    const void* x;  // of T: `size` numbers of each token, `stride` from the next one's
+    int64_t stride, size;
+    void* out;  // [tokens of rows with drafts, size]
+};
+
 // Copies what the rows with drafts give to an operation, so that it can be run again for the accepted tokens alone.
 template <class T>
 struct KeepDrafted {
-    Columns<T> x;
-    int64_t size;
-    T* out;  // [tokens of rows with drafts, size]
+    std::vector<DraftedPart> parts;
 
     int64_t num_tasks(const Step& step) const { return step.end_drafted() - step.begin_drafted(); }
 
     void operator()(const Step& step, int64_t task) const {
-        std::copy_n(x.of(step.begin_drafted() + task), size, out + task * size);
+        for (const auto& [x, stride, size, out] : parts)
+            std::copy_n(static_cast<const T*>(x) + (step.begin_drafted() + task) * stride, size,
+                        static_cast<T*>(out) + task * size);
     }
 };

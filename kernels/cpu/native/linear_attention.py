@@ -3,6 +3,7 @@ Never copies a part of a projection: operations read it where it lies."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,17 @@ from kernels.cpu.native.program import Buffer, Columns, Program
 from kernels.forward import LinearHeads
 
 Part = Buffer | Columns
+
+
+class _DraftedPart(ctypes.Structure):
+    """Mirrors DraftedPart of linear_attention.h."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+    ]
 
 
 class LinearAttentionProgram(Program):
@@ -44,7 +56,8 @@ class LinearAttentionProgram(Program):
 
     def causal_conv(self, x: Part, weight: Tensor, state: Tensor) -> Buffer:
         if self.rewind is not None:
-            self.rewind.program.causal_conv(self.rewind.kept(self, x), weight, state)
+            (again,) = self.rewind.kept(self, x)
+            self.rewind.program.causal_conv(again, weight, state)
         channels, kernel = weight.shape
         out = self._new(channels)
         self._library.program_causal_conv(
@@ -65,8 +78,9 @@ class LinearAttentionProgram(Program):
         self, qkv: Part, strength: Part, step: Part, rates: tuple[Tensor, Tensor], heads: LinearHeads, state: Tensor
     ) -> Buffer:
         if self.rewind is not None:
-            again = [self.rewind.kept(self, part) for part in (qkv, strength, step)]
+            again = self.rewind.kept(self, qkv, strength, step)
             self.rewind.program.delta_rule(again[0], again[1], again[2], rates, heads, state)
+            del again  # the operations after it may have this memory
         prepared = self._new(2 * heads.key_size + heads.num_key_heads + 2 * heads.num_value_heads, torch.float32)
         out = self._new(heads.value_size)
         self._library.program_delta_rule(
@@ -101,9 +115,10 @@ class LinearAttentionProgram(Program):
         )
         return out
 
-    def keep_drafted(self, x: Part, to: Tensor) -> None:
-        """Copy the numbers of the tokens in rows with drafts. to: [their largest number, width]"""
-        self._library.program_keep_drafted(self._handle, self._wide, x.address, x.stride, _width(x), self._keep(to))
+    def keep_drafted(self, parts: Sequence[tuple[Part, Tensor]]) -> None:
+        """Copy the numbers of the tokens in rows with drafts, each part to its tensor: [their largest number, width]"""
+        given = (_DraftedPart(x.address, x.stride, _width(x), self._keep(to)) for x, to in parts)
+        self._library.program_keep_drafted(self._handle, self._wide, (_DraftedPart * len(parts))(*given), len(parts))
 
     def gathered(self, kept: Tensor) -> Buffer:
         """Return the rows of `kept` that StepRows.sampled names, as a step's tokens."""
@@ -126,11 +141,11 @@ class Rewind:
         self.capacity = capacity
         self._dtype = dtype
 
-    def kept(self, of: LinearAttentionProgram, x: Part) -> Buffer:
-        """Record the copy of `x` in the step's program, and return what the second program makes of it."""
-        memory = torch.zeros(self.capacity, _width(x), dtype=self._dtype)
-        of.keep_drafted(x, memory)
-        return self.program.gathered(memory)
+    def kept(self, of: LinearAttentionProgram, *parts: Part) -> list[Buffer]:
+        """Record the copy of all parts in the step's program, and return what the second program makes of each."""
+        memory = [torch.zeros(self.capacity, _width(part), dtype=self._dtype) for part in parts]
+        of.keep_drafted(list(zip(parts, memory, strict=True)))
+        return [self.program.gathered(each) for each in memory]
 
 
 def _width(part: Part) -> int:

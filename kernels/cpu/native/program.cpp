@@ -38,11 +38,13 @@ struct Program {
         return true;
     }
 
-    // An operation on each of `count(step)` items by itself.
+    // An operation on each of `count(step)` items by itself. Without any there is no barrier: all threads see that alike.
     template <class Count, class Work>
     void add_each(Count count, Work work) {
         add([this, count, work] {
-            team.share(count(step), [&](int64_t first, int64_t last) {
+            const int64_t items = count(step);
+            if (items == 0) return;
+            team.share(items, [&](int64_t first, int64_t last) {
                 for (int64_t i = first; i < last; i++) work(step, i);
             });
         });
@@ -318,6 +320,8 @@ Team* team_create(int num_threads) { return new Team(num_threads); }
 
 void team_destroy(Team* team) { delete team; }
 
+int64_t team_barriers(Team* team) { return team->barriers(); }
+
 // The team must outlive the program, which one thread at a time may run.
 Program* program_create(Team* team, int64_t block_size) { return new Program(*team, block_size); }
 
@@ -461,8 +465,8 @@ void program_gated_norm(Program* program, int wide, const void* x, const void* g
     BY_TYPE(add_tasks, (program, GatedNorm<T>{as<T>(x), {as<T>(gate), gate_stride}, weight, eps, heads, size, as<T>(out)}));
 }
 
-void program_keep_drafted(Program* program, int wide, const void* x, int64_t stride, int64_t size, void* out) {
-    BY_TYPE(add_tasks, (program, KeepDrafted<T>{{as<T>(x), stride}, size, as<T>(out)}));
+void program_keep_drafted(Program* program, int wide, const DraftedPart* parts, int64_t count) {
+    BY_TYPE(add_tasks, (program, KeepDrafted<T>{{parts, parts + count}}));
 }
 
 }  // extern "C"

@@ -103,6 +103,11 @@ class Team:
         self._library = load_library()
         self.handle = self._library.team_create(num_threads)
 
+    @property
+    def num_barriers(self) -> int:
+        """How often all threads have waited for each other so far, modulo 2^32."""
+        return int(self._library.team_barriers(self.handle))
+
     def __del__(self) -> None:
         if handle := getattr(self, "handle", None):
             self._library.team_destroy(handle)

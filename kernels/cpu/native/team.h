@@ -22,6 +22,7 @@ class Team {
     }
 
     int size() const { return size_; }
+    int64_t barriers() const { return phase_; }  // how often all threads have met, in 32 bits
 
     // Run `job` in every thread, the caller's included; returns when all are done.
     void run(const std::function<void()>& job) {
