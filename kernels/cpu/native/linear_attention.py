@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpu.native.program import Buffer, Columns, Program
+from kernels.cpu.native.program import Buffer, Columns, Program, StepRows
 from kernels.forward import LinearHeads
 
 Part = Buffer | Columns
@@ -32,6 +32,10 @@ class LinearAttentionProgram(Program):
 
     rewind: Rewind | None = None
     """Records what it takes to advance the states of rows with drafts. None: steps have no such rows."""
+
+    def run(self, rows: StepRows) -> None:
+        assert rows.num_drafted_tokens <= (0 if self.rewind is None else self.rewind.capacity)
+        super().run(rows)
 
     def split(self, x: Buffer, sizes: Sequence[int]) -> list[Columns]:
         firsts = [sum(sizes[:number]) for number in range(len(sizes))]

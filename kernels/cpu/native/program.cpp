@@ -29,7 +29,7 @@ struct Program {
     int64_t num_blocks = std::numeric_limits<int64_t>::max();
     int64_t num_states = -1;
 
-    // False, with nothing done, if the step names a token, a block or a state that is not there.
+    // False, with nothing done, if the step names what is not there: see Step::take.
     bool run(const StepRows& rows) {
         if (!step.take(rows, num_token_ids, num_blocks, num_states)) return false;
         team.run([this] {

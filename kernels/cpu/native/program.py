@@ -89,6 +89,7 @@ class StepRows:
         assert len(slots) in (0, len(counts))
         self._arrays.append(slots)
         self.num_tokens = len(self._arrays[0])
+        self.num_drafted_tokens = sum(counts[drafted[0] : sum(drafted)])
         sizes = (self.num_tokens, len(counts), len(sampled))
         self._adapters = adapters  # the library has only addresses
         self._tables = array("Q", (0 if adapter is None else adapter.address for adapter in adapters))
@@ -342,12 +343,12 @@ class Program:
         """Run the record on one step.
 
         Raises:
-            IndexError: a token id is outside the vocabulary, a block outside the cache, or a slot outside the states.
-                Nothing was computed.
+            IndexError: a token id is outside the vocabulary, a block outside the cache, a slot outside the states, or
+                a row with drafts outside the rows. Nothing was computed.
         """
         assert rows.num_tokens <= self._capacity
         if not self._library.program_run(self._handle, ctypes.byref(rows.struct)):
-            raise IndexError("The step names a token, a block or a state that is not there.")
+            raise IndexError("The step names a token, a block, a state or a row with drafts that is not there.")
 
     # --- recording --------------------------------------------------------------------------------------------------
 

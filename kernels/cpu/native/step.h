@@ -46,7 +46,7 @@ struct Step : StepRows {
 
     static constexpr int64_t TILE_TOKENS = 16;
 
-    // False if the rows name a token, a block or a state that is not there: the kernels do not look again.
+    // False if the rows name a token, a block, a state or a row with drafts that is not there: the kernels do not look again.
     bool take(const StepRows& given, int64_t num_token_ids, int64_t num_blocks, int64_t num_states) {
         static_cast<StepRows&>(*this) = given;
         const auto within = [](const int64_t* numbers, int64_t count, int64_t end) {
@@ -54,6 +54,8 @@ struct Step : StepRows {
         };
         if (!within(token_ids, num_tokens, num_token_ids) || !within(blocks, first_blocks[num_rows], num_blocks)) return false;
         if (num_states >= 0 && !(state_slots && within(state_slots, num_rows, num_states))) return false;
+        if (first_drafted < 0 || first_drafted > num_rows || num_drafted < 0 || num_drafted > num_rows - first_drafted)
+            return false;
         begins.assign(1, 0);
         rows.clear();
         positions.clear();

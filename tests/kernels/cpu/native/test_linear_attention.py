@@ -329,6 +329,28 @@ def test_a_slot_that_is_not_there_is_refused_before_anything_is_read(team: Team,
     assert native.read.tensor.abs().sum() == 0.0
 
 
+@pytest.mark.parametrize("drafted", [(-1, 1), (0, 7), (6, 1), (7, 0), (1, -1), (2, 2**63 - 1)], ids=str)
+def test_rows_with_drafts_that_the_step_does_not_have_are_refused(team: Team, drafted: tuple[int, int]) -> None:
+    given = inputs("edges of tiles", torch.float32)
+    native = Native.record(team, given, rewinds=True)
+    rows = replace(given.rows, counts=(1, 1, 5, 3, 9, 1))
+    with pytest.raises(IndexError, match="not there"):
+        native.program.run(step_of(rows, drafted=drafted))
+    assert native.read.tensor.abs().sum() == 0.0
+    native.run(step_of(rows, drafted=(0, 6)))
+    native.run(step_of(rows, drafted=(6, 0)))
+
+
+def test_more_drafted_tokens_than_memory_was_reserved_for_are_an_error_of_ours(team: Team) -> None:
+    given = inputs("edges of tiles", torch.float32)
+    for rewinds, counts in ((True, (1, 1, 5, 3, 32, 1)), (False, (1, 1, 1, 1, 2, 1))):
+        native = Native.record(team, given, rewinds=rewinds)
+        rows = replace(given.rows, counts=counts)
+        with pytest.raises(AssertionError):
+            native.program.run(step_of(rows, drafted=(1, 4)))
+        assert native.read.tensor.abs().sum() == 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("without", ["-mno-amx-tile", "-mno-avx512bf16", "-mno-avx512f"])
 def test_all_of_this_holds_for_processors_with_less(tmp_path: Path, without: str) -> None:
