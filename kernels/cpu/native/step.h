@@ -41,6 +41,7 @@ struct Step : StepRows {
         int64_t first, count;  // of its tokens in `adapted`
     };
     std::vector<AdapterTile> adapter_tiles;       // tokens of one adapter that are computed together
+    std::vector<int64_t> adapted_rows;            // rows with an adapter, those of one adapter side by side
     std::vector<int64_t> adapted;                 // tokens of rows with an adapter, those of one adapter side by side
     std::vector<const LowRank*> token_adapters;   // [num_tokens], or empty if no row has an adapter
 
@@ -85,13 +86,14 @@ struct Step : StepRows {
         token_adapters.clear();
         if (!adapters) return;
         for (const int64_t row : rows) token_adapters.push_back(adapters[row]);
-        for (int64_t token = 0; token < num_tokens; token++)
-            if (token_adapters[token]) adapted.push_back(token);
-        const auto before = [this](int64_t a, int64_t b) {
-            const LowRank *one = token_adapters[a], *other = token_adapters[b];
-            return one == other ? a < b : std::less<>{}(one, other);
-        };
-        std::sort(adapted.begin(), adapted.end(), before);
+        adapted_rows.clear();  // which are few beside tokens, and all other threads wait
+        for (int64_t row = 0; row < num_rows; row++)
+            if (adapters[row]) adapted_rows.push_back(row);
+        std::sort(adapted_rows.begin(), adapted_rows.end(), [this](int64_t a, int64_t b) {
+            return adapters[a] == adapters[b] ? a < b : std::less<>{}(adapters[a], adapters[b]);
+        });
+        for (const int64_t row : adapted_rows)
+            for (int64_t token = begins[row]; token < begins[row + 1]; token++) adapted.push_back(token);
         for (int64_t i = 0; i < int64_t(adapted.size()); i++) {
             const LowRank* adapter = token_adapters[adapted[i]];
             if (adapter_tiles.empty() || adapter_tiles.back().adapter != adapter || adapter_tiles.back().count == TILE_TOKENS)
