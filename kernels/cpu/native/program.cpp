@@ -29,6 +29,9 @@ struct Program {
     int64_t num_blocks = std::numeric_limits<int64_t>::max();
     int64_t num_states = -1;
 
+    // The layer with the fewest slots decides which a step may name.
+    void have_states(int64_t slots) { num_states = num_states < 0 ? slots : std::min(num_states, slots); }
+
     // False, with nothing done, if the step names what is not there: see Step::take.
     bool run(const StepRows& rows) {
         if (!step.take(rows, num_token_ids, num_blocks, num_states)) return false;
@@ -445,7 +448,7 @@ void program_sigmoid_gate(Program* program, int wide, const void* x, const void*
 
 void program_causal_conv(Program* program, int wide, const void* x, int64_t stride, const float* weight, int64_t kernel,
                          int64_t channels, int64_t num_states, void* states, void* out) {
-    program->num_states = num_states;
+    program->have_states(num_states);
     BY_TYPE(add_tasks, (program, CausalConv<T>{{as<T>(x), stride}, weight, kernel, channels, as<T>(states), as<T>(out)}));
 }
 
@@ -454,7 +457,7 @@ void program_delta_rule(Program* program, int wide, const void* qkv, int64_t str
                         int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t num_states, float* states,
                         float* prepared, void* out) {
     const DeltaHeads heads{key_heads, value_heads, key_dim, value_dim};
-    program->num_states = num_states;
+    program->have_states(num_states);
     BY_TYPE(add_tasks, (program, PrepareDelta<T>{heads, {as<T>(qkv), stride}, {as<T>(strength), strength_stride},
                                                  {as<T>(step_size), step_stride}, rates, biases, prepared}));
     BY_TYPE(add_tasks, (program, DeltaRule<T>{heads, {as<T>(qkv), stride}, prepared, states, as<T>(out)}));

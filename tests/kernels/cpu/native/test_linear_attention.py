@@ -329,6 +329,17 @@ def test_a_slot_that_is_not_there_is_refused_before_anything_is_read(team: Team,
     assert native.read.tensor.abs().sum() == 0.0
 
 
+@pytest.mark.parametrize("sizes", [(4, 3, 4), (3, 4, 4), (4, 4, 3)], ids=str)
+def test_a_slot_that_one_layer_lacks_is_refused_wherever_that_layer_is(team: Team, sizes: tuple[int, ...]) -> None:
+    program = program_of(team, torch.float32)
+    x = program.embed(torch.randn(9, 8, generator=seeded_generator()))
+    for size in sizes:
+        x = program.causal_conv(x, torch.ones(8, 4), torch.zeros(size, 3, 8))
+    program.run(StepRows([[0]], [3], [1], [[0] * 4], state_slots=(2,)))
+    with pytest.raises(IndexError, match="not there"):
+        program.run(StepRows([[0]], [3], [1], [[0] * 4], state_slots=(3,)))
+
+
 @pytest.mark.parametrize("drafted", [(-1, 1), (0, 7), (6, 1), (7, 0), (1, -1), (2, 2**63 - 1)], ids=str)
 def test_rows_with_drafts_that_the_step_does_not_have_are_refused(team: Team, drafted: tuple[int, int]) -> None:
     given = inputs("edges of tiles", torch.float32)
