@@ -118,6 +118,9 @@ def check_plan(plan: StepPlan, block_size: int, num_state_slots: int = 0, *, dra
         _check_options(row, num_state_slots)
         seen_drafts = seen_drafts or has_drafts
         seen_chunk = seen_chunk or row.kind is not RowKind.DECODE
+    slots = [row.state.slot for row in plan.rows if row.state is not None]
+    if len({*slots}) != len(slots):  # two threads or programs would write one state at the same time
+        raise ValueError(f"Step {plan.step_id}: rows share a slot of states, {sorted(slots)}.")
 
 
 def _check_options(row: ScheduledRequest, num_state_slots: int) -> None:

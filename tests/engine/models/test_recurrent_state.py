@@ -255,6 +255,15 @@ def test_a_step_whose_drafts_are_all_right_computes_nothing_again(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def test_two_rows_of_one_slot_are_refused_before_anything_is_computed(executor: TorchExecutor) -> None:
+    before = [state.clone() for state in states_at(executor, 1)]
+    rows = (chunk("a", TOKENS, 0, 20, BLOCKS), chunk("b", TOKENS, 0, 20, OTHER_BLOCKS))
+    with pytest.raises(ValueError, match=r"rows share a slot of states, \[1, 1\]"):
+        executor.launch(StepPlan(1, tuple(in_slot(row, 1) for row in rows)))
+    assert all(torch.equal(*states) for states in zip(states_at(executor, 1), before, strict=True))
+    assert run(executor, *(in_slot(row, slot) for slot, row in enumerate(rows))) == ((), ())
+
+
 def test_a_plan_that_says_nothing_of_states_is_refused(executor: TorchExecutor) -> None:
     row = chunk("a", TOKENS, 0, 20, BLOCKS)
     for bad, message in (
