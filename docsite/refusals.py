@@ -16,6 +16,8 @@ LIST_PROBLEMS = ("config_file.py",)
 """Files whose functions yield their problems, one line each."""
 FEWEST_WORDS = 2
 """A message with fewer words of its own only passes on another message."""
+OF_A_STEP = ("A row ", "Row ")
+"""Messages about a step's row begin so. Whoever plans steps is at fault then; no start or checkpoint is refused."""
 MOST_CHARS = 400
 """Longer messages are cut: readers search for the beginning."""
 
@@ -116,7 +118,7 @@ def _section(group: Group) -> Iterator[str]:
 
 
 def messages(group: Group) -> Iterator[str]:
-    """Yield the messages that the group's files raise, except those without words of their own."""
+    """Yield the messages that the group's files raise, except those without words of their own and those of steps."""
     paths = {path for pattern in group.files for path in ROOT.glob(pattern)}
     if group.title != "HAProxy":
         paths.discard(ROOT / "serve_app/front/haproxy.py")
@@ -125,7 +127,8 @@ def messages(group: Group) -> Iterator[str]:
     for path in sorted(paths):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for text in _messages_in(node, group.kinds, lists_problems=path.name in LIST_PROBLEMS):
-                if sum(word.strip(":.,").isalpha() for word in text.split()) >= FEWEST_WORDS:
+                words = sum(word.strip(":.,").isalpha() for word in text.split())
+                if words >= FEWEST_WORDS and not text.startswith(OF_A_STEP):
                     yield _escaped(text)
 
 
