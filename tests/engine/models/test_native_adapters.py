@@ -174,6 +174,38 @@ def test_a_step_of_decodes_and_a_chunk_goes_on_with_the_adapters_of_its_rows(lla
     torch.testing.assert_close(*found, **CLOSE)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_of_rows_with_adapters_are_verified_to_the_same_bits(dtype: str, llama: Path, paths: list[Path]) -> None:
+    """The second row has another adapter and wrong drafts, the third has no adapter and no drafts."""
+    executor = made(llama, dtype=dtype)
+    digests = [*keep(executor, *paths[1:3]), ""]
+    spans = [(18, 22), (18, 21), (18, 19)]
+    want = [
+        alone(executor, n, digest, 1)[span[0] : span[1]]
+        for n, (digest, span) in enumerate(zip(digests, spans, strict=True))
+    ]
+    for row in adapted_rows(digests, 0, 18):
+        run(executor, row)
+
+    def rows(tokens: Sequence[Sequence[int]]) -> list[ScheduledRequest]:
+        found = [
+            decode(str(n), given[0], 18, TABLES[n])._replace(token_ids=tuple(given), adapter=digest)
+            for n, (given, digest) in enumerate(zip(tokens, digests, strict=True))
+        ]
+        return [found[2], found[0], found[1]]  # those without drafts first
+
+    fed = [TOKENS[n][begin:end] for n, (begin, end) in enumerate(spans)]
+    bare, first, second = logits(executor, *rows(fed)).split([1, 4, 3])
+    for got, one in zip((first, second, bare), want, strict=True):
+        assert torch.equal(got, one)
+    best = [one.argmax(-1).tolist() for one in want]
+    wrong = [(best[1][0] + 1) % 100, 5]
+    follows = run(executor, *rows([[TOKENS[0][18], best[0][0]], [TOKENS[1][18], *wrong], [TOKENS[2][18]]]))
+    assert [len(tokens) for tokens in follows] == [1, 2, 1]
+    assert (follows[0], follows[1][0], follows[2]) == ((best[2][0],), best[0][0], (best[1][0],))
+    executor.shutdown()
+
+
 def test_adapters_come_and_go_between_steps_and_leave_no_memory(llama: Path, paths: list[Path]) -> None:
     executor = made(llama)
     host = executor.model.adapters

@@ -28,7 +28,9 @@ from tests.support.compiler import needs_compiler
 pytestmark = needs_compiler
 
 TOKENS, MOST = 70, 64
-KINDS = ("plain", "int8", "blocks", "rounded")
+KINDS = ("plain", "int8", "blocks", "rounded", "fp8")
+STORED = {"blocks": "Q4_1", "rounded": "Q4_1", "fp8": "fp8, 32 inputs"}
+"""What has matrices in groups."""
 QKV = (80, 48, 16)
 """Two parts meet within a panel."""
 
@@ -65,9 +67,9 @@ class Case:
         outputs = sum(self.parts)
         self.table = (torch.randn(TOKENS, self.inputs, generator=self.generator) * self.size).to(self.dtype)
         self.bias = torch.randn(outputs, generator=self.generator).to(self.dtype)
-        if self.kind in ("blocks", "rounded"):
+        if self.kind in STORED:
             sizes = [outputs] if self.gated else self.parts
-            stored = [draw("Q4_1", size, self.inputs, self.generator) for size in sizes]
+            stored = [draw(STORED[self.kind], size, self.inputs, self.generator) for size in sizes]
             self.weight = torch.cat([part.grouped.weight() for part in stored]).double()
             packed = pack_grouped(stored, self.bias, gated=self.gated, rounded=self.kind == "rounded").weight
         else:
@@ -80,7 +82,7 @@ class Case:
     @property
     def size(self) -> float:
         """The magnitude of activations. Weights in blocks are near one, and their products should be, too."""
-        return self.inputs**-0.5 if self.kind in ("blocks", "rounded") else 1.0
+        return self.inputs**-0.5 if self.kind in STORED else 1.0
 
     @property
     def firsts(self) -> tuple[int, ...]:
