@@ -32,38 +32,21 @@ SEQUENCES = family_sequences()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-class Adapted:
-    """A checkpoint, its executor, and its adapters, each with the model that merging it gives;
-    number 0 is the model itself."""
+class Merged:
+    """A checkpoint and its adapters, each with the model that merging it gives; number 0 is the model itself."""
 
-    def __init__(
-        self,
-        kind: str,
-        directory: Path,
-        adapters: Sequence[dict[str, Any]],
-        dtype: str = "float32",
-        kernels: str = "torch_cpu",
-    ) -> None:
-        model = save_model(kind, directory / "model")
-        settings = {"dtype": dtype, "num_threads": 1, "max_loras": 8, "kernels": kernels}
-        self.executor, self.resolved = make_executor(directory / "model", **settings)
-        host = self.executor.model.adapters
-        assert host is not None
-        self.models: list[PreTrainedModel] = [model]
-        self.refs: list[AdapterRef | None] = [None]
-        for number, options in enumerate(adapters):
-            path = save_adapter(model, directory / str(number), **options)
-            digest, weights = host.read(str(path))
-            host.keep(digest, weights)
-            self.models.append(merged(model, path))
-            self.refs.append(AdapterRef(str(number), str(path), digest))
-
-    def digest(self, number: int) -> str:
-        ref = self.refs[number]
-        return "" if ref is None else ref.digest
+    def __init__(self, kind: str, directory: Path, adapters: Sequence[dict[str, Any]]) -> None:
+        self.directory = directory / "model"
+        model = save_model(kind, self.directory)
+        self.paths = [save_adapter(model, directory / str(n), **options) for n, options in enumerate(adapters)]
+        self.models: list[PreTrainedModel] = [model, *(merged(model, path) for path in self.paths)]
+        self._logits: dict[int, list[Tensor]] = {}
 
     def want(self, number: int) -> list[Tensor]:
-        return transformers_logits(self.models[number], SEQUENCES)
+        """Return the logits of SEQUENCES, computed once."""
+        if number not in self._logits:
+            self._logits[number] = transformers_logits(self.models[number], SEQUENCES)
+        return self._logits[number]
 
     def greedy(self, number: int, prompt: Sequence[int]) -> list[int]:
         ids = torch.tensor([list(prompt)])
@@ -71,6 +54,26 @@ class Adapted:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
         )
         return answer[0, len(prompt) :].tolist()
+
+
+class Adapted:
+    """An executor with the adapters of `merged`; number 0 is none."""
+
+    def __init__(self, merged: Merged, dtype: str = "float32", kernels: str = "torch_cpu") -> None:
+        self.merged = merged
+        settings = {"dtype": dtype, "num_threads": 1, "max_loras": 8, "kernels": kernels}
+        self.executor, self.resolved = make_executor(merged.directory, **settings)
+        host = self.executor.model.adapters
+        assert host is not None
+        self.refs: list[AdapterRef | None] = [None]
+        for number, path in enumerate(merged.paths):
+            digest, weights = host.read(str(path))
+            host.keep(digest, weights)
+            self.refs.append(AdapterRef(str(number), str(path), digest))
+
+    def digest(self, number: int) -> str:
+        ref = self.refs[number]
+        return "" if ref is None else ref.digest
 
     def serve(self, asked: Sequence[tuple[int, Sequence[int]]], *, rounds: int = 1, **overrides: Any) -> Served:
         """Submit all of `asked`, (adapter, prompt) each, at once; return the results of the last round."""
@@ -99,9 +102,14 @@ class Served:
 KERNELS = [pytest.param("native", marks=needs_compiler), "torch_cpu"]
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Merged:
+    return Merged(KIND, tmp_path_factory.mktemp("adapted"), ADAPTERS)
+
+
 @pytest.fixture(scope="module", params=KERNELS)
-def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    return Adapted(KIND, tmp_path_factory.mktemp("adapted"), ADAPTERS, kernels=request.param)
+def adapted(request: pytest.FixtureRequest, models: Merged) -> Adapted:
+    return Adapted(models, kernels=request.param)
 
 
 def step_logits(executor: TorchExecutor, adapters: Sequence[str], chunk_size: int | None) -> list[Tensor]:
@@ -125,9 +133,9 @@ def step_logits(executor: TorchExecutor, adapters: Sequence[str], chunk_size: in
 
 def hold(adapted: Adapted, chunk_size: int | None, floor: str) -> None:
     """Check steps whose neighbouring rows have all adapters in turn, and none."""
-    numbers = [i % len(adapted.models) for i in range(len(SEQUENCES))]
+    numbers = [i % len(adapted.refs) for i in range(len(SEQUENCES))]
     got = step_logits(adapted.executor, [adapted.digest(number) for number in numbers], chunk_size)
-    want = [adapted.want(number)[i] for i, number in enumerate(numbers)]
+    want = [adapted.merged.want(number)[i] for i, number in enumerate(numbers)]
     check(floor, compare(got, want, SEQUENCES))
 
 
@@ -154,23 +162,23 @@ def test_rows_of_several_adapters_in_one_step_are_those_of_the_merged_models(
         ("mixtral", ATTENTION),
     ],
 )
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [KERNELS[0], pytest.param("torch_cpu", marks=pytest.mark.slow)])
 def test_a_family_with_an_adapter_is_as_close_to_transformers_as_without(
     kind: str, modules: tuple[str, ...], kernels: str, tmp_path: Path
 ) -> None:
     if (kind, kernels) == ("yarn", "native"):
         pytest.skip("its heads of 8 are too small for the native kernels")
     adapters = [{"seed": 5, "modules": modules}, {"seed": 6, "modules": modules}]
-    adapted = Adapted(kind, tmp_path, adapters, kernels=kernels)
+    adapted = Adapted(Merged(kind, tmp_path, adapters), kernels=kernels)
     hold(adapted, 16, f"{kind}.float32")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 def test_adapters_in_bfloat16_are_as_close_as_those_of_transformers(
-    tmp_path: Path, chunk_size: int | None, kernels: str
+    models: Merged, chunk_size: int | None, kernels: str
 ) -> None:
-    hold(Adapted(KIND, tmp_path, ADAPTERS, "bfloat16", kernels), chunk_size, "adapters.bfloat16")
+    hold(Adapted(models, "bfloat16", kernels), chunk_size, "adapters.bfloat16")
 
 
 def test_a_row_without_an_adapter_is_the_same_to_the_bit_as_at_a_server_without_any(
@@ -190,8 +198,8 @@ ASKED = [(number, SEQUENCES[i]) for i in (2, 4) for number in range(5)]
 
 
 @pytest.fixture(scope="module")
-def texts(adapted: Adapted) -> list[list[int]]:
-    return [adapted.greedy(number, prompt) for number, prompt in ASKED]
+def texts(models: Merged) -> list[list[int]]:
+    return [models.greedy(number, prompt) for number, prompt in ASKED]
 
 
 @pytest.mark.parametrize("budget", [3, 16, 512])

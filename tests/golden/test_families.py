@@ -15,7 +15,7 @@ from engine.protocol import SamplingParams
 from tests.golden.bench import Bench
 from tests.golden.models import make_executor
 from tests.support.compiler import needs_compiler
-from tests.support.tiny_models import DISTINCT_FAMILIES, HYBRIDS, VOCAB, WINDOW, greedy_answer, save_model
+from tests.support.tiny_models import DISTINCT_FAMILIES, HYBRIDS, VOCAB, WINDOW, greedy_answer, renamed_slow, save_model
 
 NEW_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -39,7 +39,7 @@ class FamilyBench(Bench):
         self.without_hits: dict[str, Any] = {"enable_prefix_caching": False, "scheduler": plain}
 
 
-@pytest.fixture(scope="module", params=DISTINCT_FAMILIES)
+@pytest.fixture(scope="module", params=renamed_slow(DISTINCT_FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FamilyBench:
     return FamilyBench(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -77,7 +77,7 @@ def test_greedy_text_is_the_same_after_a_preemption_computes_it_again(family: Fa
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", DISTINCT_FAMILIES)
+@pytest.mark.parametrize("kind", renamed_slow(DISTINCT_FAMILIES))
 def test_in_bfloat16_the_native_kernels_give_the_same_bits_in_any_batch(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path)
     bench = Bench(*make_executor(tmp_path, "bfloat16", batch_invariant=True, num_threads=1, **kept(kind)), PROMPTS)

@@ -23,7 +23,7 @@ from tests.golden.bench import Bench
 from tests.golden.models import make_executor
 from tests.golden.test_families import GREEDY, NEW_TOKENS, PROMPTS
 from tests.support.compiler import needs_compiler
-from tests.support.tiny_models import HYBRIDS, VOCAB, edit_config, greedy_answer, save_model
+from tests.support.tiny_models import HYBRIDS, RENAMED, VOCAB, edit_config, greedy_answer, save_model
 
 STRIDE = 16
 SNAPSHOTS = SchedulerConfig(state_snapshot_tokens=STRIDE)
@@ -51,8 +51,12 @@ class Hybrid(Bench):
         executor.launch = counted  # type: ignore[method-assign]
 
 
-NATIVE = [pytest.param((kind, "native"), id=kind, marks=needs_compiler) for kind in HYBRIDS]
-TORCH = [pytest.param((kind, "torch_cpu"), id=f"{kind} torch_cpu") for kind in ("qwen3_next", "qwen3_5")]
+SLOW = pytest.mark.slow
+NATIVE = [
+    pytest.param((kind, "native"), id=kind, marks=[needs_compiler, *[SLOW] * (kind in RENAMED)]) for kind in HYBRIDS
+]
+TORCH = [pytest.param((kind, "torch_cpu"), id=f"{kind} torch_cpu", marks=SLOW) for kind in ("qwen3_next", "qwen3_5")]
+"""Plans are the same, and tests/engine/models/test_recurrent_state.py holds copies of states by both kernels."""
 
 
 @pytest.fixture(scope="module", params=[*NATIVE, *TORCH])
@@ -124,8 +128,14 @@ def test_sampled_text_depends_on_the_seed_only(hybrid: Hybrid) -> None:
     assert hybrid.serve(PROMPTS, params, rounds=2, **budget) == alone
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch_cpu"])
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        *(pytest.param(*param.values[0], id=param.id, marks=param.marks) for param in NATIVE),
+        ("qwen3_next", "torch_cpu"),
+        *(pytest.param(kind, "torch_cpu", marks=SLOW) for kind in HYBRIDS if kind != "qwen3_next"),
+    ],
+)
 def test_a_budget_of_4_and_a_whole_prompt_of_273_tokens_give_the_same_text(
     kind: str, kernels: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -213,6 +214,15 @@ def _with_vision(kind: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfi
 KINDS = tuple(_MAKERS)
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
 """Models with recurrent state; of the last two only the text decoder is served."""
+RENAMED = ("qwen3_5_vl", "qwen3_5_moe_vl")
+"""Hybrids that differ from others by the names of their tensors alone, once they are loaded."""
+
+
+def renamed_slow(kinds: Sequence[str]) -> list[Any]:
+    """Return the parameters of a test of what is computed: to repeat it for RENAMED says little more."""
+    return [pytest.param(kind, marks=pytest.mark.slow) if kind in RENAMED else kind for kind in kinds]
+
+
 DISTINCT_FAMILIES = ("mistral", "gemma3", "smollm3", "phi3", "qwen3_moe", "mixtral", *HYBRIDS)
 """Models that differ from Llama in more than a bias or a norm."""
 _MAKERS["phi3_long"] = lambda: Phi3ForCausalLM(Phi3Config(**SHAPE | PHI, **deepcopy(LONG)))

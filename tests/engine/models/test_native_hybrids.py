@@ -22,7 +22,7 @@ from tests.engine.models.test_recurrent_state import follow, states_at
 from tests.support.compiler import needs_compiler
 from tests.support.packed_models import int_quantized, save_packed
 from tests.support.plans import decode, forced_logits, forced_logits_together, run, stateful
-from tests.support.tiny_models import HYBRIDS, VOCAB, edit_config, save_model
+from tests.support.tiny_models import HYBRIDS, VOCAB, edit_config, renamed_slow, save_model
 
 GENERATOR = torch.Generator().manual_seed(5)
 TOKENS, OTHERS = (torch.randint(0, VOCAB, (count,), generator=GENERATOR).tolist() for count in (90, 41))
@@ -49,7 +49,7 @@ def distance(got: Tensor, want: Tensor) -> float:
     return apart.square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("kind", renamed_slow(HYBRIDS))
 def test_in_float32_log_probabilities_are_those_of_torch_s_operators_and_so_is_greedy_text(
     kind: str, tmp_path: Path
 ) -> None:

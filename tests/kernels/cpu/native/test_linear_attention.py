@@ -32,6 +32,8 @@ WHOLE_BLOCKS = LinearHeads(num_key_heads=1, num_value_heads=2, key_dim=24, value
 ODD = LinearHeads(num_key_heads=1, num_value_heads=3, key_dim=17, value_dim=75)
 """Values of a whole block and a part of one, for queries that fill no vector."""
 ALL_HEADS = {"less than a vector": HEADS, "whole blocks": WHOLE_BLOCKS, "odd": ODD}
+MOST_EDGES = ("edges of tiles", "ragged")
+"""Steps with the rows of all others."""
 CAPACITY = 300
 
 pytestmark = needs_compiler
@@ -40,6 +42,12 @@ pytestmark = needs_compiler
 @pytest.fixture(scope="module", params=[1, 3])
 def team(request: pytest.FixtureRequest) -> Team:
     return Team(request.param)
+
+
+@pytest.fixture(scope="module")
+def team_of_three() -> Team:
+    """For what one thread does not do differently."""
+    return Team(3)
 
 
 def program_of(team: Team, dtype: torch.dtype, capacity: int = CAPACITY) -> LinearAttentionProgram:
@@ -102,13 +110,15 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 # --- against the reference --------------------------------------------------------------------------------------------
 
 
+RAGGED = [(name, heads) for heads in ALL_HEADS for name in STEPS if ALL_HEADS[heads] is HEADS or name in MOST_EDGES]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("heads", ALL_HEADS.values(), ids=ALL_HEADS)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "size"), RAGGED)
 def test_ragged_rows_match_the_reference_and_leave_other_slots_alone(
-    team: Team, name: str, heads: LinearHeads, dtype: torch.dtype
+    team: Team, name: str, size: str, dtype: torch.dtype
 ) -> None:
-    given = inputs(name, dtype, heads=heads)
+    given = inputs(name, dtype, heads=ALL_HEADS[size])
     native = Native.record(team, given)
     convolved, read = native.run(step_of(given.rows))
     for got, after, (want, wanted) in (
@@ -121,7 +131,7 @@ def test_ragged_rows_match_the_reference_and_leave_other_slots_alone(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kernel", [1, 2, 4, 7])
+@pytest.mark.parametrize("kernel", [1, 4, 7])
 @pytest.mark.parametrize("name", ["chunks of one token", "mixed", "a whole prompt"])
 def test_a_convolution_of_any_width_matches_the_reference(
     team: Team, name: str, kernel: int, dtype: torch.dtype
@@ -158,12 +168,12 @@ def test_the_delta_rule_of_130_tokens_is_as_close_to_float64_as_float32_allows(t
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "size"), [(1, 1), (3, 12), (2, 128), (2, 75)])
-def test_a_gated_norm_matches_the_reference(team: Team, heads: int, size: int, dtype: torch.dtype) -> None:
+def test_a_gated_norm_matches_the_reference(team_of_three: Team, heads: int, size: int, dtype: torch.dtype) -> None:
     generator = seeded_generator()
     width = heads * size
     table = torch.randn(9, 2 * width, generator=generator).to(dtype)
     weight = torch.rand(size, generator=generator).to(dtype)
-    program = program_of(team, dtype)
+    program = program_of(team_of_three, dtype)
     x = program.embed(table[:, :width].contiguous())
     gate = program.split(program.embed(table), (width, width))[1]
     out = program.gated_rms_norm(x, gate, weight, 1e-6)
@@ -179,11 +189,11 @@ def test_a_gated_norm_matches_the_reference(team: Team, heads: int, size: int, d
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("size", [2, 16, 50])
 def test_a_sigmoid_gate_matches_the_reference(
-    team: Team, size: int, added: bool, by_token: bool, dtype: torch.dtype
+    team_of_three: Team, size: int, added: bool, by_token: bool, dtype: torch.dtype
 ) -> None:
     generator = seeded_generator()
     x, gates, other = (torch.randn(9, width, generator=generator).to(dtype) for width in (size, 2 * size, size))
-    program = program_of(team, dtype)
+    program = program_of(team_of_three, dtype)
     gate = program.split(program.embed(gates), (size, 1 if by_token else size))[1]
     out = program.sigmoid_gate(program.embed(x), gate, program.embed(other) if added else None)
     out.tensor.fill_(torch.nan)
@@ -235,7 +245,7 @@ def test_a_text_that_is_cut_has_the_bits_of_the_whole(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads", ALL_HEADS.values(), ids=ALL_HEADS)
-@pytest.mark.parametrize("name", ["ragged", "edges of tiles"])
+@pytest.mark.parametrize("name", MOST_EDGES)
 def test_a_row_has_the_same_bits_alone_and_beside_others(
     team: Team, name: str, heads: LinearHeads, dtype: torch.dtype
 ) -> None:

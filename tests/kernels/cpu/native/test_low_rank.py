@@ -40,6 +40,12 @@ def team(request: pytest.FixtureRequest) -> Team:
     return Team(request.param)
 
 
+@pytest.fixture(scope="module")
+def team_of_three() -> Team:
+    """For what one thread does not do differently."""
+    return Team(3)
+
+
 @dataclass(frozen=True)
 class Own:
     """An adapter of one matrix, in the type of the activations."""
@@ -197,7 +203,7 @@ def test_adapters_of_several_ranks_add_to_queries_keys_and_values_what_the_refer
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [16, 40, 96])
+@pytest.mark.parametrize("size", [16, 40])
 def test_gates_and_their_values_get_theirs_before_the_gate_is_applied(
     team: Team, size: int, kind: str, dtype: torch.dtype
 ) -> None:
@@ -209,20 +215,20 @@ def test_gates_and_their_values_get_theirs_before_the_gate_is_applied(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inputs", [2, 6, 16, 34, 66, 130])
-@pytest.mark.parametrize("outputs", [1, 31, 33, 100])
+@pytest.mark.parametrize("inputs", [2, 34, 130])
+@pytest.mark.parametrize("outputs", [1, 33, 100])
 def test_a_matrix_of_any_shape_gets_what_the_reference_adds(
-    team: Team, inputs: int, outputs: int, dtype: torch.dtype
+    team_of_three: Team, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
     case = Case(dtype, inputs, (outputs,))
-    check(case, case.record(team), in_turn(11, [case.adapter(7), None, case.adapter(2)]))
+    check(case, case.record(team_of_three), in_turn(11, [case.adapter(7), None, case.adapter(2)]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("without", [(0,), (1,), (0, 2), (1, 2)])
-def test_parts_that_an_adapter_lacks_keep_their_bits(team: Team, without: tuple[int, ...], kind: str) -> None:
+def test_parts_that_an_adapter_lacks_keep_their_bits(team_of_three: Team, without: tuple[int, ...], kind: str) -> None:
     case = Case(torch.float32, 32, QKV, kind)
-    run, own = case.record(team), case.adapter(6, without=without)
+    run, own = case.record(team_of_three), case.adapter(6, without=without)
     got, plain = run(range(9), [own] * 9), run(range(9), [None] * 9)
     close(got, case.want(range(9), [own] * 9))
     for part, (first, size) in enumerate(zip(case.firsts, QKV, strict=True)):
@@ -234,11 +240,11 @@ def test_parts_that_an_adapter_lacks_keep_their_bits(team: Team, without: tuple[
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_token_without_an_adapter_keeps_its_bits_beside_any_that_has_one(
-    team: Team, gated: bool, kind: str, dtype: torch.dtype
+    team_of_three: Team, gated: bool, kind: str, dtype: torch.dtype
 ) -> None:
     case = Case(dtype, 64, (48, 48) if gated else QKV, kind, gated=gated)
     case.table[3], case.bias[:] = -0.0, -0.0  # sums of zero keep their sign, too
-    run, plain = case.record(team), case.record(team, replace(case.packed, adapted=None))
+    run, plain = case.record(team_of_three), case.record(team_of_three, replace(case.packed, adapted=None))
     want = plain(range(40), [None] * 40)
     assert same_bits(run(range(40), [None] * 40), want)
     owns = in_turn(40, [case.adapter(4), None, None, None, case.adapter(9)])
