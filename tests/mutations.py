@@ -53,6 +53,7 @@ LOGPROBS = "tests/engine/batch/test_logprobs.py"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/cpu/native/test_program.py"
 LOW_RANK = "tests/kernels/cpu/native/test_low_rank.py"
+NATIVE_HYBRIDS = "tests/engine/models/test_native_hybrids.py"
 NATIVE_LINEAR = "tests/kernels/cpu/native/test_linear_attention.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
@@ -1907,6 +1908,38 @@ MUTATIONS = (
         "kernels/cpu/native/linear_attention.h",
         "multiply_add(-decay, of_keys[c],",
         "multiply_add(splat(-1.0f), of_keys[c],",
+        (NATIVE_LINEAR,),
+    ),
+    Mutation(
+        "Native linear d",
+        "Rejected drafts stay among the convolution's past inputs.",
+        "kernels/cpu/native/linear_attention.h",
+        "        if (!step.advances(row)) return;\n",
+        "",
+        (NATIVE_LINEAR,),
+    ),
+    Mutation(
+        "Native linear e",
+        "A state advances past the accepted tokens of the first row with drafts, not of its own.",
+        "engine/models/native_rewind.py",
+        "[begin + offset for _, count, begin in going_on",
+        "[offset for _, count, begin in going_on",
+        (RECURRENT,),
+    ),
+    Mutation(
+        "Native linear f",
+        "A start counts no memory for the drafts of a model with states.",
+        "engine/build/host_fit.py",
+        "drafts=_draft_bytes(model, config, dtype) if native else 0",
+        "drafts=0",
+        (NATIVE_HYBRIDS,),
+    ),
+    Mutation(
+        "Native linear g",
+        "A step may say that rows beyond its last one have drafts.",
+        "kernels/cpu/native/step.h",
+        " || num_drafted > num_rows - first_drafted",
+        "",
         (NATIVE_LINEAR,),
     ),
     Mutation(
