@@ -84,7 +84,6 @@ class LinearAttentionProgram(Program):
         if self.rewind is not None:
             again = self.rewind.kept(self, qkv, strength, step)
             self.rewind.program.delta_rule(again[0], again[1], again[2], rates, heads, state)
-            del again  # the operations after it may have this memory
         prepared = self._new(2 * heads.key_size + heads.num_key_heads + 2 * heads.num_value_heads, torch.float32)
         out = self._new(heads.value_size)
         self._library.program_delta_rule(
