@@ -123,7 +123,9 @@ def _gib(size: int) -> str:
 
 def _free(room: Room) -> str:
     memory = room.memory
-    promised = f", of which {_gib(room.promised)} are promised to engines that are starting" * bool(room.promised)
+    promised = ""
+    if room.promised:  # to engines that are starting, and for KV blocks that were never used
+        promised = f", of which {_gib(room.promised)} are promised to engines that have not taken it yet"
     free = f"{_gib(memory.free)} of {_gib(memory.total)} are free ({memory.source})"
     return f"{free}{promised}, and {SPARED:.0%} is kept free"
 

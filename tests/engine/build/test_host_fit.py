@@ -77,7 +77,7 @@ def test_unset_is_most_of_what_is_left_of_this_engines_share() -> None:
     assert "shared by 2 engines" in reason
     late, reason = blocks(EngineConfig(), budget(free=3 * GIB, share=19 * GIB // 2, engines=2, promised=4 * GIB))
     assert late == int(0.8 * 0.75 * 1024)
-    assert "4.00 GiB are promised to engines that are starting" in reason
+    assert "4.00 GiB are promised to engines that have not taken it yet" in reason
 
 
 def test_unset_is_never_more_than_is_of_use() -> None:
@@ -159,7 +159,7 @@ def test_a_second_engine_does_not_take_what_the_first_was_promised(
     monkeypatch.setattr("engine.models.kv_cache.torch.zeros", lambda *size, **options: torch.empty(0))
     asked = settings(kv_cache_memory_gib=12.0)
     first, _ = create_executor(tmp_path / "model", asked)
-    with pytest.raises(ConfigError, match=r"which takes 12.00 GiB, but only .* are promised to engines that are"):
+    with pytest.raises(ConfigError, match=r"which takes 12.00 GiB, but only .* are promised to engines that have not"):
         create_executor(tmp_path / "model", asked)
     first.shutdown()
     create_executor(tmp_path / "model", asked)[0].shutdown()
