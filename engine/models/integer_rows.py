@@ -3,7 +3,7 @@ Never rounds q: what a zero point takes away from it becomes the group's minimum
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,9 +14,16 @@ from kernels.cpu.native.grouped import Form, Grouped
 
 @dataclass(frozen=True, slots=True)
 class IntegerRows:
-    """Outputs of a matrix: kernels.cpu.native.grouped.Rows."""
+    """Outputs of a matrix: kernels.cpu.native.grouped.Rows. They take no more memory than their panels, since a whole
+    model is in memory like this before the first matrix is packed."""
 
-    grouped: Grouped
+    form: Form
+    numbers: Tensor
+    """[outputs, inputs] int8: q; of 4 bits [outputs, inputs / 2] uint8, with an even input in the lower half"""
+    scales: Tensor
+    """[outputs, runs] float32"""
+    minima: Tensor
+    """[outputs, runs] float32"""
 
     @classmethod
     def of(cls, unpacked: Unpacked, form: Form) -> IntegerRows:
@@ -26,34 +33,35 @@ class IntegerRows:
         scales = unpacked.scales[unpacked.rows][:, columns]
         zeros = 0.0 if unpacked.zeros is None else unpacked.zeros[unpacked.rows][:, columns]
         values = unpacked.values - middle + form.zero
-        dtype = torch.int8 if form.bits == 8 else torch.uint8
-        return cls(Grouped(form=form, values=values.to(dtype), scales=scales, minima=(middle - zeros) * scales))
-
-    @property
-    def form(self) -> Form:
-        return self.grouped.form
+        return cls(form, _in_bytes(values, form), scales, (middle - zeros) * scales)
 
     @property
     def shape(self) -> tuple[int, int]:
-        outputs, inputs = self.grouped.values.shape
-        return outputs, inputs
+        outputs, width = self.numbers.shape
+        return outputs, width * 8 // self.form.bits
 
     def pack(self, rows: Tensor, panels: Tensor) -> None:
         panels.copy_(self.take(rows).panels())
 
     def take(self, rows: Tensor) -> Grouped:
         """Return these outputs, in this order."""
-        own = self.grouped
-        assert own.minima is not None
-        return Grouped(form=own.form, values=own.values[rows], scales=own.scales[rows], minima=own.minima[rows])
+        values = self.numbers[rows]
+        if self.form.bits == 4:
+            values = torch.stack((values & 15, values >> 4), 2).flatten(1)
+        return Grouped(form=self.form, values=values, scales=self.scales[rows], minima=self.minima[rows])
 
     def above(self, other: IntegerRows) -> IntegerRows:
         """Stack the other's outputs below these, of the same form."""
-        mine, theirs = self.grouped, other.grouped
-        assert mine.minima is not None
-        assert theirs.minima is not None
-        values, scales, minima = (
+        numbers, scales, minima = (
             torch.cat(pair)
-            for pair in ((mine.values, theirs.values), (mine.scales, theirs.scales), (mine.minima, theirs.minima))
+            for pair in ((self.numbers, other.numbers), (self.scales, other.scales), (self.minima, other.minima))
         )
-        return IntegerRows(Grouped(form=mine.form, values=values, scales=scales, minima=minima))
+        return replace(self, numbers=numbers, scales=scales, minima=minima)
+
+
+def _in_bytes(values: Tensor, form: Form) -> Tensor:
+    """Return q as IntegerRows.numbers has it. values: [outputs, inputs] float32, `inputs` even"""
+    if form.bits == 8:
+        return values.to(torch.int8)
+    halves = values.to(torch.uint8)
+    return halves[:, 0::2] | halves[:, 1::2] << 4

@@ -3,24 +3,26 @@ Never trusts the reader's own arithmetic: tests/support/packed_models.py writes 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.models.config import read_model_config
+from engine.models.fp8_rows import Fp8Rows
 from engine.models.integer_rows import IntegerRows
 from engine.models.narrow import Keep
 from engine.models.packing import Awq, Gguf, Gptq, Grid, Packing, Unpacked
 from engine.models.stored_forms import form_of, in_integers, why_unpacked
 from engine.models.stored_matrix import StoredMatrix
 from engine.models.weights import load_weights
-from kernels.cpu.native.grouped import FORMS, FP8, INTEGERS, Form, fitting
+from kernels.cpu.native.grouped import FORMS, FP8, INTEGERS, Form, Rows, fitting
 from tests.engine.models.test_packed_weights import logits
 from tests.kernels.rows import seeded_generator
 from tests.support import packed_models, tiny_models
 from tests.support.compiler import needs_compiler
-from tests.support.packed_models import Format, awq, gptq, int_quantized, pack_quantized, save_packed
+from tests.support.packed_models import Format, awq, fp8_blocks, gptq, int_quantized, pack_quantized, save_packed
 
 KEPT = {
     "gptq of 4 bits": gptq(4, 32, ordered=False, zeros=True),
@@ -104,6 +106,45 @@ def test_a_group_stands_for_the_numbers_of_its_format_to_the_bit(least: int, run
     rows = IntegerRows.of(unpacked, INTEGERS[4, run])
     order = torch.randperm(37, generator=generator)
     assert torch.equal(rows.take(order).weight(), unpacked.weight()[order])
+
+
+FORMATS = KEPT | {"fp8 in blocks": fp8_blocks(64, 32)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_loaded_model_takes_no_more_before_it_is_packed_than_its_panels(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression guard: 4 bits had a byte each until then, twice what the start had found to fit."""
+    save(tmp_path, FORMATS[name], monkeypatch)
+    config = read_model_config(tmp_path / "packed")
+    weights = load_weights(tmp_path / "packed", config, torch.float32, keep=Keep.GROUPED)
+    for layer in weights.layers:
+        for matrix in (linear.weight for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)):
+            assert isinstance(matrix, StoredMatrix)
+            assert 0 < sum(map(held, matrix.filled.values())) <= matrix.nbytes
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (22016, 4096), (4096, 11008)])
+@pytest.mark.parametrize(("bits", "run"), INTEGERS)
+def test_a_matrix_of_a_7b_model_takes_what_its_panels_take_before_it_is_packed(
+    bits: int, run: int, outputs: int, inputs: int
+) -> None:
+    form = INTEGERS[bits, run]
+    with torch.device("meta"):
+        scales = torch.empty(outputs, inputs // run)
+        unpacked = Unpacked(
+            torch.empty(outputs, inputs), 0, scales, torch.arange(outputs), torch.arange(inputs) // run, scales
+        )
+        rows = IntegerRows.of(unpacked, form)
+    assert rows.shape == (outputs, inputs)
+    assert held(rows) == form.nbytes(outputs, inputs)
+
+
+def held(rows: Rows) -> int:
+    """Return the bytes of all tensors of an IntegerRows or Fp8Rows."""
+    assert isinstance(rows, IntegerRows | Fp8Rows)
+    return sum(each.nbytes for field in fields(rows) if isinstance(each := getattr(rows, field.name), torch.Tensor))
 
 
 @pytest.mark.parametrize(
