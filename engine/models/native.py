@@ -4,8 +4,9 @@ Never runs Python between operations, and never keeps anything of a step except 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -174,6 +175,20 @@ class NativeModel:
         )
 
 
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Let torch use one thread in each thread that first computes in here: each would start as many as all have.
+
+    With OpenMP, torch's number is per thread, and a thread takes what was set last when it first computes.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threads: int = 1) -> DecoderWeights:
     """Pack weights in place, a layer in each thread. A tied LM head is copied instead, because the embedding must stay
     readable by row; in blocks, the embedding is read from the LM head's panels."""
@@ -182,7 +197,8 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
 
     def packed(linear: Linear, *, gated: bool = False, consume: bool = True, quantize: bool = quantize) -> Linear:
         if isinstance(linear.weight, StoredMatrix):
-            return pack_grouped(linear.weight.take_parts(), linear.bias, gated=gated, rounded=rounded)
+            parts = linear.weight.take_parts()
+            return pack_grouped(parts, linear.bias, gated=gated, rounded=rounded, num_threads=num_threads)
         return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded)
 
     def shared(expert: SharedExpertWeights) -> SharedExpertWeights:
@@ -202,7 +218,8 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
             shared=None if layer.shared is None else shared(layer.shared),
         )
 
-    with ThreadPoolExecutor(num_threads) as pool:  # the library and torch work without the interpreter's lock
+    # The library and torch work without the interpreter's lock.
+    with _one_torch_thread(), ThreadPoolExecutor(num_threads) as pool:
         head_job = pool.submit(packed, weights.lm_head, consume=not tied)  # the largest matrix first
         layers = tuple(pool.map(packed_layer, weights.layers))
         head = head_job.result()

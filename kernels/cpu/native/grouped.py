@@ -16,7 +16,7 @@ from kernels.cpu.native.library import load_library
 PANEL, LANES = 32, 16
 BLOCK, NEST = 32, 256
 """The same as in grouped.h and forms.h."""
-_SLICE = 1 << 24  # weights: to pack them takes some tens of MiB at a time, however large the matrix
+_SLICE = 1 << 24  # weights of all threads: to pack them takes some tens of MiB at a time, however large the matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +217,9 @@ class Panels:
     """Whether any panel has minima."""
 
 
-def panels_of(parts: Sequence[Rows], order: Tensor | None = None) -> Panels:
+def panels_of(parts: Sequence[Rows], order: Tensor | None = None, *, num_threads: int = 1) -> Panels:
     """Pack parts that are stacked along the outputs. order: which output each row of the panels is, for a single part;
-    None: as stored."""
+    None: as stored. num_threads: how many threads pack a matrix at the same time, in slices as much smaller."""
     assert order is None or len(parts) == 1
     data: list[Tensor] = []
     table, first = [], 0
@@ -227,7 +227,7 @@ def panels_of(parts: Sequence[Rows], order: Tensor | None = None) -> Panels:
         outputs, inputs = part.shape
         index = torch.arange(outputs) if order is None else order
         made = torch.empty(-(-len(index) // PANEL), part.form.nbytes(PANEL, inputs), dtype=torch.uint8)
-        step = max(1, _SLICE // (PANEL * inputs))
+        step = max(1, _SLICE // num_threads // (PANEL * inputs))
         for panel in range(0, len(made), step):
             part.pack(index[panel * PANEL : (panel + step) * PANEL], made[panel : panel + step])
         for number, panel_bytes in enumerate(made):

@@ -136,17 +136,23 @@ class Packed:
 
 
 def pack_grouped(
-    parts: Sequence[Rows], bias: Tensor | None = None, *, gated: bool = False, rounded: bool = False
+    parts: Sequence[Rows],
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    rounded: bool = False,
+    num_threads: int = 1,
 ) -> Linear:
     """Return the product with a matrix whose outputs are those of all parts, packed for `Program`. Embeddings are
     packed likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`. rounded: round
-    activations to 8 bits in blocks of 32, unless a part is in FP8."""
+    activations to 8 bits in blocks of 32, unless a part is in FP8. num_threads: see `panels_of`."""
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     order = _gated_order(outputs) if gated else None
     if bias is not None:  # a panel of the last part may begin anywhere, and is read whole
         bias = torch.nn.functional.pad(bias.float() if order is None else bias.float()[order], (0, PANEL))
     rounded &= not any(part.form.fp8 for part in parts)
-    return Linear(Packed(None, None, bias, inputs, outputs, panels_of(parts, order), rounded))
+    panels = panels_of(parts, order, num_threads=num_threads)
+    return Linear(Packed(None, None, bias, inputs, outputs, panels, rounded))
 
 
 def pack(

@@ -3,6 +3,8 @@ Never needs a real file: every matrix is random blocks, of all formats."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from engine.build.executor import check_executor, create_executor
 from engine.build.host_fit import host_use
+from engine.build.model import ModelBuilder
 from engine.checkpoints.gguf_convert import convert_gguf
 from engine.checkpoints.prepare import prepare_model
 from engine.config import ConfigError, EngineConfig
@@ -158,6 +161,49 @@ def test_panels_are_the_same_whatever_the_number_of_threads_that_pack(tmp_path: 
     directory = converted(tmp_path, tied=False)
     alone, together = (panels(directory, num_threads=count) for count in (1, 5))
     assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+@pytest.fixture
+def threads_of_torch() -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield 3
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_threads_that_pack_share_the_memory_of_one_slice_and_start_no_threads_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads_of_torch: int
+) -> None:
+    """Regression guard: each had a slice of its own as large as all have now, and a team of torch's threads."""
+    found: dict[int, list[int]] = {1: [], 4: []}
+    torch_threads = set()
+
+    def pack(rows: GgufRows, index: Tensor, panels: Tensor, counts: list[int]) -> None:
+        counts.append(len(index))
+        torch_threads.add(torch.get_num_threads())
+        whole(rows, index, panels)
+
+    whole, directory = GgufRows.pack, converted(tmp_path)
+    monkeypatch.setattr("kernels.cpu.native.grouped._SLICE", 128 * 512)
+    for num_threads, counts in found.items():
+        monkeypatch.setattr(GgufRows, "pack", partialmethod(pack, counts=counts))
+        load = ModelBuilder(
+            model_dir=directory,
+            model=read_model_config(directory),
+            config=config(quantize="stored"),
+            resolved=check_executor(directory, config(quantize="stored")),
+            runner=lambda decoder, cache, _, num_threads=num_threads: NativeModel(
+                decoder, cache, block_size=16, num_threads=num_threads, num_tokens=16, num_sampled=4
+            ),
+            keep=Keep.GROUPED,
+        )
+        load.build()
+        assert torch.get_num_threads() == threads_of_torch
+    assert torch_threads == {1}
+    assert sum(found[4]) == sum(found[1])
+    assert max(found[1]) == 256
+    assert max(found[4]) == 64
 
 
 @needs_compiler
