@@ -74,7 +74,7 @@ class CpuStart:
             _keep_freed_memory()
         builder = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels)
         decoder = builder.load()
-        resolved = _with_counts(self.resolved, decoder)
+        resolved = self._with_counts(decoder)
         model = builder.attach(decoder, resolved.num_kv_blocks)
         draft_model, with_torch = None, self.kernels.name != NATIVE
         if self.draft is not None:
@@ -97,13 +97,14 @@ class CpuStart:
         """Give up the claim, if the engine is not going to be built."""
         self.claim.release()
 
-
-def _with_counts(resolved: ResolvedConfig, decoder: Decoder) -> ResolvedConfig:
-    """Add to the reason for packed weights how many matrices came out how: some may not fit their format's form."""
-    if (reason := resolved.reasons.get("weights")) is None:
-        return resolved
-    counted = f"{reason}; {count_matrices(decoder.weights)}"
-    return replace(resolved, reasons=resolved.reasons | {"weights": counted})
+    def _with_counts(self, decoder: Decoder) -> ResolvedConfig:
+        """Add to the reason for packed weights how many matrices come out how: some may not fit their format's form.
+        The decoder is counted before the native kernels pack it, and may then round it."""
+        if (reason := self.resolved.reasons.get("weights")) is None:
+            return self.resolved
+        rounds = self.kernels.name == NATIVE and self.config.quantize == "int8"
+        counted = f"{reason}; {count_matrices(decoder.weights, rounds=rounds)}"
+        return replace(self.resolved, reasons=self.resolved.reasons | {"weights": counted})
 
 
 def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int) -> CpuStart:

@@ -118,7 +118,7 @@ def test_a_stack_of_which_one_part_is_not_packed_is_computed_in_the_engines_type
         ("int_by_output", {}, "a scale for each output: kept in 8 bits; activations stay float32, not int8 (dynamic)"),
         ("int_by_output", {"kernels": "torch_cpu"}, "each output: computed in float32; activations stay float32"),
         ("gptq_4", {}, "gptq 4 bit, a scale for 16 inputs of an output: computed in float32"),
-        ("gptq_4", {"quantize": "int8"}, "of an output: rounded anew to 8 bits (quantize int8)"),
+        ("gptq_4", {"quantize": "int8"}, "rounded anew to 8 bits (quantize int8); matrices: 13 in 8 bits"),
         ("fp8_blocks", {}, "fp8 e4m3, blocks of 32 x 20: computed in float32; activations stay float32, not fp8 (dyn"),
         ("fp8_blocks", {"load_format": "dummy"}, "random numbers in float32, where the checkpoint has fp8 e4m3"),
     ],
