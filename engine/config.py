@@ -153,7 +153,7 @@ class SpeculativeConfig:
     model_cost: float | None = setting(
         None,
         "`draft_model` with `adaptive`: the time of its forward pass of one token, as a multiple of the main model's. "
-        "Unset: the ratio of the weights that the two read.",
+        "Unset: the ratio of the bytes of weights that the two read.",
         expert=True,
         gt=0,
     )

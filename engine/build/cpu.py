@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine import features
 from engine.batch.grammar import read_grammars
-from engine.build.draft import DraftCheckpoint, check_length, read_draft
+from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, kept_on_cpu, weights_on_host
 from engine.build.model import ModelBuilder, Runner
@@ -49,6 +49,8 @@ class DraftStart:
     config: EngineConfig
     """The engine's, as far as it is for a draft model, with this model's own `quantize`."""
     kernels: Choice
+    reasons: dict[str, str]
+    """Those of the resolved config that are about this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     config, why_bits = settle_quantize(model_dir, model, config, kernels)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
-    resolved = replace(resolved, reasons=resolved.reasons | why_bits)
+    resolved = replace(resolved, reasons=resolved.reasons | why_bits | (draft.reasons if draft is not None else {}))
     try:
         if model.vision is not None:
             from engine.build.encoder import with_inputs
@@ -170,13 +172,15 @@ def _claimed(
     """Return the resolved config and a claim on its memory, so that no other engine of this machine counts that as
     free."""
     dtype, _ = resolve_dtype(config, device[0])
-    drafts = None if draft is None else draft.checkpoint.model
-    use = host_use(model_dir, model, config, dtype, native=kernels.name == NATIVE)
+    drafts, draft_cost = None if draft is None else draft.checkpoint.model, None
+    native = kernels.name == NATIVE
+    use = host_use(model_dir, model, config, dtype, native=native)
     if draft is not None:
-        beside = draft.checkpoint.directory, draft.checkpoint.model, draft.config
-        size = weights_on_host(*beside, dtype, native=draft.kernels.name == NATIVE)
-        use = replace(use, weights=use.weights + size)
-    draft_cost = None if draft is None else (draft.checkpoint.model, draft.checkpoint.cost)
+        beside = draft.checkpoint.directory, draft.checkpoint.model, draft.config, dtype
+        draft_native = draft.kernels.name == NATIVE
+        use = replace(use, weights=use.weights + weights_on_host(*beside, native=draft_native))
+        own = bytes_read(model_dir, model, config, dtype, native=native)
+        draft_cost = draft.checkpoint.model, pass_cost(bytes_read(*beside, native=draft_native), own)
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))
         resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost)
@@ -288,5 +292,6 @@ def _draft(checkpoint: DraftCheckpoint | None, config: EngineConfig) -> DraftSta
         kernels = _kernels(checkpoint.model, config)
     except ConfigError as error:  # the text names settings, which could be either model's
         raise ConfigError(f"speculative.model is {config.speculative.model}, for which {error}") from error
-    settled, _ = settle_quantize(checkpoint.directory, checkpoint.model, config, kernels)
-    return DraftStart(checkpoint, settled, kernels)
+    settled, why_bits = settle_quantize(checkpoint.directory, checkpoint.model, config, kernels)
+    reasons = {f"{setting} of the draft model": reason for setting, reason in why_bits.items()}
+    return DraftStart(checkpoint, settled, kernels, reasons)

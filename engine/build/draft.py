@@ -6,6 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from engine.build.host_fit import kept_on_cpu
 from engine.build.resolve import weights_read
 from engine.checkpoints.gguf_form import gguf_form
 from engine.checkpoints.model_cache import ModelError
@@ -13,6 +16,7 @@ from engine.checkpoints.prepare import prepare_model
 from engine.config import ConfigError, EngineConfig, refuse_conflicts
 from engine.features import DRAFT_HAS_STATE, DRAFT_MODEL, DRAFT_TAKES_IMAGES
 from engine.models.config import ModelConfig, read_model_config
+from engine.models.weights import bytes_a_weight
 
 TOKENIZER_FILE = "tokenizer.json"
 LEAST_COST = 0.02
@@ -25,8 +29,6 @@ class DraftCheckpoint:
 
     directory: Path
     model: ModelConfig
-    cost: float
-    """See SpeculativeConfig.model_cost."""
 
 
 def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> DraftCheckpoint | None:
@@ -55,7 +57,24 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
             f"speculative.model is {name}, whose tokenizer differs: {differs}. The draft model needs the same "
             "tokenizer."
         )
-    return DraftCheckpoint(directory, draft, max(LEAST_COST, weights_read(draft) / weights_read(model)))
+    return DraftCheckpoint(directory, draft)
+
+
+def bytes_read(model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: torch.dtype, *, native: bool) -> float:
+    """Return the bytes of weights that a step of one token reads on a CPU. native: whether on the native kernels.
+
+    Raises:
+        CheckpointError: the checkpoint's files cannot be read.
+    """
+    if native and config.quantize == "int8":
+        return weights_read(model)  # one byte each
+    where = None if config.load_format == "dummy" else model_dir
+    return weights_read(model) * bytes_a_weight(where, model, dtype, keep=kept_on_cpu(config, native=native))
+
+
+def pass_cost(draft_bytes: float, model_bytes: float) -> float:
+    """Return SpeculativeConfig.model_cost, from what a step of each model reads: few rows wait for weights."""
+    return max(LEAST_COST, draft_bytes / model_bytes)
 
 
 def _check_kind(name: str, draft: ModelConfig) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
+from engine.models.matrix_counts import matrices
 from engine.models.narrow import INT8, NARROW_PARTS, InBlocks, Keep, Kept, Narrow, round_by_output
 from engine.models.packed_weights import Stored, fill_packed, find_packed, with_order
 from engine.models.packing import Gguf, Packing
@@ -88,11 +89,26 @@ def weight_bytes(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype
     Raises:
         CheckpointError: a file is missing or not readable.
     """
+    return num_bytes(config, _described(model_dir, config, dtype, keep))
+
+
+def bytes_a_weight(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, *, keep: Keep) -> float:
+    """Return how many bytes a product reads for a weight, on average over the model's matrices. For the rest see
+    weight_bytes."""
+    found = matrices(_described(model_dir, config, dtype, keep))
+    parts = (part for linear in found for part in (linear.weight, linear.scales) if part is not None)
+    size: int = sum(part.nbytes for part in parts)
+    count: int = sum(linear.weight.numel() for linear in found)
+    return size / count
+
+
+def _described(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, keep: Keep) -> DecoderWeights:
+    """Return what load_weights would, without memory."""
     kept = Kept()
     if model_dir is not None and config.quantization is not None and keep is not Keep.NOTHING:
         with Stored.open(_weight_files(model_dir), CPU) as stored:
             kept = _kept(stored, find_packed(stored, config.quantization), keep)
-    return num_bytes(config, allocate(config, dtype, torch.device("meta"), kept))
+    return allocate(config, dtype, torch.device("meta"), kept)
 
 
 def _kept(

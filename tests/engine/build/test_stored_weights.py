@@ -153,9 +153,10 @@ def test_a_draft_models_weights_are_held_as_its_own_checkpoint_allows(tmp_path: 
     directory, plain = converted(tmp_path), tmp_path / "plain"
     plain.mkdir()
     convert_gguf(tmp_path / "tiny.gguf", plain, progress=False)
+    costs: dict[Path, float | None] = {}
     for model, draft in ((directory, plain), (plain, directory)):
         speculative = SpeculativeConfig(method="draft_model", model=str(draft))
-        asked = EngineConfig(device="cpu", num_kv_blocks=8, num_threads=1, speculative=speculative)
+        asked = EngineConfig(device="cpu", dtype="bfloat16", num_kv_blocks=8, num_threads=1, speculative=speculative)
         start = cpu.start_on_cpu(model, asked, choose_device(asked), engines=1)
         assert start.draft is not None
         found = {model: start.config.quantize, draft: start.draft.config.quantize}
@@ -167,5 +168,10 @@ def test_a_draft_models_weights_are_held_as_its_own_checkpoint_allows(tmp_path: 
             )
         }
         start.release()
+        costs[draft] = start.resolved.speculative.model_cost
+        reason = start.resolved.reasons["quantize of the draft model"]
+        assert reason.startswith(f"{found[draft]}: ")
         assert found == {directory: "stored", plain: "none"}
         assert weights[directory] < 0.5 * weights[plain]
+    assert 0.25 < (costs[directory] or 0) < 0.5, "a pass is bound by the bytes that it reads, in 4 to 8 bits of 16"
+    assert costs[plain] == pytest.approx(1 / (costs[directory] or 0))
