@@ -85,7 +85,9 @@ def test_the_default_model_with_rounded_activations_is_as_close_to_itself_as_tra
     check("default_model.rounded_activations", compare(got, reference, sequences))
 
 
-@pytest.mark.parametrize("quantize", ["none", pytest.param("stored", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "quantize", [pytest.param("none", marks=pytest.mark.slow), pytest.param("stored", marks=needs_compiler)]
+)
 def test_the_default_model_in_fp8_is_as_close_to_itself_as_transformers_with_rounded_weights(
     sequences: list[list[int]], reference: list[torch.Tensor], quantize: str, tmp_path: Path
 ) -> None:

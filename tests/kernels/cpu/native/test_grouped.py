@@ -28,6 +28,13 @@ pytestmark = needs_compiler
 OF_INTEGERS = OF_GGUF | {f"{bits} bits, {group} inputs": form for (bits, group), form in INTEGERS.items()}
 FORMS = OF_INTEGERS | {f"fp8, {group} inputs": form for group, form in FP8.items()}
 MIXED = ["Q4_K", "Q6_K", "Q4_1"]
+CASES = [
+    pytest.param(name, dtype, marks=pytest.mark.slow if dtype == torch.float32 and form.floats == 32 else ())
+    for dtype in DTYPES
+    for name, form in FORMS.items()
+]
+"""Where two forms differ only in how many inputs share a scale, one of them is enough in float32."""
+ONE_TEAM = pytest.mark.parametrize("team", [pytest.param(1, marks=pytest.mark.slow), 3], indirect=True)
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -102,9 +109,9 @@ def sizes(name: str) -> list[int]:
     return [FORMS[name].run, 3 * FORMS[name].run, 608 // FORMS[name].run * FORMS[name].run]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs", [1, 31, 33, 100])
-@pytest.mark.parametrize("name", FORMS)
+@ONE_TEAM
+@pytest.mark.parametrize("outputs", [1, pytest.param(31, marks=pytest.mark.slow), 33, 100])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_row_of_a_packed_table_is_what_its_numbers_stand_for(
     team: Team, name: str, outputs: int, dtype: torch.dtype
 ) -> None:
@@ -116,6 +123,7 @@ def test_a_row_of_a_packed_table_is_what_its_numbers_stand_for(
         assert torch.equal(got, whole.grouped.weight().to(dtype))
 
 
+@ONE_TEAM
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_packed_table_may_be_scaled(team: Team, dtype: torch.dtype) -> None:
     whole = draw("Q5_K", 40, 256, seeded_generator())
@@ -148,9 +156,8 @@ def product(
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs", [1, 33, 100])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_product_in_groups_matches_float64_and_is_the_same_beside_any_number_of_rows(
     team: Team, name: str, outputs: int, dtype: torch.dtype
 ) -> None:
@@ -159,9 +166,10 @@ def test_a_product_in_groups_matches_float64_and_is_the_same_beside_any_number_o
         product(team, [draw(name, outputs, inputs, generator)], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize(("size", "activation"), [(16, "silu"), (17, GELU), (40, "silu")])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("size", "activation"), [pytest.param(16, "silu", marks=pytest.mark.slow), (17, GELU), (40, "silu")]
+)
 def test_a_gated_product_in_groups_matches_float64(
     team: Team, name: str, size: int, activation: str, dtype: torch.dtype
 ) -> None:

@@ -416,6 +416,7 @@ def test_a_decode_row_of_any_length_matches_the_reference(team: Team, length: in
     check_attention(team, [(length - 1, 1)], dtype)
 
 
+@pytest.mark.parametrize("team", [pytest.param(1, marks=pytest.mark.slow), 3], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("context", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 100])
 @pytest.mark.parametrize("count", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 64])
@@ -505,9 +506,15 @@ def cuts(length: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 9, 130])
-@pytest.mark.parametrize("kept_in", [None, *LARGEST])
-@pytest.mark.parametrize("head_dim", [32, 48])
+@pytest.mark.parametrize("window", [None, 9, pytest.param(130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kept_in", "head_dim"),
+    [
+        *((kept_in, 32) for kept_in in (None, *LARGEST)),
+        (None, 48),
+        *(pytest.param(kept_in, 48, marks=pytest.mark.slow) for kept_in in LARGEST),
+    ],
+)
 def test_attention_gives_a_token_the_same_bits_in_any_chunk_and_beside_any_row(
     team: Team, head_dim: int, window: int | None, dtype: torch.dtype, kept_in: torch.dtype | None
 ) -> None:

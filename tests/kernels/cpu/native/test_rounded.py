@@ -19,7 +19,7 @@ from kernels import reference
 from kernels.cpu.native.grouped import Grouped
 from kernels.cpu.native.program import Program, StepRows, Team, pack, pack_grouped
 from kernels.forward import GELU, Linear
-from tests.kernels.cpu.native.test_grouped import MIXED, Whole, draw, sizes
+from tests.kernels.cpu.native.test_grouped import MIXED, ONE_TEAM, Whole, draw, sizes
 from tests.kernels.cpu.native.test_grouped import OF_INTEGERS as FORMS
 from tests.kernels.cpu.native.test_program import DTYPES, close, record, tokens_only
 from tests.kernels.rows import seeded_generator
@@ -67,7 +67,7 @@ def product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs", [1, 33, 100])
+@pytest.mark.parametrize("outputs", [1, pytest.param(33, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_product_matches_float64_with_the_same_rounding_and_is_the_same_beside_any_number_of_rows(
     team: Team, name: str, outputs: int, dtype: torch.dtype
@@ -82,6 +82,7 @@ def test_a_product_of_many_rows_matches_float64(team: Team, name: str) -> None:
     product(team, [draw(name, 40, 512, seeded_generator())], torch.float32, rows=500)
 
 
+@ONE_TEAM
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("size", "activation"), [(17, GELU), (40, "silu")])
