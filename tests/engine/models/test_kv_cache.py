@@ -4,6 +4,7 @@ Never knows what is in a block: tests of kernels and executors do."""
 from __future__ import annotations
 
 import gc
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,3 +72,22 @@ def test_memory_is_taken_as_blocks_are_written_and_goes_back_with_the_cache(mode
     gc.collect()
     assert private() - free < 32 * MIB
     assert mapped() - space < 400 * MIB
+
+
+def flags(address: int) -> list[str]:
+    """Return the kernel's flags of the mapping that an address is in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+def test_a_first_block_takes_small_pages_also_where_the_system_gives_huge_ones_to_all(model: ModelConfig) -> None:
+    """With huge pages, the step that first uses a block zeroed 2 MiB in each tensor of each layer."""
+    cache = allocate(model, 64 * MIB, torch.bfloat16)
+    for tensor in (tensor for pair in cache.layers for tensor in pair):
+        assert "nh" in flags(tensor.data_ptr())
