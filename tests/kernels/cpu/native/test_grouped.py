@@ -3,12 +3,7 @@ Never compares with stored numbers: every weight is random, and every output is 
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +30,6 @@ CASES = [
 ]
 """Where two forms differ only in how many inputs share a scale, one of them is enough in float32."""
 ONE_TEAM = pytest.mark.parametrize("team", [pytest.param(1, marks=pytest.mark.slow), 3], indirect=True)
-PACKED_BY_THE_LIBRARY = Path(__file__).parents[3] / "engine" / "models" / "test_gguf_rows.py"
 """Tests of repack.cpp, with blocks that only an engine knows."""
 
 
@@ -219,16 +213,3 @@ def test_panels_take_as_many_bytes_as_their_form_says(name: str) -> None:
     whole = draw(name, 70, 512, seeded_generator())
     panels = panels_of([whole])
     assert sum(part.nbytes for part in panels.data) == FORMS[name].nbytes(70, 512)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("without", ["-mno-amx-tile", "-mno-avx512bf16", "-mno-avx512bw", "-mno-avx512f"])
-def test_all_of_this_holds_for_processors_with_less(tmp_path: Path, without: str) -> None:
-    """Runs these files with the kernels compiled for AVX-512 with and without bfloat16 and words, and for AVX2."""
-    environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
-    files = __file__, str(PACKED_BY_THE_LIBRARY)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not slow", *files]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:]
-    (made,) = tmp_path.glob("native-*.so")
-    assert ctypes.CDLL(str(made)).matrix_unit() == 0

@@ -3,14 +3,9 @@ Never compares with stored numbers: every input is random, and outputs and unuse
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -370,15 +365,3 @@ def test_more_drafted_tokens_than_memory_was_reserved_for_are_an_error_of_ours(t
         with pytest.raises(AssertionError):
             native.program.run(step_of(rows, drafted=(1, 4)))
         assert native.read.tensor.abs().sum() == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("without", ["-mno-amx-tile", "-mno-avx512bf16", "-mno-avx512f"])
-def test_all_of_this_holds_for_processors_with_less(tmp_path: Path, without: str) -> None:
-    """Runs this file with the kernels compiled for AVX-512 with and without bfloat16, and for AVX2."""
-    environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not slow", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:]
-    (made,) = tmp_path.glob("native-*.so")
-    assert ctypes.CDLL(str(made)).matrix_unit() == 0

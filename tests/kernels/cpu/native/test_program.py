@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import shutil
 import subprocess
 import sys
@@ -664,33 +663,3 @@ sys.exit(pytest.main(["-q", "-p", "no:faulthandler", "-p", "no:xdist", "-k", whi
     command = [sys.executable, "-X", "faulthandler=0", "-c", program, __file__]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("without", ["-mno-amx-tile", "-mno-avx512bf16", "-mno-avx512f"])
-def test_all_of_this_holds_for_processors_with_less(tmp_path: Path, without: str) -> None:
-    """Runs this file with the kernels compiled for AVX-512 with and without bfloat16, and for AVX2."""
-    environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:xdist",
-            "-m",
-            "not slow",
-            "-k",
-            "not compiler and not processor",
-            __file__,
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    (made,) = tmp_path.glob("native-*.so")
-    assert ctypes.CDLL(str(made)).matrix_unit() == 0

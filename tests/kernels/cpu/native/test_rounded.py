@@ -3,12 +3,7 @@ Never compares with stored numbers: every number is random, and every output is 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -245,31 +240,3 @@ def digest() -> str:
         )
         found.update(run(tokens_only(70)).numpy().tobytes())
     return found.hexdigest()
-
-
-LESS = {
-    "-mno-avx512bf16": 2,
-    "-mno-avx512bw": 2,
-    "-mno-avx512vnni": 1,
-    "-mno-avx512f": 1,
-    "-mno-avx512vnni -mno-avxvnni": 0,
-    "-mno-avx512f -mno-avxvnni": 0,
-}
-"""What the compiler is to do without, and the level of products of bytes that is left at most."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("without", LESS)
-def test_all_of_this_holds_for_processors_with_less_and_the_bits_are_the_same(tmp_path: Path, without: str) -> None:
-    """Runs this file with the kernels compiled for AVX-512 with and without VNNI and words, for AVX-VNNI and AVX2."""
-    environment = {**os.environ, "CXX": f"g++ {without}", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not slow", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:]
-    (made,) = tmp_path.glob("native-*.so")
-    assert ctypes.CDLL(str(made)).byte_products() <= LESS[without]
-    code = f"from {__name__} import digest; print(digest())"
-    told = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=300
-    )
-    assert told.stdout.strip() == digest()
