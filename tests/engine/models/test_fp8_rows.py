@@ -15,7 +15,7 @@ from engine.models.config import read_model_config
 from engine.models.fp8_rows import Fp8Rows
 from engine.models.packing import Unpacked
 from kernels.cpu.native.grouped import FP8
-from tests.engine.models.test_integer_rows import save, stays
+from tests.engine.models.test_integer_rows import check_kept, save, stays
 from tests.engine.models.test_packed_weights import TOKENS, logits
 from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
@@ -36,15 +36,22 @@ def config(**settings: object) -> EngineConfig:
     return EngineConfig(num_kv_blocks=8, num_threads=1, **settings)  # type: ignore[arg-type]
 
 
+def said_of_the_right_weights(saved: Path) -> str:
+    """Check the logits against the same weights stored plainly, and return what the log says of them."""
+    executor, resolved = create_executor(saved / "packed", config(dtype="float32", quantize="stored"))
+    got = forced_logits(executor, TOKENS, range(8), 16)
+    executor.shutdown()
+    torch.testing.assert_close(got, logits(saved / "plain", "reference"), rtol=1e-4, atol=1e-4)
+    return resolved.reasons["weights"]
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", KEPT)
 def test_logits_are_those_of_the_same_weights_stored_plainly(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, KEPT[name], monkeypatch)
-    assert all(stays(tmp_path / "packed"))
-    got = logits(tmp_path / "packed", "native", quantize="stored")
-    torch.testing.assert_close(got, logits(tmp_path / "plain", "reference"), rtol=1e-4, atol=1e-4)
+    check_kept(tmp_path)
 
 
 @needs_compiler
@@ -69,11 +76,7 @@ def test_blocks_that_no_panel_has_are_unpacked_and_the_log_says_why(
 ) -> None:
     save(tmp_path, APART[name], monkeypatch)
     assert not any(stays(tmp_path / "packed"))
-    executor, resolved = create_executor(tmp_path / "packed", config(dtype="float32", quantize="stored"))
-    got = forced_logits(executor, TOKENS, range(8), 16)
-    executor.shutdown()
-    torch.testing.assert_close(got, logits(tmp_path / "plain", "reference"), rtol=1e-4, atol=1e-4)
-    reason = resolved.reasons["weights"]
+    reason = said_of_the_right_weights(tmp_path)
     assert f"computed in float32, because groups of {name[-2:]} inputs are no multiple of 32" in reason
     assert reason.endswith("; matrices: 13 in float32")
 
@@ -85,11 +88,7 @@ def test_a_matrix_whose_inputs_fill_no_blocks_is_unpacked_and_counted(
     """MLPs have 104 inputs, which no run of 32 divides, and all others have 96, which fill three of them."""
     save(tmp_path, fp8_blocks(128, 128), monkeypatch, hidden=96, inner=104)
     assert stays(tmp_path / "packed")[:4] == [True, True, True, False]
-    executor, resolved = create_executor(tmp_path / "packed", config(dtype="float32", quantize="stored"))
-    got = forced_logits(executor, TOKENS, range(8), 16)
-    executor.shutdown()
-    torch.testing.assert_close(got, logits(tmp_path / "plain", "reference"), rtol=1e-4, atol=1e-4)
-    reason = resolved.reasons["weights"]
+    reason = said_of_the_right_weights(tmp_path)
     assert "kept as stored, and widened in registers (AVX" in reason
     assert reason.endswith("; matrices: 10 as stored, 3 in float32")
 

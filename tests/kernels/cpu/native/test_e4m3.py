@@ -27,11 +27,6 @@ def every_number() -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def team(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_a_weight_is_widened_as_torch_does_and_nan_stays_nan(team: Team, dtype: torch.dtype) -> None:
     generator = seeded_generator()

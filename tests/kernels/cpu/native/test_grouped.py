@@ -33,11 +33,6 @@ ONE_TEAM = pytest.mark.parametrize("team", [pytest.param(1, marks=pytest.mark.sl
 """Tests of repack.cpp, with blocks that only an engine knows."""
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def team(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param)
-
-
 @dataclass(frozen=True)
 class Whole:
     """A matrix in groups, as `panels_of` takes it."""

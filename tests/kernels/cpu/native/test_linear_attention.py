@@ -34,17 +34,6 @@ CAPACITY = 300
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def team(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param)
-
-
-@pytest.fixture(scope="module")
-def team_of_three() -> Team:
-    """For what one thread does not do differently."""
-    return Team(3)
-
-
 def program_of(team: Team, dtype: torch.dtype, capacity: int = CAPACITY) -> LinearAttentionProgram:
     return LinearAttentionProgram(team, block_size=16, capacity=capacity, dtype=dtype)
 

@@ -31,17 +31,6 @@ QKV = (80, 48, 16)
 """Two parts meet within a panel."""
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def team(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param)
-
-
-@pytest.fixture(scope="module")
-def team_of_three() -> Team:
-    """For what one thread does not do differently."""
-    return Team(3)
-
-
 @dataclass(frozen=True)
 class Own:
     """An adapter of one matrix, in the type of the activations."""

@@ -48,11 +48,6 @@ Rows = list[tuple[list[int], int, list[int]]]
 """(token ids, how many tokens come before them, blocks) of each row."""
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def team(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param)
-
-
 def record(
     team: Team, dtype: torch.dtype, model: Callable[[Program], Buffer], block_size: int = BLOCK
 ) -> Callable[..., Tensor]:

@@ -25,11 +25,6 @@ pytestmark = needs_compiler
 COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 33, 63, 64, 65, 128, 129)
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def team(request: pytest.FixtureRequest) -> Team:
-    return Team(request.param)
-
-
 def draw_rows(rows: int, inputs: int, generator: Generator) -> Tensor:
     """Draw rows whose blocks differ in size by three decimal powers, as those of real activations do."""
     size = 10 ** torch.empty(rows, inputs // 32, 1).uniform_(-2, 1, generator=generator)
