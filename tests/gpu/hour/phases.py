@@ -29,9 +29,10 @@ CHEAP = "test_silu_and_mul or test_cache_writes_alone or (test_a_backend_agrees 
 FEW = "captured_steps_give and attention0 or step_in_flight and torch"
 """The engine tests of a rehearsal."""
 KERNELS = [
-    f"tests/gpu/test_{name}.py" for name in ("attention", "kernels", "experts", "linear", "linear_attention", "tuning")
+    f"tests/gpu/test_{name}.py"
+    for name in ("attention", "kernels", "experts", "linear", "linear_attention", "low_rank", "tuning")
 ]
-ENGINE = "tests/gpu/test_engine.py"
+ENGINE, ADAPTERS = "tests/gpu/test_engine.py", "tests/gpu/test_adapters.py"
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _right(device: str) -> list[Part]:
     return [
         *first,
         _tests(device, "kernels", 240, KERNELS, "", shards),
-        _tests(device, "engine", 240, [ENGINE], "not thousand"),
+        _tests(device, "engine", 240, [ENGINE, ADAPTERS], "not thousand"),
         _tests(device, "cancels", 150, [ENGINE], "thousand"),
         memcheck,
     ]
