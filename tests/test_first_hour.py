@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -326,3 +327,23 @@ def test_the_cases_that_a_memory_checker_watches_are_there() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu/test_kernels.py", "-k", SANITIZED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.count("::test_") == 6, done.stdout
+
+
+def test_a_profile_has_the_kernels_of_the_device_and_no_operator() -> None:
+    """Each event has its own object for its type, as torch's profiler makes them. The first profile on a GPU was empty,
+    because types were compared as objects."""
+    from torch.autograd import DeviceType
+
+    from tests.gpu.hour.profiling import STEPS, kernels_of
+
+    def event(name: str, kind: DeviceType, us: float) -> SimpleNamespace:
+        return SimpleNamespace(key=name, device_type=DeviceType(kind.value), self_device_time_total=us, count=2 * STEPS)
+
+    assert DeviceType(DeviceType.CUDA.value) is not DeviceType.CUDA
+    events = [
+        event("aten::mm", DeviceType.CPU, 90),
+        event("norm", DeviceType.CUDA, 30),
+        event("gemm", DeviceType.CUDA, 60),
+    ]
+    found = kernels_of(events, rehearsal=False)
+    assert found == [{"name": "gemm", "us": 60 / STEPS, "calls": 2}, {"name": "norm", "us": 30 / STEPS, "calls": 2}]

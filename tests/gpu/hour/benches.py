@@ -15,13 +15,17 @@ TINY = (
     "--expert-size 24 --copy-mib 1 --matrix 32"
 )
 SEED = "5"
+COPY = "--copy-mib 2048"
+"""Long beside its launch."""
 
 
 def operations(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
     """Benchmark single operations; the benchmark's document is the result. A rehearsal runs torch's operators."""
     from benchmarks import kernels
 
-    sizes = TINY if options.device == STAND_IN else "--rows 1 16 64 256 --context 1024 --chunk 512 8192 --runs 10"
+    sizes = (
+        TINY if options.device == STAND_IN else f"--rows 1 16 64 256 --context 1024 --chunk 512 8192 --runs 10 {COPY}"
+    )
     kernels.main([*sizes.split(), "--seed", SEED, "--out", str(options.result)])
 
 
@@ -29,7 +33,7 @@ def engine(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) 
     """Benchmark an engine; the benchmark's document is the result."""
     from benchmarks.engine import gpu
 
-    model, sizes = options.model, ["--steps", "20"]
+    model, sizes = options.model, ["--steps", "20", *COPY.split()]
     if options.device == STAND_IN:
         from tests.support.gpu_stand_in import THERE, tiny_shape
 

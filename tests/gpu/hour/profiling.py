@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,13 +72,7 @@ def _profiled(executor: ModelExecutor, plan: StepPlan, rehearsal: bool) -> dict[
         for _ in range(STEPS):
             run()
         device.release_unused()  # waits for it
-    kernels = [
-        {"name": event.key[:120], "us": own / STEPS, "calls": event.count / STEPS}
-        for event in profiled.key_averages()
-        if rehearsal or event.device_type is DeviceType.CUDA  # operators count their kernels' time again
-        if (own := _own_us(event, rehearsal)) > 0
-    ]
-    kernels.sort(key=lambda kernel: -kernel["us"])
+    kernels = kernels_of(profiled.key_averages(), rehearsal)
     return {
         "graph": None if graph is None else {"name": graph.name, "hit": graph.hit},
         "device_ms": statistics.median(times) if times else None,
@@ -86,6 +80,20 @@ def _profiled(executor: ModelExecutor, plan: StepPlan, rehearsal: bool) -> dict[
         "launches": sum(kernel["calls"] for kernel in kernels),
         "kernels": kernels[:MOST_KERNELS],
     }
+
+
+def kernels_of(events: Iterable[Any], rehearsal: bool) -> list[dict[str, Any]]:
+    """Return the device's kernels of a profile, by their time in one step; of a rehearsal, which has none, operators.
+
+    Each event has a new object for its type: types are equal, and never the same object.
+    """
+    found = [
+        {"name": event.key[:120], "us": own / STEPS, "calls": event.count / STEPS}
+        for event in events
+        if rehearsal or event.device_type == DeviceType.CUDA  # operators count their kernels' time again
+        if (own := _own_us(event, rehearsal)) > 0
+    ]
+    return sorted(found, key=lambda kernel: -kernel["us"])
 
 
 def _own_us(event: Any, rehearsal: bool) -> float:
