@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.runtime.errors import OutOfResources, PTXASError
 
 OLDEST = (3, 6)
 """The oldest Triton version that the kernels were compiled with; pyproject.toml's extra `cuda` requires it, too."""
@@ -46,7 +48,7 @@ def split_dot(a, b, total):
 TUNING = "CHUNKSERVE_TRITON_TUNING"
 """`keep` (the default): configurations are timed once, and the choice is kept on disk for all processes. `forget`:
 they are timed in each process; a benchmark needs this, or its first shapes would choose for engines. A number: the
-configuration with that index, or the last, untimed."""
+configuration with that index, or the last, untimed; where it does not fit the device, the next one that does."""
 KEEP, FORGET = "keep", "forget"
 
 
@@ -61,18 +63,51 @@ def tuned(configs: Sequence[triton.Config], key: Sequence[str], tuning: str | No
         ValueError: `tuning` is neither `keep`, `forget` nor a number.
     """
     how = os.environ.get(TUNING, KEEP) if tuning is None else tuning
-    few = candidates(configs, "0" if INTERPRETED else how)
-    decorate: Callable[[Any], Any] = triton.autotune(configs=few, key=list(key), cache_results=how == KEEP)
+    options: dict[str, Any] = {"configs": candidates(configs, how), "key": list(key), "cache_results": how == KEEP}
+    if INTERPRETED:
+        options["configs"] = list(configs[:1])
+
+    def decorate(kernel: Any) -> Any:
+        if how not in (KEEP, FORGET) and not INTERPRETED:
+            options["prune_configs_by"] = {"early_config_prune": partial(first_that_fits, kernel)}
+            options["do_bench"] = _untimed
+        return triton.autotune(**options)(kernel)
+
     return decorate
 
 
 def candidates(configs: Sequence[triton.Config], tuning: str) -> list[triton.Config]:
-    """Return the configurations to time; a single one is not timed."""
+    """Return the configurations to time or, if `tuning` is a number, to try in that order until one fits."""
     if tuning in (KEEP, FORGET):
         return list(configs)
     if not tuning.isdecimal():
         raise ValueError(f"{TUNING} is {tuning!r}: expected {KEEP}, {FORGET} or the number of a configuration.")
-    return [configs[min(int(tuning), len(configs) - 1)]]
+    number = min(int(tuning), len(configs) - 1)
+    return [*configs[number:], *configs[:number]]
+
+
+def first_that_fits(
+    kernel: Any, configs: Sequence[triton.Config], arguments: dict[str, Any], **options: Any
+) -> list[triton.Config]:
+    """Compile a kernel in one configuration after another, and return the first that the device takes, alone.
+
+    If it takes none, the last is returned, and its launch raises. Nothing is launched here: a kernel may add to what
+    it writes. arguments: those given by place. options: all others, and those of the launch.
+    """
+    for config in configs:
+        given = {**options, **config.all_kwargs(), "warmup": True}
+        try:
+            # A compiled kernel with a grid is loaded, which compares what it needs with what the device has.
+            _ = kernel.run(*arguments.values(), **given)[(1, 1, 1)]
+        except (OutOfResources, CompileTimeAssertionFailure, PTXASError):
+            continue
+        return [config]
+    return list(configs[-1:])
+
+
+def _untimed(_launch: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+    """Take the place of a benchmark where there is nothing to choose."""
+    return [0.0] * len(quantiles)
 
 
 WITHOUT_GPU = 4

@@ -47,11 +47,25 @@ from tests.kernels.triton.resources import read_code
 FP8_CAPABILITY = fp8.FP8_FROM[0] + fp8.FP8_FROM[1] / 10
 
 
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
+"""What a program may have of shared memory, by capability."""
+
+
 class NoGpu:
-    """Answers what Triton asks of a driver before it compiles."""
+    """Answers what Triton asks of a driver before it compiles, and before it launches."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
+        self.utils = self
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *_: None
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES[self._target.arch]}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[object, object, int, int, int]:
+        return self, self, 0, 0, 1024
 
     def get_current_device(self) -> int:
         return 0
@@ -85,11 +99,13 @@ def variant_of(kernel: Any, name: str) -> str:
 
 
 def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
-    """Make every later launch compile its kernel instead of running it, and append what was compiled to `found`."""
+    """Make every later launch compile its kernel instead of running it, and append to `found` what was."""
     run = JITFunction.run
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if warmup:
+            return kernel
         ptx = kernel.asm["ptx"]
         found.append(
             {
@@ -270,6 +286,7 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64])
     parser.add_argument("--groups", nargs="+", type=int, default=[3])
     parser.add_argument("--first-config", action="store_true", help="of those among which a kernel chooses")
+    parser.add_argument("--attention", action="store_true", help="alone, with what surrounds it")
     parser.add_argument("--least-shared", action="store_true", help="attention alone, by its smallest configurations")
     parser.add_argument("--resources", action="store_true", help="say what each kernel takes of a multiprocessor")
     args = parser.parse_args()
@@ -287,7 +304,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     compile_instead(found, resources=args.resources)
     for dtype in args.dtypes:
-        if not args.least_shared:
+        if not (args.least_shared or args.attention):
             launch_sampler(getattr(torch, dtype))
             launch_linear_attention(getattr(torch, dtype))
             launch_experts(getattr(torch, dtype))

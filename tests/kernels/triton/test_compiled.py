@@ -12,7 +12,8 @@ from tests.kernels.triton.resources import compile_for
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
-from tests.kernels.triton.compiled import FP8_CAPABILITY
+from kernels.triton.shared import launch
+from tests.kernels.triton.compiled import FP8_CAPABILITY, SHARED_BYTES
 
 EVERY = {
     "_norm", "_silu_and_mul", "_rotate", "_write", "_sum_items", "attend", "_combine", "_copy", "_edit", "_look",
@@ -65,6 +66,18 @@ def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_pa
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
     assert len(sizes) == 6, "chunks and decodes over K and V in 16 bits, int8 and fp8"
     assert max(sizes) <= 99 * 1024
+
+
+@pytest.mark.slow
+def test_a_numbered_configuration_that_does_not_fit_gives_way_to_one_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first configuration of decodes and of chunks needs more shared memory than this GPU has."""
+    monkeypatch.setenv(launch.TUNING, "0")
+    found = compile_for("8.9", str(tmp_path), "--head-dims", "256", "--groups", "4", "--attention")
+    sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
+    assert len(sizes) == 6, "chunks and decodes over K and V in 16 bits, int8 and fp8"
+    assert max(sizes) <= SHARED_BYTES[89]
 
 
 @pytest.mark.slow
