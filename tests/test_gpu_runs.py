@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from tests.support.gpu_runs import GPU_TESTS, REQUIRED, hide_gpu, is_of_the_gpu, shard_of, show_gpu
+from tests.support.gpu_runs import GPU_TESTS, REQUIRED, hide_gpu, is_of_the_gpu, kernels_of, shard_of, show_gpu
 
 ROOT = GPU_TESTS.parents[1]
 
@@ -55,7 +56,18 @@ def test_a_run_that_requires_a_gpu_ends_at_once_without_one() -> None:
     assert f"{REQUIRED} is 1, but the device is none" in done.stdout + done.stderr
 
 
-def test_shards_have_every_test_once() -> None:
+def test_shards_have_every_test_once_and_no_two_have_tests_of_one_group() -> None:
     tests = list(range(11))
+    shards = [shard_of(tests, f"{number}/4", lambda test: test // 3) for number in range(4)]
+    assert shards == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
     assert sorted(test for number in range(4) for test in shard_of(tests, f"{number}/4")) == tests
     assert shard_of(tests, "") == tests
+
+
+def test_tests_that_differ_in_their_rows_alone_are_one_group() -> None:
+    """Regression guard: the processes of a first hour compiled the same kernels of attention side by side."""
+    given = {"dtype": torch.float16, "head_dim": 64, "window": 1, "step": "mixed"}
+    same, others = [{"step": "decode only"}, {"window": 100}], [{"window": None}, {"dtype": None}, {"head_dim": 80}]
+    group = kernels_of("a.py::test", given)
+    assert {kernels_of("a.py::test", given | change) for change in same} == {group}
+    assert len({group, kernels_of("b.py::test", given), *(kernels_of("a.py::test", given | x) for x in others)}) == 5

@@ -4,6 +4,7 @@ Never hides a failure, nor what a test ran on: whatever a GPU does wrong fails, 
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from engine.config import EngineConfig
 from engine.execution import device as devices
 from engine.execution.device import Device
 from tests.support.gpu_report import PATH, GpuReport, mode
-from tests.support.gpu_runs import REQUIRED, SHARD, is_of_the_gpu, shard_of
+from tests.support.gpu_runs import REQUIRED, SHARD, is_of_the_gpu, kernels_of, shard_of
 
 
 @pytest.hookimpl(trylast=True)
@@ -28,7 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = shard_of(items, os.environ.get(SHARD, ""))
+    items[:] = shard_of(items, os.environ.get(SHARD, ""), group)
+
+
+def group(test: pytest.Item) -> Hashable:
+    callspec = getattr(test, "callspec", None)
+    return kernels_of(test.nodeid.partition("[")[0], callspec.params if callspec else {})
 
 
 @pytest.fixture(scope="session")

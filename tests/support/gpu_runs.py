@@ -4,9 +4,9 @@ kernels either to its interpreter or to a compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -15,7 +15,10 @@ DRIVER = Path("/dev/nvidiactl")
 REQUIRED = "CHUNKSERVE_REQUIRE_GPU"
 """1: a run of tests/gpu ends at once unless a GPU runs compiled kernels."""
 SHARD = "CHUNKSERVE_GPU_SHARD"
-"""`2/16`: every sixteenth of the collected tests, from the third on. Processes side by side compile on all cores."""
+"""`2/16`: every sixteenth group of the collected tests, from the third on. Processes side by side compile on all cores,
+and the tests of a group launch the same compiled kernels."""
+NEVER_COMPILED = {"step", "scale"}
+"""Parameters of tests that change the rows or the numbers that kernels see, but not the kernels."""
 
 
 def is_of_the_gpu(arguments: Iterable[str], where: Path) -> bool:
@@ -37,9 +40,24 @@ def show_gpu(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("CHUNKSERVE_TRITON_TUNING", "0")
 
 
-def shard_of(tests: Sequence[T], shard: str) -> Sequence[T]:
-    """All where none is named."""
+def kernels_of(test: str, parameters: Mapping[str, Any]) -> Hashable:
+    """Return what tests of one group have in common. test: its file and function.
+
+    All windows are one: kernels know whether there is any.
+    """
+    known = {name: value for name, value in parameters.items() if name not in NEVER_COMPILED}
+    if "window" in known:
+        known["window"] = known["window"] is not None
+    return test, *sorted((name, str(value)) for name, value in known.items())
+
+
+def shard_of(tests: Sequence[T], shard: str, group: Callable[[T], Hashable] = id) -> Sequence[T]:
+    """Return the tests of a shard's groups, or all where none is named: two processes would compile a kernel twice.
+
+    Groups are numbered as they are first collected, so that expensive neighbours are apart.
+    """
     if not shard:
         return tests
     number, count = map(int, shard.split("/"))
-    return tests[number::count]
+    places: dict[Hashable, int] = {}
+    return [test for test in tests if places.setdefault(group(test), len(places)) % count == number]
