@@ -44,7 +44,7 @@ VARIABLES = {
     "See [Run on a cluster that exists](../how-to/existing-cluster.md).",
     "CHUNKSERVE_HAPROXY_BINARY": "HAProxy program to run instead of Ray's.",
     "CHUNKSERVE_TRITON_TUNING": "How Triton's kernels choose a configuration on a GPU. `keep` (unset): timed once, "
-    "kept on disk. `forget`: timed in each process. A number: that one, untimed.",
+    "kept on disk. `forget`: timed in each process. A number: that one, or the next that fits the GPU, untimed.",
     "CHUNKSERVE_DATA": "Directory with traces for the simulator's studies.",
     "CHUNKSERVE_TEST_SEED": "Seed of the random tests. Unset: a fixed one.",
 }

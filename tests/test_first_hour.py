@@ -182,6 +182,15 @@ def test_each_copy_of_a_part_keeps_its_own_and_one_that_fails_is_told(tmp_path: 
     assert outcome.tail == "lost\n"
 
 
+@pytest.mark.parametrize("cores", [1, 6, 16, 40])
+def test_copies_of_a_part_take_no_more_threads_than_there_are_cores(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    (kernels,) = (part for part in phases(CUDA)[0].parts if part.name == "kernels")
+    assert cores // 2 < kernels.copies * int(kernels.environment["OMP_NUM_THREADS"]) <= cores
+
+
 def test_without_a_gpu_it_ends_at_once_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")],

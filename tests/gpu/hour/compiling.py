@@ -22,7 +22,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 def precompile(options: argparse.Namespace, keep: Keep) -> None:
     """Compile each configuration in a process that starts engines whose kernels have only that one, so that later parts
-    find everything compiled. A configuration that does not fit the device fails alone."""
+    find everything compiled. Where one does not fit the device, the kernel takes the next."""
     number = 1 if options.device == STAND_IN else CONFIGURATIONS
     found: dict[str, str] = {}
 

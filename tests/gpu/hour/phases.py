@@ -114,10 +114,12 @@ def _right(device: str) -> list[Part]:
             _tests(device, "cancels", 150, [ENGINE], "thousand and True", environment={"STAND_IN_CANCELS": "20"}),
             memcheck,
         ]
-    shards = min(MOST_SHARDS, os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    shards = min(MOST_SHARDS, cores)
+    threads = {"OMP_NUM_THREADS": str(cores // shards)}  # the references' too, or each process would take every core
     return [
         *first,
-        _tests(device, "kernels", 240, KERNELS, "", shards),
+        _tests(device, "kernels", 240, KERNELS, "", shards, threads),
         _tests(device, "engine", 240, [ENGINE, ADAPTERS], "not thousand"),
         _tests(device, "cancels", 150, [ENGINE], "thousand"),
         memcheck,
