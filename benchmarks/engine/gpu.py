@@ -84,6 +84,8 @@ LOADS = ["steps", "mixed_load", "host_gap", "throughput", "owner_by_graphs", "tr
 MAX_MODEL_LEN = 16384
 """Capped by the model's own limit. Block tables and splits of keys are sized for the longest possible row."""
 
+BLOCK_SIZE = 64
+"""That of config.gpu.yaml: a tile of keys lies within one block."""
 MOST_AHEAD = 128
 BALLAST_BYTES = 512 << 20
 """Writing all of them takes an H100 a third of a millisecond."""
@@ -120,6 +122,7 @@ class DeviceBench:
             max_model_len=min(MAX_MODEL_LEN, model.rope.default_length(model.max_position_embeddings)),
             max_num_seqs=max(load.decode_rows),
             max_num_batched_tokens=load.prefill,
+            block_size=BLOCK_SIZE,
             num_kv_blocks=self._num_blocks(),
             num_speculative_tokens=0,
             enable_prefix_caching=False,
@@ -139,10 +142,10 @@ class DeviceBench:
     def _num_blocks(self) -> int:
         load, traffic = self.load, self.load.traffic
         steps: int = self.options.steps
-        rows = max(load.decode_rows) * (load.context + steps + 80) + load.prefill
-        streams = traffic.streams * (traffic.stream_prompt + traffic.stream_answer)
-        requests = load.requests * (load.prompt + load.answer) + load.long_prompt
-        return max(rows, streams + traffic.prompts * traffic.prompt_tokens, requests) // 16 + 512
+        rows = max(load.decode_rows) * _blocks(load.context + steps + 80) + _blocks(load.prefill)
+        streams = traffic.streams * _blocks(traffic.stream_prompt + traffic.stream_answer)
+        requests = load.requests * _blocks(load.prompt + load.answer) + _blocks(load.long_prompt)
+        return max(rows, streams + traffic.prompts * _blocks(traffic.prompt_tokens), requests) + 64
 
     def token(self) -> int:
         return self._draw.randrange(100, 1000) if not self.options.short else self._draw.randrange(1, 50)
@@ -307,6 +310,10 @@ class DeviceBench:
         wall_s = second(once)
         tokens_s = load.requests * load.answer / wall_s
         yield {"cell": "transformers", "size": load.requests, "tokens_s": tokens_s, "wall_s": wall_s}
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
 
 
 def mixed_sizes(load: Load) -> tuple[int, ...]:

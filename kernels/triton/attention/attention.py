@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.triton.attention.combine import combine
+from kernels.triton.attention.combine import HEADS, combine
 from kernels.triton.attention.kernel import attend_chunks, attend_decodes
 from kernels.triton.attention.plan import AttentionPlan
 from kernels.triton.attention.work import UNLIMITED, Work
@@ -49,7 +49,7 @@ class _Call:
             self._start(attend_chunks[self._chunk_grid], out, parts, lse, DECODE=False)
         if work.partials:
             plan, window = self.plan, self._window
-            programs = self._programs(work.merged, heads, each=2 * PROGRAMS_PER_MULTIPROCESSOR)
+            programs = self._programs(work.merged, -(-heads // HEADS), each=2 * PROGRAMS_PER_MULTIPROCESSOR)
             combine(parts, lse, plan.begins, plan.lengths, work.sums, window, plan.split, programs, out)
 
     @property

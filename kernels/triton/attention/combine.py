@@ -13,6 +13,9 @@ from kernels.triton.shared.launch import padded
 from kernels.triton.shared.tiles import find_item_row
 
 AT_A_TIME = 16
+"""Splits whose sizes are read at once."""
+HEADS = 8
+"""Heads of a program. With one each, finding the row of a token took as long as all the rest."""
 
 
 @triton.jit(
@@ -29,37 +32,42 @@ def _combine(
     num_rows,
     window,
     split,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One head of one token after another per program, TILE splits at a time, in order."""
-    head, heads = tl.program_id(1), tl.num_programs(1)
-    i = tl.arange(0, HEAD_PADDED)
-    inside = i < HEAD_DIM
+    """HEADS heads of one token after another per program: the weights of all splits first, TILE at a time, then the sum
+    of the splits in order, none of which waits for another."""
+    head, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HEAD_PADDED)
+    real = head < NUM_HEADS
+    inside = real[:, None] & (i < HEAD_DIM)[None, :]
     merged, partials = sums + MERGED * (num_rows + 1), sums + PARTIALS * (num_rows + 1)
     for item in tl.range(tl.program_id(0), tl.load(merged + num_rows), tl.num_programs(0)):
         row = find_item_row(merged, num_rows, item)
         begin, number = tl.load(begins + row), item - tl.load(merged + row)
         _, splits, skipped = splits_of(tl.load(lengths + row), tl.load(begins + row + 1) - begin, window, split)
         partial = (tl.load(partials + row) + number * splits).to(tl.int64)
-        best = float("-inf")
-        mass = 0.0
-        total = tl.zeros([HEAD_PADDED], tl.float32)
+        best = tl.full([HEADS], float("-inf"), tl.float32)
+        mass = tl.zeros([HEADS], tl.float32)
         for first in tl.range(skipped, splits, TILE):
             part = first + tl.arange(0, TILE)
-            cell = (partial + part) * heads + head
-            sizes = tl.load(lse + cell, mask=part < splits, other=float("-inf"))
-            at = cell[:, None] * HEAD_DIM + i[None, :]
-            values = tl.load(parts + at, mask=(part < splits)[:, None] & inside[None, :], other=0.0)
+            cell = (partial + part)[:, None] * NUM_HEADS + head[None, :]
+            sizes = tl.load(lse + cell, mask=(part < splits)[:, None] & real[None, :], other=float("-inf"))
             new_best = tl.maximum(best, tl.max(sizes, axis=0))
             finite = tl.where(new_best == float("-inf"), 0.0, new_best)  # -inf: only splits without a key so far
-            weights, kept = tl.exp2(sizes - finite), tl.exp2(best - finite)
-            mass = mass * kept + tl.sum(weights, axis=0)
-            total = total * kept + tl.sum(weights[:, None] * values, axis=0)
+            mass = mass * tl.exp2(best - finite) + tl.sum(tl.exp2(sizes - finite[None, :]), axis=0)
             best = new_best
-        to = out + ((begin + number).to(tl.int64) * heads + head) * HEAD_DIM + i
-        tl.store(to, (total / mass).to(out.dtype.element_ty), mask=inside)
+        finite = tl.where(best == float("-inf"), 0.0, best)
+        total = tl.zeros([HEADS, HEAD_PADDED], tl.float32)
+        for part in tl.range(skipped, splits, num_stages=3):
+            cell = (partial + part) * NUM_HEADS + head
+            weights = tl.exp2(tl.load(lse + cell, mask=real, other=float("-inf")) - finite)
+            values = tl.load(parts + (cell * HEAD_DIM)[:, None] + i[None, :], mask=inside, other=0.0)
+            total += weights[:, None] * values
+        to = out + ((begin + number).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + i[None, :]
+        tl.store(to, (total / mass[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 def combine(
@@ -77,10 +85,10 @@ def combine(
 
     parts: [partials, heads, head_dim] float32, a row's tokens one after another, with the splits of each in order; lse:
     [partials, heads], base 2, -inf where a split saw no key; begins, lengths, split: see AttentionPlan; sums: see Work;
-    window: UNLIMITED if there is none; programs: for each head; out: [num_tokens, heads, head_dim].
+    window: UNLIMITED if there is none; programs: for every HEADS heads; out: [num_tokens, heads, head_dim].
     """
     _, heads, head_dim = parts.shape
-    _combine[(programs, heads)](
-        parts, lse, begins, lengths, sums, out, len(lengths), window, split, head_dim, padded(head_dim), AT_A_TIME,
-        num_warps=4,
+    _combine[(programs, triton.cdiv(heads, HEADS))](
+        parts, lse, begins, lengths, sums, out, len(lengths), window, split, heads, head_dim, padded(head_dim), HEADS,
+        AT_A_TIME, num_warps=4,
     )  # fmt: skip

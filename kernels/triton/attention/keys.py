@@ -28,6 +28,8 @@ def add_keys(
     kv_head,
     NARROW: tl.constexpr,
     MASKED: tl.constexpr,
+    DECODE: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
@@ -36,48 +38,104 @@ def add_keys(
     BLOCK_N: tl.constexpr,
 ):
     """Return (best, mass, total) updated by BLOCK_N keys from `tile` on. NARROW: K and V are in 8 bits. Not
-    MASKED: every query sees all of them."""
-    key = tile + tl.arange(0, BLOCK_N)
+    MASKED: every query sees all of them. DECODE: all queries are of one token, which sees the keys [start, end).
+
+    KEYS_FIRST: scores are [BLOCK_N, TILE] and total is [HEAD_PADDED, TILE]. The many keys are then the rows of a tensor
+    core's product, and the few queries of a decode its columns, of which it takes as few as 8; otherwise they are the
+    other way round.
+    """
+    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1
     i = tl.arange(0, HEAD_PADDED)
-    inside, owned = i < HEAD_DIM, (key >= start) & (key < end)
-    if MASKED:
-        block = tl.load(row_table + key // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
-        of_keys, of_values = owned[None, :] & inside[:, None], owned[:, None] & inside[None, :]
+    key = tile + tl.arange(0, BLOCK_N)
+    owned = (key >= start) & (key < end)
+    at, of_scales = places_of(
+        row_table, tile, owned, kv_head, NARROW, MASKED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N
+    )
+    if KEYS_FIRST:
+        keys = load_numbers(
+            k_cache, at[:, None] + i[None, :], owned[:, None], i[None, :], MASKED, HEAD_DIM, HEAD_PADDED
+        )
     else:
-        block = tl.load(row_table + key // BLOCK_SIZE).to(tl.int64)
-        of_keys, of_values = inside[:, None], inside[None, :]
+        keys = load_numbers(
+            k_cache, at[None, :] + i[:, None], owned[None, :], i[:, None], MASKED, HEAD_DIM, HEAD_PADDED
+        )
     if NARROW:
-        at = numbers_at(block, key % BLOCK_SIZE, kv_head, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        keys = widened(tl.load(k_cache + at[None, :] + i[:, None], mask=of_keys, other=0.0), queries.dtype)
-        of_scales = scale_at(block, key % BLOCK_SIZE, kv_head, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
-        scales = load_scales(k_cache, of_scales, owned) * scale
-        scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scales[None, :]
+        keys = widened(keys, queries.dtype)
+        scale *= tl.expand_dims(load_scales(k_cache, of_scales, owned), 1 - KEYS)
+    if KEYS_FIRST:
+        scores = dot(keys, tl.trans(queries), tl.zeros([BLOCK_N, TILE], tl.float32)) * scale
     else:
-        at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        keys = tl.load(k_cache + at[None, :] + i[:, None], mask=of_keys, other=0.0)
         scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
     if MASKED:
-        seen = owned[None, :] & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
+        seen = tl.expand_dims(owned, 1 - KEYS)
+        if not DECODE:
+            tl.static_assert(not KEYS_FIRST, "queries of several tokens are the rows")
+            seen = seen & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    new_best = tl.maximum(best, tl.max(scores, axis=KEYS))
     finite = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best  # a query may have seen no key
-    weights = tl.exp2(scores - finite[:, None])
+    weights = tl.exp2(scores - tl.expand_dims(finite, KEYS))
     kept = tl.exp2(best - finite)
-    values = tl.load(v_cache + at[:, None] + i[None, :], mask=of_values, other=0.0)
-    scaled = weights
+    values = load_numbers(v_cache, at[:, None] + i[None, :], owned[:, None], i[None, :], MASKED, HEAD_DIM, HEAD_PADDED)
+    mass = mass * kept + tl.sum(weights, axis=KEYS)
     if NARROW:
-        scaled, values = _scaled(weights, values, load_scales(v_cache, of_scales, owned), queries.dtype)
-    return new_best, mass * kept + tl.sum(weights, axis=1), dot(scaled.to(values.dtype), values, total * kept[:, None])
+        scales = load_scales(v_cache, of_scales, owned)
+        weights, values = _scaled(weights, values, scales, queries.dtype, KEYS)
+    weights, total = weights.to(values.dtype), total * tl.expand_dims(kept, KEYS)
+    total = dot(tl.trans(values), weights, total) if KEYS_FIRST else dot(weights, values, total)
+    return new_best, mass, total
 
 
 @triton.jit
-def _scaled(weights, numbers, scales, kind: tl.constexpr):
-    """Return (probabilities, values) whose product has the values' scales. weights: [TILE, BLOCK_N]; numbers: [BLOCK_N,
-    HEAD_PADDED]; scales: [BLOCK_N]; kind: the type of the product's operands."""
+def places_of(
+    row_table,
+    tile,
+    owned,
+    kv_head,
+    NARROW: tl.constexpr,
+    MASKED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return where the numbers of each key of a tile begin in K or V, and where its scale is if they are NARROW. A tile
+    within one block has one entry of the table, and its keys are at constant distances."""
+    offset = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(row_table + tile // BLOCK_SIZE).to(tl.int64)
+        offset += tile % BLOCK_SIZE
+    elif MASKED:
+        block = tl.load(row_table + (tile + offset) // BLOCK_SIZE, mask=owned, other=0).to(tl.int64)
+        offset = (tile + offset) % BLOCK_SIZE
+    else:
+        block = tl.load(row_table + (tile + offset) // BLOCK_SIZE).to(tl.int64)
+        offset = (tile + offset) % BLOCK_SIZE
+    if NARROW:
+        at = numbers_at(block, offset, kv_head, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        return at, scale_at(block, offset, kv_head, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    at = block * (BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM) + (offset * NUM_KV_HEADS + kv_head) * HEAD_DIM
+    return at, at
+
+
+@triton.jit
+def load_numbers(cache, at, owned, i, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr):
+    """Return the numbers at `at` in K or V, and 0 for keys that are not `owned` and beyond HEAD_DIM."""
+    if MASKED:
+        return tl.load(cache + at, mask=owned & (i < HEAD_DIM), other=0.0)
+    if HEAD_DIM == HEAD_PADDED:
+        return tl.load(cache + at)
+    return tl.load(cache + at, mask=tl.broadcast_to(i < HEAD_DIM, at.shape), other=0.0)
+
+
+@triton.jit
+def _scaled(weights, numbers, scales, kind: tl.constexpr, KEYS: tl.constexpr):
+    """Return (probabilities, values) whose product has the values' scales. weights: [TILE, BLOCK_N], or with KEYS 0
+    [BLOCK_N, TILE]; numbers: [BLOCK_N, HEAD_PADDED]; scales: [BLOCK_N]; kind: the type of the product's operands."""
     if kind == tl.float16:
         # A scale is the 127th or 448th part of a value: times a probability, it may be too small for float16.
         values = (widened(numbers, tl.float32) * scales[:, None]).to(kind)
     else:
-        weights *= scales[None, :]
+        weights *= tl.expand_dims(scales, 1 - KEYS)
         values = widened(numbers, kind)
     return weights, values

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import engine.models
+from benchmarks.engine.gpu import BLOCK_SIZE
 from engine.build.executor import create_executor
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.executor import ModelExecutor
@@ -36,7 +37,12 @@ def started(
             config = json.loads((SHAPES / shape / "config.json").read_text())
             of_layers = {} if layers is None else {"num_hidden_layers": layers}
             (directory / "config.json").write_text(json.dumps(config | of_layers))
-        asked: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "max_model_len": 16384}
+        asked: dict[str, Any] = {
+            "load_format": "dummy",
+            "device": "cuda",
+            "max_model_len": 16384,
+            "block_size": BLOCK_SIZE,
+        }
         asked |= {"num_speculative_tokens": 0, "enable_prefix_caching": False}
         executor, resolved = create_executor(directory, EngineConfig(**asked | settings))
         try:

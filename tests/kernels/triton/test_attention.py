@@ -23,6 +23,7 @@ from tests.kernels.triton.cases import (
 )
 
 from kernels.triton.attention.attention import attention  # isort: skip
+from kernels.triton.attention.kernel import DECODE_CONFIGS, attend_decodes  # isort: skip
 from kernels.triton.attention.plan import AttentionPlan, prepare_attention  # isort: skip
 from kernels.triton.attention.splits import MOST_SPLITS, num_splits  # isort: skip
 from kernels.triton.attention.work import CHUNK_ITEMS, DECODE_ITEMS, UNLIMITED  # isort: skip
@@ -42,6 +43,21 @@ def test_decode_rows_of_any_length_match_the_reference(device: str, dtype: torch
 @pytest.mark.parametrize("length", [1, SPLIT, SPLIT + 1])
 def test_a_decode_row_alone_matches_the_reference(device: str, length: int) -> None:
     check_attention(paged_case([length - 1], []), device, split=SPLIT)
+
+
+@pytest.mark.parametrize("keys_first", [False, True])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("window", [None, 100])
+def test_decode_rows_match_the_reference_whichever_side_of_the_product_keys_are(
+    device: str, monkeypatch: pytest.MonkeyPatch, keys_first: bool, block_size: int, window: int | None
+) -> None:
+    """A tile of 64 keys is in several blocks, is one, or is in one with others."""
+    found = next(
+        each for each in DECODE_CONFIGS if (each.kwargs["BLOCK_N"], each.kwargs["KEYS_FIRST"]) == (64, keys_first)
+    )
+    monkeypatch.setattr(attend_decodes, "configs", [found])
+    case = paged_case([length - 1 for length in (*LENGTHS, 63, 64, 65, 1000)], [], block_size=block_size)
+    check_attention(case, device, window=window, split=SPLIT)
 
 
 def test_a_row_of_one_split_is_the_same_where_others_might_have_several(device: str) -> None:

@@ -14,6 +14,7 @@ from tests.kernels.triton.cases import POISON, attend, plan_of
 from tests.support.seeds import next_seed
 
 from kernels.triton.attention import attention as launches  # isort: skip
+from kernels.triton.attention.combine import HEADS  # isort: skip
 from kernels.triton.attention.kernel import CHUNK_CONFIGS, DECODE_CONFIGS  # isort: skip
 from kernels.triton.attention.plan import AttentionPlan  # isort: skip
 from kernels.triton.attention.splits import SPLIT, STEP, num_splits, split_size  # isort: skip
@@ -168,7 +169,7 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_eager_step_launches_a_program_for_each_item(device: str, grids: list[int]) -> None:
-    """Sums, decodes, chunks, and the merge of each head of the tokens that have several splits."""
+    """Sums, decodes, chunks, and the merge of the tokens that have several splits, so many heads at a time."""
     case = paged_case([300, 5, 1000], [(700, 30), (3, 40)])
     plan = plan_of(case, device)
     group, kv_heads, heads = 3, 2, 6
@@ -176,7 +177,7 @@ def test_an_eager_step_launches_a_program_for_each_item(device: str, grids: list
     decodes = sum(num_splits(length, 1) for length in (301, 6, 1001))
     chunks = -(-30 * group // 64) * num_splits(730, 30) + -(-40 * group // 64)
     assert num_splits(730, 30) == 2
-    assert grids == [5, decodes * kv_heads, chunks * kv_heads, (2 + 30) * heads]
+    assert grids == [5, decodes * kv_heads, chunks * kv_heads, (2 + 30) * -(-heads // HEADS)]
 
 
 def test_rows_of_one_split_have_no_partial_results(device: str, grids: list[int]) -> None:
