@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.checkpoints.model_cache import cache_root
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.core.calibration import calibrate, check_costs
@@ -83,7 +85,7 @@ def _key(model_dir: Path, config: EngineConfig, served: ResolvedConfig) -> str:
     shape = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
     settings = {name: getattr(served, name) for name in _SETTINGS}
     asked = (served.quantize, config.activations, config.attention, config.cuda_graphs)
-    document = [_FORMAT, _processor(), shape, settings, *asked]
+    document = [_FORMAT, _processor(), _gpu(served.device), shape, settings, *asked]
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:32]
 
 
@@ -94,6 +96,11 @@ def _processor() -> str:
             if line.startswith(("model name", "CPU part")):
                 return line.partition(":")[2].strip()
     return ""
+
+
+def _gpu(device: str) -> str:
+    """Return the GPU's name; empty for a CPU, and where nothing of CUDA runs."""
+    return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_initialized() else ""
 
 
 def _read(path: Path) -> tuple[StepCosts, float] | None:

@@ -96,6 +96,16 @@ def test_steps_that_are_padded_otherwise_now_are_measured_again(
     assert start(model_dir, padded)[1] < measured / 4
 
 
+def test_another_gpu_beside_the_same_processor_is_measured_for_itself(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    for name in ("NVIDIA H100", "NVIDIA H200"):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        start(model_dir, device="cuda")
+    assert len(kept(model_dir)) == 2
+
+
 def test_another_model_is_measured_for_itself(model_dir: Path) -> None:
     start(model_dir)
     (model_dir / "config.json").write_text('{"hidden_size": 128}')
