@@ -29,6 +29,7 @@ from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.expert_launches import warm_up_experts
 from engine.execution.gpu.launch_cost import measure_launch
+from engine.execution.gpu.linear_launches import warm_up_linear
 from engine.execution.gpu.memory import (
     GIB,
     MemoryUse,
@@ -218,6 +219,7 @@ class GpuStart:
         with _fits(why, use, "max_num_batched_tokens"), self._trial_adapter() as adapter:
             with device_faults():
                 warm_up_experts(decoder, self._ops, plan.num_tokens)
+                warm_up_linear(decoder, self._ops, plan.num_tokens, adapters=self._adapters is not None)
             _run(executor, plan, adapter)
             self._leave_out_large_captures(probe, plan)
             with device_faults(), torch.inference_mode():

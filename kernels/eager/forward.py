@@ -26,7 +26,7 @@ class Adapters(Protocol):
 def multiply(ops: Ops, linear: Linear, x: Tensor) -> Tensor:
     """x W^T + b. # [num_tokens, outputs]"""
     if isinstance(linear.weight, Tensor):
-        return F.linear(x, linear.weight, linear.bias)
+        return F.linear(x, linear.weight, linear.bias) if ops.linear is None else ops.linear(x, linear)
     assert ops.narrow is not None, "only these operators pack weights"
     return ops.narrow.linear(x, linear)
 
@@ -87,6 +87,9 @@ class EagerPass:
         return y
 
     def gated_linear(self, x: Tensor, linear: Linear, activation: str = SILU) -> Tensor:
+        fused = None if activation == GELU or self._adapters is not None else self._ops.gated_linear
+        if fused is not None and isinstance(linear.weight, Tensor):
+            return fused(x, linear)
         gate_and_up = self.linear(x, linear)
         return self._ops.gelu_and_mul(gate_and_up) if activation == GELU else self._ops.silu_and_mul(gate_and_up)
 

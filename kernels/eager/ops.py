@@ -72,6 +72,13 @@ class Ops:
     sigmoid_gate: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     narrow: NarrowOps | None = None
     """None: weights must have the type of activations."""
+    linear: Callable[[Tensor, Linear], Tensor] | None = None
+    """(x [num_tokens, inputs], a matrix of x's type) -> x W^T + b. Never waits for the device. None: torch's."""
+    gated_linear: Callable[[Tensor, Linear], Tensor] | None = None
+    """The same, then `silu_and_mul`. None: one after the other."""
+    linear_rows: tuple[int, ...] = ()
+    """A number of rows for each kernel that `linear` and `gated_linear` may launch, so that a start can compile all of
+    them."""
     sample: Callable[[Tensor, Sequence[SampledRow], Tensor | None, RowTokens | None], Tensor] | None = None
     """(logits [rows, vocab] of any float type, how each row is sampled, what grammars allow: None, or
     [rows, ceil(vocab / 32)] int32, token t at bit t % 32 of word t // 32, the tokens that penalties count) -> [rows]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.eager.ops import TORCH, NarrowOps, Ops
+from kernels.forward import Linear
 from kernels.rows.row_tokens import RowTokens
 from kernels.rows.sampled_row import SampledRow
 from kernels.triton.attention.attention import attention
@@ -18,6 +19,7 @@ from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.elementwise.rotate import rope
 from kernels.triton.experts.experts import experts, launch_tokens, narrow_experts
+from kernels.triton.linear import few_rows
 from kernels.triton.linear.fp8 import FP8_FROM
 from kernels.triton.linear.linear import LAUNCH_ROWS, narrow_linear
 from kernels.triton.linear_attention.causal_conv import causal_conv
@@ -27,6 +29,12 @@ from kernels.triton.sampling.logprobs import token_logprobs
 from kernels.triton.sampling.rows import SampledRows, pack_rows
 from kernels.triton.sampling.sampler import sample
 from kernels.triton.shared.pack import pack
+
+
+def _gated_linear(x: Tensor, linear: Linear) -> Tensor:
+    if few_rows.takes(x, linear):
+        return few_rows.few_row_gated_linear(x, linear)
+    return silu_and_mul(few_rows.wide_linear(x, linear))
 
 
 def _sample(logits: Tensor, rows: Sequence[SampledRow], within: Tensor | None, tokens: RowTokens | None) -> Tensor:
@@ -55,6 +63,9 @@ TRITON = Ops(
     narrow=NarrowOps(
         pack=pack, linear=narrow_linear, experts=narrow_experts, launch_rows=LAUNCH_ROWS, fp8_from=FP8_FROM
     ),
+    linear=few_rows.wide_linear,
+    gated_linear=_gated_linear,
+    linear_rows=few_rows.LAUNCH_ROWS,
     sample=_sample,
     sample_packed=_sample_packed,
     logprobs=token_logprobs,

@@ -31,7 +31,7 @@ from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.experts import experts, routing
 from kernels.triton.experts import multiply as experts_kernel
-from kernels.triton.linear import fp8
+from kernels.triton.linear import few_rows, few_rows_kernels, fp8
 from kernels.triton.linear import multiply as linear_kernel
 from kernels.triton.linear.linear import LAUNCH_ROWS, narrow_linear
 from kernels.triton.linear_attention.causal_conv import causal_conv
@@ -244,6 +244,21 @@ def launch_low_rank(dtype: torch.dtype) -> None:
         expand.add_low_rank(y, x, stack, tokens)
 
 
+def launch_few_rows(dtype: torch.dtype) -> None:
+    """Launch an 8B model's queries, keys and values, attention output, and gate and up (Llama 3.1), for each tile of
+    rows, where the type is one of 16 bits. Then sizes that fill no block, with a bias."""
+    if dtype not in few_rows.TYPES:
+        return
+    for rows in few_rows.LAUNCH_ROWS:
+        x = torch.zeros(rows, 4096, dtype=dtype)
+        for outputs in (6144, 4096):
+            few_rows.few_row_linear(x, Linear(torch.empty(outputs, 4096, dtype=dtype)))
+        few_rows.few_row_gated_linear(x, Linear(torch.empty(28672, 4096, dtype=dtype)))
+    odd = Linear(torch.empty(80, 72, dtype=dtype), torch.empty(80, dtype=dtype))
+    few_rows.few_row_linear(torch.zeros(5, 72, dtype=dtype), odd)
+    few_rows.few_row_gated_linear(torch.zeros(5, 72, dtype=dtype), odd)
+
+
 def launch_narrow_linear(dtype: torch.dtype) -> None:
     """Launch an 8B model's attention output for few, some and many rows: int8, fp8 in blocks, 4 bits with zeros."""
     size, group = 4096, 128
@@ -299,7 +314,8 @@ def main() -> None:
     if args.first_config:
         of_linear = (linear_kernel.multiply_few, linear_kernel.multiply_many, fp8.multiply_fp8, shrink._shrink)
         of_experts = (*experts_kernel.GATE_UP.values(), *experts_kernel.DOWN.values(), routing._router_logits)
-        for kernel in (*of_attention, *of_linear, *of_experts):
+        of_few_rows = (few_rows_kernels.few_rows, few_rows_kernels.few_rows_gated)
+        for kernel in (*of_attention, *of_linear, *of_few_rows, *of_experts):
             kernel.configs = kernel.configs[:1]
     found: list[dict[str, Any]] = []
     compile_instead(found, resources=args.resources)
@@ -309,6 +325,7 @@ def main() -> None:
             launch_linear_attention(getattr(torch, dtype))
             launch_experts(getattr(torch, dtype))
             launch_low_rank(getattr(torch, dtype))
+            launch_few_rows(getattr(torch, dtype))
             launch_narrow_linear(getattr(torch, dtype))
             if args.capability >= FP8_CAPABILITY:
                 launch_fp8_linear(getattr(torch, dtype))

@@ -19,7 +19,7 @@ EVERY = {
     "_norm", "_silu_and_mul", "_rotate", "_write", "_sum_items", "attend", "_combine", "_copy", "_edit", "_look",
     "_limit", "scan_block", "filter_row", "sample_row", "_logprobs", "_convolve", "_one_step", "_invert", "_scan",
     "_gated_norm", "_sigmoid_gate", "_router_logits", "_choose", "_sort", "gate_up", "down", "gather_inputs",
-    "add_parts", "_shrink", "_expand", "multiply", "add_splits",
+    "add_parts", "_shrink", "_expand", "multiply", "add_splits", "few_rows", "few_rows_gated",
 }  # fmt: skip
 FROM_8_9 = {"round_rows", "multiply_fp8"}
 """The kernels that only GPUs with products of fp8 have."""
@@ -38,7 +38,7 @@ def compile_all(cache: Path, capability: str, *arguments: str) -> list[dict[str,
 @pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     found = compile_all(tmp_path, "9.0", "--first-config")
-    pipelined = ("attend", "multiply", "gate_up", "multiply_fp8")
+    pipelined = ("attend", "multiply", "gate_up", "multiply_fp8", "few_rows", "few_rows_gated")
     multiplying = (*pipelined, "down", "_shrink", "_expand")
     products = [kernel["tensor_cores"] for kernel in found if kernel["name"] in multiplying]
     assert all(products), "bfloat16 products"

@@ -25,6 +25,7 @@ from tests.support.plans import chunk, decode
 
 from triton.backends.compiler import GPUTarget  # isort: skip
 from triton.backends.nvidia.compiler import CUDABackend  # isort: skip
+from triton.runtime.autotuner import Autotuner  # isort: skip
 from triton.runtime.interpreter import InterpretedFunction  # isort: skip
 from triton.runtime.jit import JITFunction, create_function_from_signature  # isort: skip
 
@@ -167,10 +168,57 @@ def test_no_step_that_is_not_captured_compiles_a_kernel_of_the_model(
         "_rotate",
         "_norm",
         *(["multiply"] * (config.quantize == "int8")),
+        *(["few_rows"] * (config.quantize != "int8")),
+        *(["few_rows_gated"] * (config.quantize != "int8" and "num_local_experts" not in kind)),
     }
     assert sum(name == "gate_up" for name, _ in at_start) == (3 if "num_local_experts" in kind else 0)
     assert ("_expand" in {name for name, _ in at_start}) is bool(max_loras)
     assert sorted(launches - at_start) == []
+
+
+class NotingDevice(FakeDevice):
+    """Notes what had been chosen when the first step was captured."""
+
+    def __init__(self, chosen: set[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._chosen, self.before = chosen, set[tuple[Any, ...]]()
+
+    def capture(self, work: Callable[[], None], beside: Any = None) -> Any:
+        self.before = self.before or set(self._chosen)
+        return super().capture(work, beside)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_loras": 2}, {"quantize": "int8"}], ids=["plain", "adapters", "8 bits"])
+def test_no_capture_has_a_kernel_whose_configuration_is_not_chosen(
+    settings: dict[str, Any], tmp_path: Path, launches: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configurations are timed, for which the host waits, and no capture can hold that. Each shape has its own, and
+    each number of rows of a captured step its tile."""
+    chosen, real = set[tuple[Any, ...]](), Autotuner.run
+
+    def note(self: Any, *args: Any, **options: Any) -> Any:
+        given = dict(zip(self.arg_names, args, strict=False)) | options
+        types = [str(value.dtype) for value in given.values() if hasattr(value, "dtype")]
+        chosen.add((self.base_fn.__name__, *(given[name] for name in self.keys), *types))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Autotuner, "run", note)
+    device, decode_rows = NotingDevice(chosen), [1, 16, 17, 40, 65, 70]
+    config = EngineConfig(
+        load_format="dummy",
+        attention="triton",
+        max_num_seqs=70,
+        max_num_batched_tokens=80,
+        num_kv_blocks=80,
+        cuda_graph_decode_rows=decode_rows,
+        **settings,
+    )
+    start_on_device(write_model(tmp_path, num_hidden_layers=1), config, device, "a test").build()
+    few = {key[1:4] for key in device.before if key[0] == "few_rows"}
+    if "quantize" not in settings:
+        assert {(32, VOCAB, tile) for tile in (16, 32, 64)} <= few, "the LM head is among them"
+    assert launches
+    assert chosen - device.before == set()
 
 
 def opcodes_run(work: Callable[[], object]) -> int:
