@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.results import write_whole
 from kernels.choice import ATTENTION, TORCH_ATTENTION, TRITON, choose_attention
-from kernels.eager.forward import EagerPass
+from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import TORCH, TORCH_CPU, Ops
 from kernels.forward import HeadShape, Linear, LinearHeads, Routing
 from kernels.kv_format import stored_size
@@ -177,7 +177,8 @@ class Bench:
             found += [self.sampling(rows, name) for rows in most_first for name in SAMPLING]
             found += [cell(rows) for rows in most_first for cell in (self.controls, self.logprobs)]
             found += [self.experts(tokens, kind) for tokens in tokens_first for kind in WEIGHTS if kind != "plain"]
-            found += [self.linear(tokens, kind) for tokens in tokens_first for kind in WEIGHTS]
+            found += [self.linear(tokens, kind) for tokens in tokens_first for kind in (*WEIGHTS, BY_TORCH)]
+            found += [self.gated_linear(tokens) for tokens in most_first]
             if self.multiplies_fp8:
                 found += [self.linear(tokens, BY_FP8) for tokens in tokens_first]
         return found
@@ -365,20 +366,36 @@ class Bench:
         return Cell("experts" if kind == "plain" else f"experts_{kind}", shape, num_bytes, flops, make)
 
     def linear(self, tokens: int, kind: str) -> Cell:
-        """The gate and up projection, with a weight of one of WEIGHTS, or BY_FP8."""
+        """The gate and up projection, with a weight of one of WEIGHTS, or BY_FP8, or BY_TORCH."""
         outputs, inputs = 2 * self.options.intermediate, self.options.hidden
-        own = "fp8" if kind == BY_FP8 else kind
+        own = {BY_FP8: "fp8", BY_TORCH: "plain"}.get(kind, kind)
 
         def make() -> Run:
             run, x, weight = self.run_of(None, tokens), self.random(tokens, inputs), self._weight(own, outputs, inputs)
             if kind == BY_FP8:
                 weight = replace(weight, input_scale=torch.zeros(1, device=self.device))
+            if kind == BY_TORCH:
+                return lambda: multiply(TORCH, weight, x)
             return lambda: run.linear(x, weight)
 
         shape = {"tokens": tokens, "outputs": outputs, "inputs": inputs}
         moved = tokens * (inputs + outputs) * self.dtype.itemsize
         num_bytes = self._weight_bytes(own, outputs, inputs) + moved
         return Cell(f"linear_{kind}", shape, num_bytes, 2 * tokens * outputs * inputs, make)
+
+    def gated_linear(self, tokens: int) -> Cell:
+        """The same projection with its activation, which for few tokens is one launch."""
+        outputs, inputs = 2 * self.options.intermediate, self.options.hidden
+
+        def make() -> Run:
+            run, x = self.run_of(None, tokens), self.random(tokens, inputs)
+            weight = self._weight("plain", outputs, inputs)
+            return lambda: run.gated_linear(x, weight)
+
+        shape = {"tokens": tokens, "outputs": outputs // 2, "inputs": inputs}
+        moved = tokens * (inputs + outputs // 2) * self.dtype.itemsize
+        num_bytes = self._weight_bytes("plain", outputs, inputs) + moved
+        return Cell("gated_linear", shape, num_bytes, 2 * tokens * outputs * inputs, make)
 
     def _weight(self, kind: str, *shape: int) -> Linear:
         """Return a random weight of one of WEIGHTS as products take it. shape: [outputs, inputs], or with experts."""
@@ -458,6 +475,8 @@ WEIGHTS: dict[str, tuple[int, int | None]] = {"plain": (16, None), "int8": (8, N
 """(bits of a weight, inputs that share a scale)"""
 BY_FP8 = "fp8_by_fp8"
 """The product of fp8 weights by activations that are rounded to fp8, each row with a scale of its own."""
+BY_TORCH = "plain_by_torch"
+"""The product of plain weights by torch's operator for any number of rows: cuBLAS on a GPU."""
 
 NARROW_CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 WRITTEN_AT_A_TIME = 1 << 16

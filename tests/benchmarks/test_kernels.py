@@ -134,7 +134,7 @@ def test_on_a_gpu_every_attention_that_runs_there_has_its_cells(monkeypatch: pyt
     }
     assert {"control_logits", "logprobs", "sample_greedy"} <= cells.keys()
     assert {f"{op}_{kind}" for op in ("experts", "linear") for kind in ("int8", "fp8", "int4")} <= cells.keys()
-    assert "linear_fp8_by_fp8" in cells
+    assert {"linear_fp8_by_fp8", "linear_plain", "linear_plain_by_torch", "gated_linear"} <= cells.keys()
     monkeypatch.setitem(sys.modules, "vllm_flash_attn", None)
     tables, missing = of_gpu.attention_tables()
     assert [*tables] == ["torch"]

@@ -1,4 +1,4 @@
-"""Owns the comparison of Triton's products with narrow weights on a GPU with the reference: edges and real shapes.
+"""Owns the comparison of Triton's matrix products on a GPU with the reference: edges and real shapes.
 Never compares with stored numbers: inputs are random."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.execution.device import Device
 from kernels import reference
 from kernels.choice import TRITON_TABLE
-from kernels.eager.ops import NarrowOps
+from kernels.eager.ops import NarrowOps, Ops
 from kernels.forward import Linear
 from tests.kernels.narrow_case import narrow_case
 from tests.kernels.rows import seeded_generator
@@ -105,3 +105,83 @@ def test_a_replay_computes_with_what_is_there_then(device: Device, narrow: Narro
         place.copy_(rows)
         graph.replay()
         assert torch.equal(out, narrow.linear(rows, packed))
+
+
+# --- few rows, with weights in the activations' type ------------------------------------------------------------------
+
+WIDE = {
+    "8b qkv": (6144, 4096),
+    "8b output": (4096, 4096),
+    "8b gate and up": (28672, 4096),
+    "8b down": (4096, 14336),
+    "0.6b output": (1024, 2048),
+    "0.6b down": (1024, 3072),
+    "0.6b gate and up": (6144, 1024),
+    "odd": (72, 1200),
+    "unaligned": (70, 1199),
+}
+"""(outputs, inputs)"""
+FEW = (64, 33, 17, 16, 1)
+
+
+@pytest.fixture
+def table(device: Device) -> Ops:
+    found: Ops = import_module(TRITON_TABLE).TRITON
+    return found
+
+
+def wide_case(shape: str, device: Device, dtype: torch.dtype) -> tuple[Tensor, Linear]:
+    """Return FEW[0] rows and a matrix, both made on the device: the largest would take seconds on the CPU."""
+    (outputs, inputs), where = WIDE[shape], device.torch_device
+    generator = torch.Generator(where).manual_seed(len(shape))
+    x = torch.randn(FEW[0], inputs, generator=generator, device=where).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator, device=where) / inputs**0.5
+    return x, Linear(weight.to(dtype), torch.randn(outputs, generator=generator, device=where).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", WIDE)
+def test_products_of_few_rows_are_those_of_float64(device: Device, table: Ops, shape: str, dtype: torch.dtype) -> None:
+    assert table.linear is not None
+    assert table.gated_linear is not None
+    (x, linear), tolerance = wide_case(shape, device, dtype), {torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+    want = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    gate, up = want.to(dtype).double().chunk(2, dim=1)
+    gated = torch.nn.functional.silu(gate) * up
+    for rows in FEW:
+        for biased in (True, False):
+            given = linear if biased else replace(linear, bias=None)
+            got = table.linear(x[:rows], given)
+            missing = 0 if biased else linear.bias.double()
+            assert_close(got.double(), want[:rows] - missing, atol=tolerance, rtol=tolerance)
+        got = table.gated_linear(x[:rows], linear)
+        assert_close(got.double(), gated[:rows], atol=2 * tolerance, rtol=2 * tolerance)
+
+
+@pytest.mark.parametrize("shape", ["8b qkv", "8b down", "0.6b down", "unaligned"])
+def test_few_rows_get_the_same_bits_beside_any_others_of_their_tile(device: Device, table: Ops, shape: str) -> None:
+    assert table.linear is not None
+    assert table.gated_linear is not None
+    x, linear = wide_case(shape, device, torch.bfloat16)
+    for product in (table.linear, table.gated_linear):
+        for least, most in ((1, 16), (17, 32), (33, 64)):
+            assert torch.equal(product(x[:least], linear), product(x[:most], linear)[:least])
+            others = torch.cat((x[:least], torch.full_like(x[least:most], torch.nan)))
+            assert torch.equal(product(others, linear)[:least], product(x[:least], linear))
+
+
+@pytest.mark.parametrize("shape", ["8b output", "8b gate and up"])
+def test_a_replay_multiplies_the_few_rows_that_are_there_then(device: Device, table: Ops, shape: str) -> None:
+    assert table.linear is not None
+    assert table.gated_linear is not None
+    x, linear = wide_case(shape, device, torch.bfloat16)
+    x = x[:16]
+    for product in (table.linear, table.gated_linear):
+        product(x, linear)  # compiles, and chooses configurations
+        graph, place = torch.cuda.CUDAGraph(), x.clone()
+        with torch.cuda.graph(graph):
+            out = product(place, linear)
+        for rows in (x.flip(0), -x, x):
+            place.copy_(rows)
+            graph.replay()
+            assert torch.equal(out, product(rows, linear))
