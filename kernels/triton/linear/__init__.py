@@ -1,1 +1,1 @@
-"""Multiplies by weights of 8 and 4 bits: `multiply` and `fp8` have kernels, `linear` chooses a launch by the rows."""
+"""Multiplies by weights of 8 and 4 bits (`multiply`, `fp8`, and `linear`, which chooses) and few rows by any other."""

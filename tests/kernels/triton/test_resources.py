@@ -119,6 +119,18 @@ def test_products_with_narrow_weights_spill_nothing_and_copy_sixteen_bytes_at_a_
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", ["few_rows", "few_rows_gated"])
+@pytest.mark.parametrize("tile", [16, 32, 64])
+def test_products_of_few_rows_spill_nothing_copy_sixteen_bytes_at_a_time_and_fit_every_gpu(
+    capability: str, name: str, tile: int
+) -> None:
+    found = [row for variant, row in rows(capability, name).items() if f" WHOLE=True TILE={tile} " in variant]
+    assert any(row["products"] in PRODUCTS[capability] for row in found), "by the newest tensor cores"
+    assert all(row["wide_copies"] for row in found)
+    assert min(row["shared_bytes"] for row in found) <= 99 * 1024, "for the smallest of the supported GPUs"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", ["gate_up", "down"])
 @pytest.mark.parametrize("kind", ["plain", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("tile", [16, 64, 128])
