@@ -3,6 +3,7 @@ Never compares with stored numbers: inputs are random."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from engine.execution.device import Device
 from kernels import reference
 from kernels.choice import TRITON_TABLE
-from kernels.eager.ops import NarrowOps, Ops
+from kernels.eager.ops import NarrowOps
 from kernels.forward import Linear
 from tests.kernels.narrow_case import narrow_case
 from tests.kernels.rows import seeded_generator
@@ -124,10 +125,14 @@ WIDE = {
 FEW = (64, 33, 17, 16, 1)
 
 
+Product = Callable[[Tensor, Linear], Tensor]
+
+
 @pytest.fixture
-def table(device: Device) -> Ops:
-    found: Ops = import_module(TRITON_TABLE).TRITON
-    return found
+def products(device: Device) -> tuple[Product, Product]:
+    """Return the product of few rows, and the gated one."""
+    found = import_module("kernels.triton.linear.few_rows")
+    return found.few_row_linear, found.few_row_gated_linear
 
 
 def wide_case(shape: str, device: Device, dtype: torch.dtype) -> tuple[Tensor, Linear]:
@@ -141,9 +146,9 @@ def wide_case(shape: str, device: Device, dtype: torch.dtype) -> tuple[Tensor, L
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", WIDE)
-def test_products_of_few_rows_are_those_of_float64(device: Device, table: Ops, shape: str, dtype: torch.dtype) -> None:
-    assert table.linear is not None
-    assert table.gated_linear is not None
+def test_products_of_few_rows_are_those_of_float64(
+    device: Device, products: tuple[Product, Product], shape: str, dtype: torch.dtype
+) -> None:
     (x, linear), tolerance = wide_case(shape, device, dtype), {torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
     want = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
     gate, up = want.to(dtype).double().chunk(2, dim=1)
@@ -151,19 +156,19 @@ def test_products_of_few_rows_are_those_of_float64(device: Device, table: Ops, s
     for rows in FEW:
         for biased in (True, False):
             given = linear if biased else replace(linear, bias=None)
-            got = table.linear(x[:rows], given)
+            got = products[0](x[:rows], given)
             missing = 0 if biased else linear.bias.double()
             assert_close(got.double(), want[:rows] - missing, atol=tolerance, rtol=tolerance)
-        got = table.gated_linear(x[:rows], linear)
+        got = products[1](x[:rows], linear)
         assert_close(got.double(), gated[:rows], atol=2 * tolerance, rtol=2 * tolerance)
 
 
 @pytest.mark.parametrize("shape", ["8b qkv", "8b down", "0.6b down", "unaligned"])
-def test_few_rows_get_the_same_bits_beside_any_others_of_their_tile(device: Device, table: Ops, shape: str) -> None:
-    assert table.linear is not None
-    assert table.gated_linear is not None
+def test_few_rows_get_the_same_bits_beside_any_others_of_their_tile(
+    device: Device, products: tuple[Product, Product], shape: str
+) -> None:
     x, linear = wide_case(shape, device, torch.bfloat16)
-    for product in (table.linear, table.gated_linear):
+    for product in products:
         for least, most in ((1, 16), (17, 32), (33, 64)):
             assert torch.equal(product(x[:least], linear), product(x[:most], linear)[:least])
             others = torch.cat((x[:least], torch.full_like(x[least:most], torch.nan)))
@@ -171,12 +176,12 @@ def test_few_rows_get_the_same_bits_beside_any_others_of_their_tile(device: Devi
 
 
 @pytest.mark.parametrize("shape", ["8b output", "8b gate and up"])
-def test_a_replay_multiplies_the_few_rows_that_are_there_then(device: Device, table: Ops, shape: str) -> None:
-    assert table.linear is not None
-    assert table.gated_linear is not None
+def test_a_replay_multiplies_the_few_rows_that_are_there_then(
+    device: Device, products: tuple[Product, Product], shape: str
+) -> None:
     x, linear = wide_case(shape, device, torch.bfloat16)
     x = x[:16]
-    for product in (table.linear, table.gated_linear):
+    for product in products:
         product(x, linear)  # compiles, and chooses configurations
         graph, place = torch.cuda.CUDAGraph(), x.clone()
         with torch.cuda.graph(graph):

@@ -21,6 +21,8 @@ LAUNCH_ROWS = (LEAST_TILE, 2 * LEAST_TILE, FEW_ROWS)
 PROGRAMS, PROGRAM_OUTPUTS, MOST_SPLITS, LEAST_SPAN = 80, 64, 8, 256
 """Inputs are halved among programs, down to LEAST_SPAN each, while there are no more than so many programs with so many
 outputs each: an H100 has 132 multiprocessors. Constants, so that the order of sums depends on no machine."""
+ALIGNED = 16
+"""Inputs are a multiple of so many where a weight is read sixteen bytes at a time; others are left to torch."""
 BLOCK, WARPS = 256, 2
 """Of the programs that add splits up: a row has few outputs, and each program is to have little to wait for."""
 
@@ -84,11 +86,12 @@ def _whole(inputs: int, outputs: int) -> bool:
 
 
 def takes(x: Tensor, linear: Linear) -> bool:
-    """Whether the kernels here compute this. Rows of padding count: what is captured stays as it is."""
+    """Whether the kernels here are to compute this. Rows of padding count: what is captured stays as it is."""
     return bool(
         0 < len(x) <= FEW_ROWS
         and x.dtype in TYPES
         and x.dtype == linear.weight.dtype
+        and x.shape[1] % ALIGNED == 0
         and x.is_contiguous()
         and linear.weight.is_contiguous()
     )

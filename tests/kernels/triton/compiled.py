@@ -254,9 +254,9 @@ def launch_few_rows(dtype: torch.dtype) -> None:
         for outputs in (6144, 4096):
             few_rows.few_row_linear(x, Linear(torch.empty(outputs, 4096, dtype=dtype)))
         few_rows.few_row_gated_linear(x, Linear(torch.empty(28672, 4096, dtype=dtype)))
-    odd = Linear(torch.empty(80, 72, dtype=dtype), torch.empty(80, dtype=dtype))
-    few_rows.few_row_linear(torch.zeros(5, 72, dtype=dtype), odd)
-    few_rows.few_row_gated_linear(torch.zeros(5, 72, dtype=dtype), odd)
+    odd = Linear(torch.empty(160, 208, dtype=dtype), torch.empty(160, dtype=dtype))
+    few_rows.few_row_linear(torch.zeros(5, 208, dtype=dtype), odd)
+    few_rows.few_row_gated_linear(torch.zeros(5, 208, dtype=dtype), odd)
 
 
 def launch_narrow_linear(dtype: torch.dtype) -> None:

@@ -160,14 +160,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_more_rows_other_types_and_what_is_not_contiguous_go_to_torch(device: str, launched: list[int]) -> None:
+def test_more_rows_other_types_and_what_is_not_contiguous_or_aligned_go_to_torch(
+    device: str, launched: list[int]
+) -> None:
     x, linear = case(FEW_ROWS + 1, 64, 48)
     x, linear = x.to(device), moved(linear, device)
     wide = torch.cat((x, x), dim=1)
     single = Linear(linear.weight.float())
+    narrower = Linear(linear.weight[:, :56].contiguous())
     wide_gated_linear = TRITON.gated_linear
     assert wide_gated_linear is not None
-    for given, by in ((x, linear), (x[:0], linear), (wide[:5, :64], linear), (x[:5].float(), single)):
+    for given, by in (
+        (x, linear),
+        (x[:0], linear),
+        (wide[:5, :64], linear),
+        (x[:5].float(), single),
+        (x[:5, :56].contiguous(), narrower),
+    ):
         for product, size in ((wide_linear, 48), (wide_gated_linear, 24)):
             assert product(given, by).shape == (len(given), size)
     assert launched == []

@@ -28,7 +28,7 @@ DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
 OVER_8_BITS = "attend over 8 bits"
 SPILLS = {
     **{"_scan": 1400, "attend": 160, OVER_8_BITS: 6100, "multiply": 10, "multiply_fp8": 10, "filter_row": 12},
-    **{"sample_row": 10, "gate_up": 50, "down": 340},
+    **{"sample_row": 10, "gate_up": 50, "down": 340, "few_rows": 6},
 }
 """The kernels that use local memory in some variant, and how often at most in its code."""
 PRODUCTS = {"8.0": {"mma"}, "9.0": {"wgmma"}, "10.0": {"tcgen05"}}
