@@ -12,6 +12,7 @@ from kernels.forward import Linear
 from kernels.triton.linear.few_rows_kernels import MOST_INPUTS, MOST_OUTPUTS, few_rows, few_rows_gated
 from kernels.triton.linear.multiply import add_splits
 from kernels.triton.shared.launch import padded
+from kernels.triton.shared.overlap import overlapping, overlaps
 
 TYPES = (torch.bfloat16, torch.float16)
 FEW_ROWS, LEAST_TILE = 64, 16
@@ -56,11 +57,12 @@ def few_row_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> T
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return triton.cdiv(outputs, meta["BLOCK_N"]), splits
 
-    sizes = (rows, inputs, outputs, span, _whole(inputs, outputs), tile_of(rows))
-    few_rows[grid](x, linear.weight, linear.bias if alone else None, to, *sizes)
+    sizes = (rows, inputs, outputs, span, _whole(inputs, outputs), overlaps(), tile_of(rows))
+    few_rows[grid](x, linear.weight, linear.bias if alone else None, to, *sizes, **overlapping())
     if not alone:
         by_rows = (rows, triton.cdiv(outputs, BLOCK))
-        add_splits[by_rows](to, linear.bias, out, rows, outputs, splits, BLOCK, num_warps=WARPS)
+        how = {"num_warps": WARPS, **overlapping()}
+        add_splits[by_rows](to, linear.bias, out, rows, outputs, splits, BLOCK, overlaps(), **how)
     return out
 
 
@@ -76,8 +78,8 @@ def few_row_gated_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(outputs, meta["BLOCK_N"]),)
 
-    sizes = (rows, inputs, outputs, _whole(inputs, outputs), tile_of(rows))
-    few_rows_gated[grid](x, linear.weight, linear.bias, out, *sizes)
+    sizes = (rows, inputs, outputs, _whole(inputs, outputs), overlaps(), tile_of(rows))
+    few_rows_gated[grid](x, linear.weight, linear.bias, out, *sizes, **overlapping())
     return out
 
 

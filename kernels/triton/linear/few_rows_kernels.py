@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.shared.launch import dot, tuned
+from kernels.triton.shared.overlap import wait_for_previous
 
 # A weight is read once, and shared memory holds what is on its way: more of it in flight beats everything else. The
 # last of each list fits in 99 KiB with any tile.
@@ -52,6 +53,7 @@ def few_rows(
     OUTPUTS,
     SPAN,
     WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -63,6 +65,7 @@ def few_rows(
     real, of_outputs = row < num_rows, n < OUTPUTS
     from_x, from_weight = x + row[None, :] * INPUTS, weight + n[:, None] * INPUTS
     total = tl.zeros([BLOCK_N, TILE], tl.float32)
+    wait_for_previous(OVERLAPS)
     for first in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, INPUTS), BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         inside = k < INPUTS
@@ -85,6 +88,7 @@ def few_rows_gated(
     INPUTS,
     OUTPUTS,
     WHOLE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -97,6 +101,7 @@ def few_rows_gated(
     from_x = x + row[None, :] * INPUTS
     from_gate, from_up = weight + n[:, None] * INPUTS, weight + (n + OUTPUTS)[:, None] * INPUTS
     gate, up = tl.zeros([BLOCK_N, TILE], tl.float32), tl.zeros([BLOCK_N, TILE], tl.float32)
+    wait_for_previous(OVERLAPS)
     for first in tl.range(0, INPUTS, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         inside = k < INPUTS

@@ -69,5 +69,5 @@ def narrow_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Te
     launch = multiply_few if tile <= SOME_ROWS else multiply_many
     launch[grid](x, packed.words, packed.scales, packed.zeros, linear.bias if alone else None, to, rows, *sizes)
     if not alone:
-        add_splits[(rows, triton.cdiv(outputs, BLOCK))](to, linear.bias, out, rows, outputs, splits, BLOCK)
+        add_splits[(rows, triton.cdiv(outputs, BLOCK))](to, linear.bias, out, rows, outputs, splits, BLOCK, False)
     return out

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.shared.launch import tuned
+from kernels.triton.shared.overlap import wait_for_previous
 from kernels.triton.shared.weights import sum_products
 
 # BLOCK_K counts words. A group of 128 inputs has 64 words of 8-bit weights and 32 of 4-bit ones: no step is longer.
@@ -91,12 +92,22 @@ multiply_many = tuned(MANY_CONFIGS, _KEY)(multiply)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_splits(parts, bias, out, num_rows, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def add_splits(
+    parts,
+    bias,
+    out,
+    num_rows,
+    OUTPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """BLOCK outputs of one row, its splits added in order. parts: [SPLITS, num_rows, OUTPUTS] float32"""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     of_outputs = n < OUTPUTS
     total = tl.zeros([BLOCK], tl.float32)
+    wait_for_previous(OVERLAPS)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + (split * num_rows + row) * OUTPUTS + n, mask=of_outputs, other=0.0)
     if bias is not None:
