@@ -100,7 +100,7 @@ def _processor() -> str:
 
 def _gpu(device: str) -> str:
     """Return the GPU's name; empty for a CPU, and where nothing of CUDA runs."""
-    return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_initialized() else ""
+    return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_initialized() else ""  # type: ignore[no-untyped-call]
 
 
 def _read(path: Path) -> tuple[StepCosts, float] | None:

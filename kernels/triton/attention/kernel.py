@@ -17,17 +17,16 @@ from kernels.triton.shared.tiles import find_item_row
 #
 # Left alone, the compiler takes a fifth more registers than it needs for a head_dim of 128, and two programs instead of
 # three run at a time. For one of 256 a limit spills: the last has none.
+# On an H200, tiles of 32 keys are the best over K and V in 8 bits and for many rows, and those of 64 and 128 for few.
 DECODE_CONFIGS = [
-    triton.Config({"BLOCK_N": keys, "KEYS_FIRST": keys_first}, num_warps=warps, num_stages=stages, maxnreg=registers)
-    for keys_first, keys, warps, stages, registers in (
-        *((False, 64, 4, 5, 168), (False, 64, 4, 3, 168), (False, 64, 4, 7, None), (False, 32, 4, 5, 128)),
-        *((False, 32, 4, 7, 128), (False, 32, 2, 5, None), (False, 128, 4, 3, None), (False, 128, 4, 5, None)),
-        *((False, 128, 8, 5, None), (False, 64, 4, 5, None)),
-        *((True, 64, 4, 3, None), (True, 64, 4, 5, None), (True, 128, 4, 3, None), (True, 128, 8, 3, None)),
+    triton.Config({"BLOCK_N": keys}, num_warps=warps, num_stages=stages, maxnreg=registers)
+    for keys, warps, stages, registers in (
+        *((64, 4, 5, 168), (32, 2, 5, None), (32, 4, 5, 128), (128, 4, 3, None)),
+        *((64, 4, 3, 168), (64, 4, 5, None)),
     )
 ]
 CHUNK_CONFIGS = [
-    triton.Config({"TILE": queries, "BLOCK_N": keys, "KEYS_FIRST": False}, num_warps=warps, num_stages=stages)
+    triton.Config({"TILE": queries, "BLOCK_N": keys}, num_warps=warps, num_stages=stages)
     for queries, keys, warps, stages in (
         # Only (64, 32, 4, 3) fits in 99 KiB of shared memory with a head_dim of 256.
         *((64, 64, 4, 5), (64, 64, 4, 3), (64, 32, 4, 5), (64, 32, 4, 3), (64, 128, 4, 5)),
@@ -69,7 +68,6 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
 ):
     """Attend to the keys of one split with TILE queries of one row, of the heads that share a KV head; then to the next
     item, as many further as there are programs. Online softmax as in Milakov and Gimelshein, 2018. Query m of a row is
@@ -112,7 +110,7 @@ def attend(
         end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * size)
         best = tl.full([TILE], float("-inf"), tl.float32)
         mass = tl.zeros([TILE], tl.float32)
-        total = tl.zeros([HEAD_PADDED, TILE] if KEYS_FIRST else [TILE, HEAD_PADDED], tl.float32)
+        total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
         row_table = block_tables + row.to(tl.int64) * table_stride
         # Key tiles begin at multiples of BLOCK_N, wherever the window begins. All queries see the keys before `masked`.
         lowest = tl.maximum(start // BLOCK_N * BLOCK_N, part * size)
@@ -123,18 +121,14 @@ def attend(
             for tile in tl.range(lowest, masked, BLOCK_N):
                 best, mass, total = add_keys(
                     queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-                    kv_head, NARROW, False, DECODE, KEYS_FIRST, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE,
-                    BLOCK_N,
+                    kv_head, NARROW, False, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
                 )  # fmt: skip
         for tile in tl.range(masked, end, BLOCK_N):
             best, mass, total = add_keys(
                 queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-                kv_head, NARROW, True, DECODE, KEYS_FIRST, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE,
-                BLOCK_N,
+                kv_head, NARROW, True, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
             )  # fmt: skip
 
-        if KEYS_FIRST:
-            total = tl.trans(total)
         divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split
         total = total / divisor[:, None]
         stored = real[:, None] & inside[None, :]

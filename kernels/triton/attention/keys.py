@@ -29,7 +29,6 @@ def add_keys(
     NARROW: tl.constexpr,
     MASKED: tl.constexpr,
     DECODE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
@@ -38,52 +37,32 @@ def add_keys(
     BLOCK_N: tl.constexpr,
 ):
     """Return (best, mass, total) updated by BLOCK_N keys from `tile` on. NARROW: K and V are in 8 bits. Not
-    MASKED: every query sees all of them. DECODE: all queries are of one token, which sees the keys [start, end).
-
-    KEYS_FIRST: scores are [BLOCK_N, TILE] and total is [HEAD_PADDED, TILE]. The many keys are then the rows of a tensor
-    core's product, and the few queries of a decode its columns, of which it takes as few as 8; otherwise they are the
-    other way round.
-    """
-    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1
-    i = tl.arange(0, HEAD_PADDED)
+    MASKED: every query sees all of them. DECODE: all queries are of one token, which sees the keys [start, end)."""
     key = tile + tl.arange(0, BLOCK_N)
+    i = tl.arange(0, HEAD_PADDED)
     owned = (key >= start) & (key < end)
     at, of_scales = places_of(
         row_table, tile, owned, kv_head, NARROW, MASKED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N
     )
-    if KEYS_FIRST:
-        keys = load_numbers(
-            k_cache, at[:, None] + i[None, :], owned[:, None], i[None, :], MASKED, HEAD_DIM, HEAD_PADDED
-        )
-    else:
-        keys = load_numbers(
-            k_cache, at[None, :] + i[:, None], owned[None, :], i[:, None], MASKED, HEAD_DIM, HEAD_PADDED
-        )
+    keys = load_numbers(k_cache, at[None, :] + i[:, None], owned[None, :], i[:, None], MASKED, HEAD_DIM, HEAD_PADDED)
     if NARROW:
         keys = widened(keys, queries.dtype)
-        scale *= tl.expand_dims(load_scales(k_cache, of_scales, owned), 1 - KEYS)
-    if KEYS_FIRST:
-        scores = dot(keys, tl.trans(queries), tl.zeros([BLOCK_N, TILE], tl.float32)) * scale
-    else:
-        scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
+        scale *= load_scales(k_cache, of_scales, owned)[None, :]
+    scores = dot(queries, keys, tl.zeros([TILE, BLOCK_N], tl.float32)) * scale
     if MASKED:
-        seen = tl.expand_dims(owned, 1 - KEYS)
+        seen = owned[None, :]
         if not DECODE:
-            tl.static_assert(not KEYS_FIRST, "queries of several tokens are the rows")
             seen = seen & (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, axis=KEYS))
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
     finite = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best  # a query may have seen no key
-    weights = tl.exp2(scores - tl.expand_dims(finite, KEYS))
+    weights = tl.exp2(scores - finite[:, None])
     kept = tl.exp2(best - finite)
     values = load_numbers(v_cache, at[:, None] + i[None, :], owned[:, None], i[None, :], MASKED, HEAD_DIM, HEAD_PADDED)
-    mass = mass * kept + tl.sum(weights, axis=KEYS)
+    mass = mass * kept + tl.sum(weights, axis=1)
     if NARROW:
-        scales = load_scales(v_cache, of_scales, owned)
-        weights, values = _scaled(weights, values, scales, queries.dtype, KEYS)
-    weights, total = weights.to(values.dtype), total * tl.expand_dims(kept, KEYS)
-    total = dot(tl.trans(values), weights, total) if KEYS_FIRST else dot(weights, values, total)
-    return new_best, mass, total
+        weights, values = _scaled(weights, values, load_scales(v_cache, of_scales, owned), queries.dtype)
+    return new_best, mass, dot(weights.to(values.dtype), values, total * kept[:, None])
 
 
 @triton.jit
@@ -129,13 +108,13 @@ def load_numbers(cache, at, owned, i, MASKED: tl.constexpr, HEAD_DIM: tl.constex
 
 
 @triton.jit
-def _scaled(weights, numbers, scales, kind: tl.constexpr, KEYS: tl.constexpr):
-    """Return (probabilities, values) whose product has the values' scales. weights: [TILE, BLOCK_N], or with KEYS 0
-    [BLOCK_N, TILE]; numbers: [BLOCK_N, HEAD_PADDED]; scales: [BLOCK_N]; kind: the type of the product's operands."""
+def _scaled(weights, numbers, scales, kind: tl.constexpr):
+    """Return (probabilities, values) whose product has the values' scales. weights: [TILE, BLOCK_N]; numbers: [BLOCK_N,
+    HEAD_PADDED]; scales: [BLOCK_N]; kind: the type of the product's operands."""
     if kind == tl.float16:
         # A scale is the 127th or 448th part of a value: times a probability, it may be too small for float16.
         values = (widened(numbers, tl.float32) * scales[:, None]).to(kind)
     else:
-        weights *= tl.expand_dims(scales, 1 - KEYS)
+        weights *= scales[None, :]
         values = widened(numbers, kind)
     return weights, values

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 OLDEST = (3, 6)
@@ -52,6 +53,10 @@ configuration with that index, or the last, untimed; where it does not fit the d
 KEEP, FORGET = "keep", "forget"
 
 
+WARM_UP_MS, RUN_MS = 5, 20
+"""How long a configuration runs before it is timed, and while it is."""
+
+
 def tuned(configs: Sequence[triton.Config], key: Sequence[str], tuning: str | None = None) -> Callable[[Any], Any]:
     """Autotune a kernel: take the fastest of `configs` for each combination of the arguments in `key`, and remember it.
 
@@ -68,9 +73,11 @@ def tuned(configs: Sequence[triton.Config], key: Sequence[str], tuning: str | No
         options["configs"] = list(configs[:1])
 
     def decorate(kernel: Any) -> Any:
-        if how not in (KEEP, FORGET) and not INTERPRETED:
-            options["prune_configs_by"] = {"early_config_prune": partial(first_that_fits, kernel)}
-            options["do_bench"] = _untimed
+        if not INTERPRETED:
+            options["do_bench"] = _briefly
+            if how not in (KEEP, FORGET):
+                options["prune_configs_by"] = {"early_config_prune": partial(first_that_fits, kernel)}
+                options["do_bench"] = _untimed
         return triton.autotune(**options)(kernel)
 
     return decorate
@@ -103,6 +110,12 @@ def first_that_fits(
             continue
         return [config]
     return list(configs[-1:])
+
+
+def _briefly(launch: Callable[[], None], quantiles: Sequence[float]) -> Sequence[float]:
+    """Time a launch for a fifth of what Triton takes: some hundred shapes and configurations are timed at a start."""
+    times: Sequence[float] = driver.active.get_benchmarker()(launch, quantiles=quantiles, warmup=WARM_UP_MS, rep=RUN_MS)
+    return times
 
 
 def _untimed(_launch: Callable[[], None], quantiles: Sequence[float]) -> list[float]:

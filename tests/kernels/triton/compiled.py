@@ -80,7 +80,7 @@ class NoGpu:
         return torch.device("cpu")
 
     def get_benchmarker(self) -> Callable[..., tuple[float, ...]]:
-        def once(call: Callable[[], None], quantiles: object) -> tuple[float, ...]:
+        def once(call: Callable[[], None], **_: object) -> tuple[float, ...]:
             call()
             return (1.0, 1.0, 1.0)
 

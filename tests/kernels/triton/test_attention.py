@@ -45,16 +45,14 @@ def test_a_decode_row_alone_matches_the_reference(device: str, length: int) -> N
     check_attention(paged_case([length - 1], []), device, split=SPLIT)
 
 
-@pytest.mark.parametrize("keys_first", [False, True])
+@pytest.mark.parametrize("keys", [32, 64, 128])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @pytest.mark.parametrize("window", [None, 100])
-def test_decode_rows_match_the_reference_whichever_side_of_the_product_keys_are(
-    device: str, monkeypatch: pytest.MonkeyPatch, keys_first: bool, block_size: int, window: int | None
+def test_decode_rows_match_the_reference_wherever_blocks_end_in_a_tile_of_keys(
+    device: str, monkeypatch: pytest.MonkeyPatch, keys: int, block_size: int, window: int | None
 ) -> None:
-    """A tile of 64 keys is in several blocks, is one, or is in one with others."""
-    found = next(
-        each for each in DECODE_CONFIGS if (each.kwargs["BLOCK_N"], each.kwargs["KEYS_FIRST"]) == (64, keys_first)
-    )
+    """A tile is in several blocks, is one, or is in one with others."""
+    found = next(config for config in DECODE_CONFIGS if config.kwargs["BLOCK_N"] == keys)
     monkeypatch.setattr(attend_decodes, "configs", [found])
     case = paged_case([length - 1 for length in (*LENGTHS, 63, 64, 65, 1000)], [], block_size=block_size)
     check_attention(case, device, window=window, split=SPLIT)

@@ -3,6 +3,8 @@ Never times one: a GPU does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +77,25 @@ def test_where_no_configuration_fits_the_launch_says_so(monkeypatch: pytest.Monk
     tuned = launch.tuned([triton.Config({"BLOCK": block}) for block in (2, 9)], ["SIZE"], "0")(Kernel())
     with pytest.raises(OutOfResources, match="Required: 900, Hardware limit: 100"):
         tuned.run(torch.zeros(1), grid=(1,), warmup=False, SIZE=100)
+
+
+def test_the_fastest_configuration_is_found_in_a_fifth_of_the_time_that_triton_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton runs each configuration for 125 ms, and an engine of five shapes of matrices has a hundred of them."""
+    kernel, asked = Kernel(), list[dict[str, Any]]()
+
+    def benchmark(call: Callable[[], None], quantiles: Sequence[float], **limits: int) -> list[float]:
+        call()
+        asked.append(limits)
+        return [float(kernel.launched[-1] % 4)] * len(quantiles)
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_benchmarker=lambda: benchmark)))
+    tuned = launch.tuned([triton.Config({"BLOCK": block}) for block in (2, 4, 3)], ["SIZE"], "forget")(kernel)
+    tuned.run(torch.zeros(1), grid=(1,), warmup=False, SIZE=1)
+    assert kernel.launched == [2, 4, 3, 4]
+    assert {sum(limits.values()) for limits in asked} == {25}
 
 
 def test_another_word_is_refused_by_its_name() -> None:

@@ -24,7 +24,6 @@ from tests.kernels.triton.narrow_kv_case import (
     widened,
 )
 
-from kernels.triton.attention.kernel import DECODE_CONFIGS, attend_decodes  # isort: skip
 from kernels.triton.elementwise.cache import write_cache  # isort: skip
 from kernels.triton.elementwise.rotate import HEADS_AT_A_TIME, rotate_and_cache  # isort: skip
 from kernels.triton.shared import narrow_cache  # isort: skip
@@ -32,7 +31,6 @@ from kernels.triton.shared import narrow_cache  # isort: skip
 BLOCK = 16
 SPLIT = 128
 KINDS = pytest.mark.parametrize("kept_in", NARROW, ids=["int8", "fp8"])
-KEYS_FIRST = next(number for number, config in enumerate(DECODE_CONFIGS) if config.kwargs["KEYS_FIRST"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, slow(torch.bfloat16)])
 
 
@@ -101,11 +99,7 @@ def test_what_is_not_finite_is_not_hidden_and_spoils_no_other_vector(
 
 @KINDS
 @DTYPES
-@pytest.mark.parametrize("number", [0, KEYS_FIRST])
-def test_decode_rows_of_any_length_match_float64(
-    device: str, monkeypatch: pytest.MonkeyPatch, kept_in: torch.dtype, dtype: torch.dtype, number: int
-) -> None:
-    monkeypatch.setattr(attend_decodes, "configs", [DECODE_CONFIGS[number]])
+def test_decode_rows_of_any_length_match_float64(device: str, kept_in: torch.dtype, dtype: torch.dtype) -> None:
     lengths = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1]
     case = paged_case([length - 1 for length in lengths], [], kv_heads=1, dtype=dtype)
     check_attention(case, kept_in, device, split=SPLIT)
