@@ -75,6 +75,7 @@ PROGRAMS = (
     "benchmarks.peers.agreement",
     "benchmarks.peers.chart",
     "tests.gpu.first_hour",
+    "tests.gpu.hour.report",
     "k8s.drain",
     "k8s.validate",
 )

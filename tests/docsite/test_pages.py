@@ -29,6 +29,7 @@ from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.schema import ChatRequest, CompletionRequest, StreamOptions
+from tests.gpu.hour import report as gpu_report
 
 RESULTS = ROOT / "loadtest" / "results"
 FIGURES = {
@@ -41,6 +42,7 @@ FIGURES = {
     "drafts.md": ("drafts", "speculation.json", bench_speculation),
     "transport.md": ("transport", "transport.json", transport),
     "between-commits.md": ("versions", "versions.json", versions),
+    "gpu.md": ("first hour", "gpu.json", gpu_report),
 }
 """Each page with the name of its marks, its file of figures, and the program that made the file and makes the table."""
 NAMED_BESIDE = (
