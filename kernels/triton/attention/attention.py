@@ -21,6 +21,9 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 """How many programs a captured step has for each multiprocessor, those of all heads together. Two or three of attention
 run there at a time: the others take the place of those that end early. `combine`, being smaller, has twice as many."""
 
+MOST_PROGRAMS = 65_535
+"""For each head: the most of a launch's second dimension. Each takes several items if there are more."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -43,7 +46,7 @@ class _Call:
         parts = self.q.new_empty((work.partials, heads, head_dim), dtype=torch.float32)
         lse = self.q.new_empty((work.partials, heads), dtype=torch.float32)
         if work.decode_items:
-            launch = attend_decodes[self._programs(work.decode_items, kv_heads), kv_heads]
+            launch = attend_decodes[kv_heads, self._programs(work.decode_items, kv_heads)]
             self._start(launch, out, parts, lse, DECODE=True, TILE=padded(self.group, least=16))
         if max(work.chunk_items.values()):
             self._start(attend_chunks[self._chunk_grid], out, parts, lse, DECODE=False)
@@ -57,9 +60,10 @@ class _Call:
         return UNLIMITED if self.window is None else self.window
 
     def _programs(self, items: int, heads: int, each: int = PROGRAMS_PER_MULTIPROCESSOR) -> int:
-        """Return a program for each item; where `items` is a bound, no more than the GPU runs in a few turns."""
+        """Return a program for each item; where `items` is a bound, no more than the GPU runs in a few turns. Programs
+        of all heads for one item start before those for the next: the ones that find nothing to do start last."""
         if self.work.exact:
-            return items
+            return min(items, MOST_PROGRAMS)
         return min(items, -(-each * multiprocessors(self.q.device) // heads))
 
     def _chunk_grid(self, chosen: dict[str, Any]) -> tuple[int, int]:
@@ -68,7 +72,7 @@ class _Call:
         kv_heads, tile = self.k_cache.shape[2], chosen["TILE"]
         items = self.work.chunk_items[tile]
         filled = min(items, len(self.q) * self.group // tile)
-        return max(self._programs(items, kv_heads), filled), kv_heads
+        return kv_heads, max(self._programs(items, kv_heads), min(filled, MOST_PROGRAMS))
 
     def _start(self, launch: Any, out: Tensor, parts: Tensor, lse: Tensor, **constants: int) -> None:
         plan, (_, block_size, kv_heads, _), head_dim = self.plan, self.k_cache.shape, self.q.shape[2]

@@ -40,11 +40,11 @@ def _combine(
 ):
     """HEADS heads of one token after another per program: the weights of all splits first, TILE at a time, then the sum
     of the splits in order, none of which waits for another."""
-    head, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, HEAD_PADDED)
+    head, i = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, HEAD_PADDED)
     real = head < NUM_HEADS
     inside = real[:, None] & (i < HEAD_DIM)[None, :]
     merged, partials = sums + MERGED * (num_rows + 1), sums + PARTIALS * (num_rows + 1)
-    for item in tl.range(tl.program_id(0), tl.load(merged + num_rows), tl.num_programs(0)):
+    for item in tl.range(tl.program_id(1), tl.load(merged + num_rows), tl.num_programs(1)):
         row = find_item_row(merged, num_rows, item)
         begin, number = tl.load(begins + row), item - tl.load(merged + row)
         _, splits, skipped = splits_of(tl.load(lengths + row), tl.load(begins + row + 1) - begin, window, split)
@@ -88,7 +88,7 @@ def combine(
     window: UNLIMITED if there is none; programs: for every HEADS heads; out: [num_tokens, heads, head_dim].
     """
     _, heads, head_dim = parts.shape
-    _combine[(programs, triton.cdiv(heads, HEADS))](
+    _combine[(triton.cdiv(heads, HEADS), programs)](
         parts, lse, begins, lengths, sums, out, len(lengths), window, split, heads, head_dim, padded(head_dim), HEADS,
         AT_A_TIME, num_warps=4,
     )  # fmt: skip

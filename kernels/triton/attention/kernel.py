@@ -76,7 +76,7 @@ def attend(
     The items of a row that has one split go to `out`, those of others to `parts` and `lse`, as combine reads them.
     sums: see Work. num_rows: decodes and all others. window: UNLIMITED if not WINDOWED. scale: includes log2(e).
     """
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
     NARROW: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8
     if DECODE:
         items = sums + DECODE_ITEMS * (num_rows + 1)
@@ -84,7 +84,7 @@ def attend(
         tl.static_assert((TILE == _SMALLEST_TILE) | (TILE == 2 * _SMALLEST_TILE), "one of CHUNK_TILES")
         items = sums + (CHUNK_ITEMS + TILE // _SMALLEST_TILE - 1) * (num_rows + 1)
     # What an item would find computed already, such as addresses within tiles, takes registers in the loops over keys.
-    for item in tl.range(tl.program_id(0), tl.load(items + num_rows), tl.num_programs(0), disable_licm=True):
+    for item in tl.range(tl.program_id(1), tl.load(items + num_rows), tl.num_programs(1), disable_licm=True):
         row = find_item_row(items, num_rows, item)
         length, begin = tl.load(lengths + row), tl.load(begins + row)
         count = tl.load(begins + row + 1) - begin

@@ -180,6 +180,17 @@ def test_an_eager_step_launches_a_program_for_each_item(device: str, grids: list
     assert grids == [5, decodes * kv_heads, chunks * kv_heads, (2 + 30) * -(-heads // HEADS)]
 
 
+def test_an_eager_step_launches_no_more_programs_than_a_grid_holds(
+    device: str, grids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = paged_case([300, 5, 1000], [(700, 30), (3, 40)])
+    want = attend(case, device)
+    monkeypatch.setattr(launches, "MOST_PROGRAMS", 2)
+    grids.clear()
+    assert torch.equal(attend(case, device), want)
+    assert grids == [5, 2 * 2, 2 * 2, 2]
+
+
 def test_rows_of_one_split_have_no_partial_results(device: str, grids: list[int]) -> None:
     """Nothing is merged, in whatever company the plan of an eager step is made."""
     case = paged_case([SPLIT - 1, 3], [(0, 200), (300, 30)])
