@@ -570,7 +570,7 @@ def peaks(bench: Bench) -> dict[str, float]:
         a, b = bench.random(side, side), bench.random(side, side)
         return lambda: a @ b
 
-    # An H200 copies 2.8 TB/s in a captured graph, and 4.3 TB/s outside one.
+    # An H200 copies 2.8 TB/s in a captured graph, and 4.2 TB/s outside one.
     copied = min(*measure(bench, copy, 2 * size), *measure(bench, copy, 2 * size, capturable=False))
     multiplied = min(measure(bench, product, 3 * side * side * bench.dtype.itemsize))
     return {"copy_gb_s": 2 * size / copied / 1e3, "matrix_gflop_s": 2 * side**3 / multiplied / 1e3}

@@ -361,9 +361,9 @@ def test_a_profile_has_the_kernels_of_the_device_and_no_operator() -> None:
 def test_a_report_of_several_runs_has_floors_by_the_best_peaks_and_each_test_once(tmp_path: Path) -> None:
     from tests.gpu.hour.report import report, table
 
-    def bench(copy: float, cell: dict[str, Any]) -> dict[str, Any]:
+    def bench(copy: float, cell: dict[str, Any], model: str = "llama-3.1-8b") -> dict[str, Any]:
         peaks = {"copy_gb_s": copy, "matrix_gflop_s": 100.0}
-        return {"benchmark": "engine_device", "model": "m", "peaks": peaks, "cells": [cell]}
+        return {"benchmark": "engine_device", "model": model, "peaks": peaks, "cells": [cell]}
 
     def write(name: str, *results: Any) -> None:
         parts = [{"name": str(number), "results": [result]} for number, result in enumerate(results)]
@@ -379,15 +379,31 @@ def test_a_report_of_several_runs_has_floors_by_the_best_peaks_and_each_test_onc
         {"shape": "decode 1 x 2", "by": "x", "failed": ""},
     ]
     write("first", machine, bench(2000.0, step), {"cells": attention}, None)
-    write("second", bench(3000.0, {"cell": "throughput", "tokens_s": 1.0}))
+    small = bench(1000.0, step | {"least_ms": 1.0}, "qwen3-0.6b")
+    write("second", bench(3000.0, {"cell": "throughput", "tokens_s": 1.0}), small)
     for name, outcome in (("third", "failed"), ("fourth", "passed")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "k.json").write_text(json.dumps({"tests": [{"test": "a/test_x.py::t", "outcome": outcome}]}))
     document = report([tmp_path / name for name in ("first", "second", "third", "fourth")])
     assert document["peaks"] == {"copy_gb_s": 3000.0, "matrix_gflop_s": 100.0}
-    assert [cell["cell"] for cell in document["cells"]] == ["decode", "throughput"]
+    assert [cell["cell"] for cell in document["cells"]] == ["decode", "throughput", "decode"]
     assert document["tests"] == {"a/test_x.py": {"passed": 1}}
     lines = table(document).splitlines()
-    assert "| decode, 1 row of 1,024 tokens | 4.00 | 8.00 | 2.00 |" in lines
+    assert [line for line in lines if "decode, 1 row" in line] == [
+        "| decode, 1 row of 1,024 tokens | 4.00 | 8.00 | 2.00 |"
+    ]
+    with pytest.raises(ValueError, match="expected a result of the part machine"):
+        report([tmp_path / "third"])
     assert "| decode 1 x 2 | 7 |  |  |  |" in lines
     assert "| `test_x.py` | 1 | 0 | 0 |" in lines
+
+
+@pytest.mark.slow
+def test_what_an_engine_launches_on_a_card_is_compiled_without_one(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    places = {"TRITON_CACHE_DIR": str(tmp_path), "CHUNKSERVE_TRITON_TUNING": "0", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.gpu.hour.ahead", "--shapes", "qwen3-0.6b"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | places, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    compiled = {path.stem for path in tmp_path.rglob("*.cubin")}
+    assert {"attend", "few_rows", "few_rows_gated", "sample_row", "_norm"} <= compiled

@@ -85,7 +85,7 @@ MAX_MODEL_LEN = 16384
 """Capped by the model's own limit. Block tables and splits of keys are sized for the longest possible row."""
 
 BLOCK_SIZE = 64
-"""That of config.gpu.yaml: a tile of keys lies within one block."""
+"""That of config.gpu.yaml: a tile of up to 64 keys lies within one block."""
 MOST_AHEAD = 128
 BALLAST_BYTES = 512 << 20
 """Writing all of them takes an H100 a third of a millisecond."""

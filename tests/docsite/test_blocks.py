@@ -42,6 +42,7 @@ PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/pyt
 RUN_ELSEWHERE = {
     ".venv/bin/serve run config.yaml": "tests/serve_app/test_serve_run.py",
     ".venv/bin/serve deploy config.yaml": "tests/chaos/test_rollout.py",
+    "TRITON_CACHE_DIR=loadtest/runs/kernels python3 -m tests.gpu.hour.ahead": "tests/test_first_hour.py",
     "python3 tests/gpu/first_hour.py --device stand-in --out loadtest/runs/rehearsal": "tests/test_first_hour.py",
 }
 FIRST_HOUR = "python3 tests/gpu/first_hour.py --out loadtest/runs/gpu"
@@ -53,6 +54,8 @@ NOT_RUN = {
             " --phases right",
             " --phases where",
             " --phases aims",
+            " --phases aims --parts steps loop mixed-load --minutes 5",
+            " --phases right --parts machine kernels engine --minutes 6",
             ' --phases rest --again steps --prediction "64 rows: 8.1 to 6.9 ms"',
         )
     },

@@ -126,6 +126,19 @@ def test_every_head_size_and_window_agrees_with_float64(
     check(device, ops, paged_case(*STEPS[step], block_size=block_size, head_dim=head_dim, dtype=dtype), window)
 
 
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("block_size", [64, 128])
+def test_blocks_that_hold_whole_tiles_of_keys_agree_with_float64(
+    device: Device, block_size: int, window: int | None, step: str
+) -> None:
+    """config.gpu.yaml has blocks of 64: a tile of keys in one block is read by one entry of its table."""
+    kv_heads, group, head_dim = SHAPES["llama-3.1-8b"]
+    ops, _ = choose(device, TRITON, torch.bfloat16, head_dim)
+    sizes = {"block_size": block_size, "kv_heads": kv_heads, "group": group, "head_dim": head_dim}
+    check(device, ops, paged_case(*STEPS[step], **sizes, dtype=torch.bfloat16), window)
+
+
 def test_decodes_take_a_configuration_that_fits_where_the_first_does_not(device: Device) -> None:
     """Regression guard: in float32, the first one of the largest heads needs 277 KiB of shared memory."""
     ops, block_size = choose(device, TRITON, torch.float32, HEAD_SIZES[-1])

@@ -21,7 +21,7 @@ from engine.execution.gpu.executor import DeviceExecutor
 from engine.protocol import Event, Failed, LoadSnapshot, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import GraphUse
-from kernels.choice import ATTENTION, FLASH
+from kernels.choice import ATTENTION, FLASH, TRITON
 from kernels.flash.packages import PACKAGES
 from tests.support.distances import is_within
 from tests.support.plans import forced_logits, forced_steps
@@ -41,7 +41,10 @@ PROMPTS = (1, 15, 16, 17, 100, 127, 128, 129, 250)
 FLASH_BLOCKS = sorted({max(16, package.block_multiple) for package in PACKAGES})
 
 
-@pytest.fixture(params=[(name, size) for name in ATTENTION for size in (FLASH_BLOCKS if name == FLASH else [16])])
+BLOCKS_OF = {FLASH: FLASH_BLOCKS, TRITON: [16, 64]}
+
+
+@pytest.fixture(params=[(name, size) for name in ATTENTION for size in BLOCKS_OF.get(name, [16])])
 def attention(request: pytest.FixtureRequest, device: Device) -> dict[str, Any]:
     """Return a backend's settings. Each FlashAttention package gets a block size that it takes."""
     name, block_size = request.param

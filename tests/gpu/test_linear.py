@@ -151,16 +151,19 @@ def test_products_of_few_rows_are_those_of_float64(
 ) -> None:
     (x, linear), tolerance = wide_case(shape, device, dtype), {torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
     want = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
-    gate, up = want.to(dtype).double().chunk(2, dim=1)
-    gated = torch.nn.functional.silu(gate) * up
+    gated, gated_alone = (
+        torch.nn.functional.silu(gate) * up
+        for gate, up in (each.to(dtype).double().chunk(2, dim=1) for each in (want, want - linear.bias.double()))
+    )
     for rows in FEW:
         for biased in (True, False):
             given = linear if biased else replace(linear, bias=None)
             got = products[0](x[:rows], given)
             missing = 0 if biased else linear.bias.double()
             assert_close(got.double(), want[:rows] - missing, atol=tolerance, rtol=tolerance)
-        got = products[1](x[:rows], linear)
-        assert_close(got.double(), gated[:rows], atol=2 * tolerance, rtol=2 * tolerance)
+            got = products[1](x[:rows], given)
+            wanted = gated if biased else gated_alone
+            assert_close(got.double(), wanted[:rows], atol=2 * tolerance, rtol=2 * tolerance)
 
 
 @pytest.mark.parametrize("shape", ["8b qkv", "8b down", "0.6b down", "unaligned"])
@@ -173,6 +176,44 @@ def test_few_rows_get_the_same_bits_beside_any_others_of_their_tile(
             assert torch.equal(product(x[:least], linear), product(x[:most], linear)[:least])
             others = torch.cat((x[:least], torch.full_like(x[least:most], torch.nan)))
             assert torch.equal(product(others, linear)[:least], product(x[:least], linear))
+
+
+def test_a_product_in_a_capture_waits_for_what_it_reads(device: Device, products: tuple[Product, Product]) -> None:
+    """Overlapping launches start before the one ahead has ended. Ballast keeps that one from ending at once."""
+    where = device.torch_device
+    x, (first, second) = wide_case("8b output", device, torch.bfloat16)[0][:16], _chain(device)
+    place, ballast = torch.zeros_like(x), torch.zeros(1 << 26, device=where)
+    now = x.clone()
+
+    def run() -> tuple[Tensor, Tensor]:
+        ballast.add_(1)
+        place.copy_(now * 2)
+        gated = products[1](place, first)
+        return gated, products[0](gated, second)
+
+    run()  # compiles, and chooses configurations
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for rows in (x.flip(0), -x, x, x / 2, x * 3):
+        now.copy_(rows)
+        graph.replay()
+        torch.cuda.synchronize()
+        gated = products[1]((rows * 2).contiguous(), first)
+        torch.cuda.synchronize()
+        for got, want in zip(captured, (gated, products[0](gated, second)), strict=True):
+            assert torch.equal(got, want)
+
+
+def _chain(device: Device) -> tuple[Linear, Linear]:
+    """Return a gated product's weight, and that of the product of its result, whose inputs are split."""
+    generator = torch.Generator(device.torch_device).manual_seed(1)
+
+    def weight(outputs: int, inputs: int) -> Linear:
+        drawn = torch.randn(outputs, inputs, generator=generator, device=device.torch_device) / inputs**0.5
+        return Linear(drawn.to(torch.bfloat16))
+
+    return weight(2 * 2048, 4096), weight(1024, 2048)
 
 
 @pytest.mark.parametrize("shape", ["8b output", "8b gate and up"])

@@ -17,7 +17,7 @@ _Product = Callable[[Tensor, Linear], Tensor]
 
 @torch.inference_mode()
 def warm_up_linear(decoder: Decoder, ops: Ops, most_tokens: int, *, adapters: bool) -> None:
-    """Multiply by a matrix of each shape with as many rows as each launch begins with, up to `most_tokens`. Kernels are
+    """Multiply by a matrix of each shape with as many rows as each launch ends with, at most `most_tokens`. Kernels are
     compiled, and choose their configurations, when they are first launched, and no capture can hold that. adapters:
     whether rows may have some, which are added between a product and its activation."""
     seen = set()
@@ -25,13 +25,13 @@ def warm_up_linear(decoder: Decoder, ops: Ops, most_tokens: int, *, adapters: bo
         weight = linear.weight
         if not isinstance(weight, Tensor) or weight.dim() > 2 or weight.dtype != decoder.dtype:
             continue
-        kind = (product, weight.shape, weight.data_ptr() % 16, linear.bias is None)
+        bias = None if linear.bias is None else linear.bias.data_ptr() % 16
+        kind = (product, weight.shape, weight.data_ptr() % 16, bias)
         if kind in seen:
             continue
         seen.add(kind)
-        for rows in ops.linear_rows:
-            if rows <= most_tokens:
-                product(torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device), linear)
+        for rows in sorted({min(rows, most_tokens) for rows in ops.linear_rows}):
+            product(torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device), linear)
 
 
 def _products(decoder: Decoder, ops: Ops, *, adapters: bool) -> Iterator[tuple[_Product, Linear]]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.triton.attention.combine import HEADS, combine
-from kernels.triton.attention.kernel import attend_chunks, attend_decodes
+from kernels.triton.attention.kernel import ONE_ENTRY, attend_chunks, attend_decodes
 from kernels.triton.attention.plan import AttentionPlan
+from kernels.triton.attention.splits import STEP
 from kernels.triton.attention.work import UNLIMITED, Work
 from kernels.triton.shared.launch import multiprocessors, padded
 from kernels.triton.shared.narrow_cache import readable
@@ -22,7 +23,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 run there at a time: the others take the place of those that end early. `combine`, being smaller, has twice as many."""
 
 MOST_PROGRAMS = 65_535
-"""For each head: the most of a launch's second dimension. Each takes several items if there are more."""
+"""The most of a launch's second dimension. Each takes several items if there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ def attention(
     included; None: all. Padding tokens of `out` are left as they are.
 
     Raises:
-        ValueError: a tensor is not contiguous as required, or the window holds no token.
+        ValueError: a tensor is not contiguous as required, the window holds no token, or a split may begin within a
+            tile of keys that is read by one entry of the block table.
     """
     for name, tensor in (("q", q[:1]), ("k_cache", k_cache), ("v_cache", v_cache)):
         if not tensor.is_contiguous():
@@ -129,6 +131,10 @@ def attention(
             )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: expected at least 1, the query's own token.")
+    if plan.split % STEP and k_cache.shape[1] >= ONE_ENTRY:
+        raise ValueError(
+            f"split is {plan.split}: expected a multiple of {STEP} with blocks of {k_cache.shape[1]} slots."
+        )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     work = plan.work(len(q), q.shape[1] // k_cache.shape[2], UNLIMITED if window is None else window)
     _Call(q, k_cache, v_cache, plan, work, scale, window).run(out)

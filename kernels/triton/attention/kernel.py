@@ -34,6 +34,8 @@ CHUNK_CONFIGS = [
     )
 ]
 
+ONE_ENTRY = min(config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS)
+"""Slots of a block from which on a tile of keys may have one entry of the block table: its tiles are within blocks."""
 _SMALLEST_TILE = tl.constexpr(CHUNK_TILES[0])
 
 

@@ -1,1 +1,1 @@
-"""Multiplies by weights of 8 and 4 bits (`multiply`, `fp8`, and `linear`, which chooses) and few rows by any other."""
+"""Multiplies by weights of 8 and 4 bits (`multiply`, `fp8`, `linear`), and few rows by those of 16 (`few_rows`)."""

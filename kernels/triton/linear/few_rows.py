@@ -20,12 +20,14 @@ FEW_ROWS, LEAST_TILE = 64, 16
 LAUNCH_ROWS = (LEAST_TILE, 2 * LEAST_TILE, FEW_ROWS)
 """A number of rows for each launch that there is."""
 PROGRAMS, PROGRAM_OUTPUTS, MOST_SPLITS, LEAST_SPAN = 80, 64, 8, 256
-"""Inputs are halved among programs, down to LEAST_SPAN each, while there are no more than so many programs with so many
-outputs each: an H100 has 132 multiprocessors. Constants, so that the order of sums depends on no machine."""
+"""A row's inputs are split in two, and again, down to LEAST_SPAN each, while blocks of PROGRAM_OUTPUTS outputs make no
+more than PROGRAMS programs: an H100 has 132 multiprocessors. Constants: the order of sums depends on no machine."""
 ALIGNED = 16
-"""Inputs are a multiple of so many where a weight is read sixteen bytes at a time; others are left to torch."""
+"""A multiple of so many inputs can be read sixteen bytes at a time; others are left to torch."""
+LEAST_OUTPUTS = 16
+"""Fewer, such as the gate of a shared expert, are left to torch: a block would be masked nearly whole."""
 BLOCK, WARPS = 256, 2
-"""Of the programs that add splits up: a row has few outputs, and each program is to have little to wait for."""
+"""Outputs and warps of the programs that add splits up: small ones, because there are few outputs."""
 
 
 def tile_of(rows: int) -> int:
@@ -91,6 +93,7 @@ def takes(x: Tensor, linear: Linear) -> bool:
     """Whether the kernels here are to compute this. Rows of padding count: what is captured stays as it is."""
     return bool(
         0 < len(x) <= FEW_ROWS
+        and linear.weight.shape[0] >= LEAST_OUTPUTS
         and x.dtype in TYPES
         and x.dtype == linear.weight.dtype
         and x.shape[1] % ALIGNED == 0
@@ -100,7 +103,7 @@ def takes(x: Tensor, linear: Linear) -> bool:
 
 
 def wide_linear(x: Tensor, linear: Linear) -> Tensor:
-    """x W^T + b. # [num_rows, outputs]
+    """x W^T + b for any number of rows, with a weight of 16 or 32 bits. # [num_rows, outputs]
 
     x: [num_rows, inputs]; linear: its weight is a tensor of x's type.
     """

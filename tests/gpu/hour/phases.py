@@ -20,7 +20,7 @@ NARROW_SHAPES = ("decode 64 x 8192", "decode 256 x 1024")
 MOST_SHARDS = 16
 SANITIZED = (
     "test_the_norm_with_its_residual[576-dtype0] or test_silu_and_mul[1536-dtype0] or test_cache_writes_alone[dtype0] "
-    "or test_attention_in_blocks_of_any_size[16] or test_rotation_and_cache_writes[65-64-False-dtype0] "
+    "or test_attention_in_blocks_of_any_size[64] or test_rotation_and_cache_writes[65-64-False-dtype0] "
     "or test_logprobs_are_the_engines[1-dtype0]"
 )
 """The tiny cases that a memory checker watches."""

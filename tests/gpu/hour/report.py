@@ -11,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import write_whole
-from tests.gpu.hour.phases import OVER_NARROW
+from tests.gpu.hour.phases import LARGE, OVER_NARROW
 
 Cell = dict[str, Any]
 CONTIGUOUS = "torch's attention on contiguous K and V"
 
 
 def report(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return one document of the results in these folders, which `table` renders."""
+    """Return one document of the results in these folders, which `table` renders.
+
+    Raises:
+        ValueError: none of them has the part `machine`.
+    """
     results = [result for folder in folders for result in _results(folder)]
     machines = [result for result in results if "device" in result and "peaks" in result and "cells" not in result]
     benches = [result for result in results if result.get("benchmark") == "engine_device"]
+    if not machines:
+        raise ValueError(f"{', '.join(map(str, folders))}: expected a result of the part machine of the phase right.")
     every = [result["peaks"] for result in (*machines, *benches)]
     peaks = {name: max(peak[name] for peak in every) for name in every[0]}
     machine = machines[0]
@@ -73,10 +79,10 @@ def table(document: dict[str, Any]) -> str:
         f"{peaks['copy_gb_s'] / 1000:.2f} TB/s, and a product of bfloat16 matrices does "
         f"{peaks['matrix_gflop_s'] / 1000:.0f} TFLOP/s.",
         "",
-        "| 8B in bfloat16 | floor, ms | device, ms | times the floor |",
+        "| 8B in bfloat16 | floor, ms | took, ms | times the floor |",
         "|---|--:|--:|--:|",
     ]
-    for cell in document["cells"]:
+    for cell in (cell for cell in document["cells"] if cell["model"] == LARGE):
         if cell["cell"] in ("decode", "prefill"):
             rows = "row" if cell["size"] == 1 else "rows"
             what = f"{rows} of 1,024 tokens" if cell["cell"] == "decode" else "tokens of a prompt"
@@ -116,7 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     parser.add_argument("--out", type=Path, help="also write the document to this file")
     options = parser.parse_args(arguments)
-    document = report(options.folders)
+    try:
+        document = report(options.folders)
+    except ValueError as error:
+        parser.error(str(error))
     if options.out:
         write_whole(options.out, document)
     print(table(document))

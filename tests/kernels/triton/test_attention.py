@@ -114,8 +114,11 @@ def test_every_gqa_ratio_matches_the_reference(device: str, group: int, kv_heads
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
-def test_every_block_size_matches_the_reference(device: str, block_size: int) -> None:
-    check_attention(paged_case([0, 140], [(5, 11)], block_size=block_size), device, split=SPLIT)
+@pytest.mark.parametrize("window", [None, 70])
+def test_every_block_size_matches_the_reference(device: str, block_size: int, window: int | None) -> None:
+    """Among them chunks of several splits, and those that begin and end within a block."""
+    case = paged_case([0, 140], [(5, 11), (300, 2), (60, 70)], block_size=block_size)
+    check_attention(case, device, window=window, split=SPLIT)
 
 
 @pytest.mark.parametrize("window", [1, BLOCK, 100, 1000, *map(slow, (BLOCK - 1, BLOCK + 1))])

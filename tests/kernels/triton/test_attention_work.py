@@ -86,6 +86,7 @@ def test_a_row_is_split_by_its_length_and_count_as_on_the_device(count: int, spl
 
 def test_longer_splits_hold_whole_key_tiles() -> None:
     assert {STEP % config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS} == {0}
+    assert SPLIT % STEP == 0
     assert {config.kwargs["TILE"] for config in CHUNK_CONFIGS} <= set(CHUNK_TILES)
 
 
@@ -148,7 +149,10 @@ def test_partial_results_of_a_captured_step_are_bounded() -> None:
     sums = torch.zeros(5, 258, dtype=torch.int32)
     mixed = most_work(sums, 2048, 256, 257, 32_768, 4, SPLIT)
     assert mixed.partials == 36_880
-    assert most_work(sums[:, :257], 256, 256, 0, 32_768, 4, SPLIT).partials == 8192
+    decodes = most_work(sums[:, :257], 256, 256, 0, 32_768, 4, SPLIT)
+    assert decodes.partials == 8192
+    assert set(decodes.chunk_items.values()) == {0}, "no launch for chunks in a step that has none"
+    assert min(mixed.chunk_items.values()) > 0
     assert most_work(sums, 2048, 256, 257, SPLIT, 4, SPLIT).partials == 0
 
 
@@ -189,6 +193,13 @@ def test_an_eager_step_launches_no_more_programs_than_a_grid_holds(
     grids.clear()
     assert torch.equal(attend(case, device), want)
     assert grids == [5, 2 * 2, 2 * 2, 2]
+
+
+def test_a_split_that_begins_within_a_tile_of_one_entry_is_refused(device: str) -> None:
+    """Its keys would be taken from the block after, or from whatever block comes next in memory."""
+    case = paged_case([100], [], block_size=64)
+    with pytest.raises(ValueError, match=r"split is 24: expected a multiple of 128 with blocks of 64 slots\."):
+        attend(case, device, split=24)
 
 
 def test_rows_of_one_split_have_no_partial_results(device: str, grids: list[int]) -> None:

@@ -179,6 +179,8 @@ def test_more_rows_other_types_and_what_is_not_contiguous_or_aligned_go_to_torch
     ):
         for product, size in ((wide_linear, 48), (wide_gated_linear, 24)):
             assert product(given, by).shape == (len(given), size)
+    few_outputs = Linear(linear.weight[: few_rows.LEAST_OUTPUTS - 1].contiguous())
+    assert wide_linear(x[:1], few_outputs).shape == (1, few_rows.LEAST_OUTPUTS - 1)
     assert launched == []
     got, gated = wide_linear(x[:FEW_ROWS], linear), wide_gated_linear(x[:FEW_ROWS], linear)
     assert launched == [FEW_ROWS, FEW_ROWS]

@@ -129,9 +129,10 @@ def test_products_of_few_rows_spill_nothing_copy_sixteen_bytes_at_a_time_and_fit
         for variant, row in rows(capability, name).items()
         if f" TILE={tile} " in variant and " WHOLE=True " in variant
     ]
-    assert any(row["products"] in PRODUCTS[capability] for row in found), "by the newest tensor cores"
+    kept = [row for row in found if not row["local_accesses"] and row["programs"]]
+    assert any(row["products"] in PRODUCTS[capability] for row in kept), "by the newest tensor cores"
     assert all(row["wide_copies"] for row in found)
-    assert min(row["shared_bytes"] for row in found) <= 99 * 1024, "for the smallest of the supported GPUs"
+    assert min(row["shared_bytes"] for row in kept) <= 99 * 1024, "for the smallest of the supported GPUs"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -1,0 +1,84 @@
+"""Owns compilation of what the hour launches, on a machine without a GPU, into TRITON_CACHE_DIR: a card's machine whose
+Triton is of the same wheel takes it from there. Never launches a kernel: a test that has this as a plugin fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+# Before kernels are imported: engines must find no choice here that no GPU has timed.
+os.environ.setdefault("CHUNKSERVE_TRITON_TUNING", "forget")
+os.environ["STAND_IN_TRITON"] = "1"
+
+import torch
+from triton.runtime import driver
+
+from benchmarks.engine.gpu import BLOCK_SIZE
+from engine.config import EngineConfig
+from tests.gpu.hour.engines import SHAPES
+from tests.gpu.hour.phases import LARGE, SMALL
+from tests.kernels.triton import compiled
+from tests.support import gpu_stand_in  # noqa: F401
+
+CAPABILITY = "CHUNKSERVE_GPU_AHEAD"
+"""The compute capability to compile for, such as 9.0 (the default)."""
+SIZES: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_kv_blocks": 1024}
+
+
+def _zeros(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What no kernel fills must still be a valid token or index to torch's own operators."""
+    return lambda *sizes, **options: make(*sizes, **options).zero_()
+
+
+def compile_only(capability: str) -> list[dict[str, Any]]:
+    """Let this process compile what it launches from now on; return what it has compiled, which grows."""
+    major, minor = (int(part) for part in capability.split("."))
+    found: list[dict[str, Any]] = []
+    driver.set_active(compiled.NoGpu(10 * major + minor))
+    compiled.compile_instead(found, resources=False)
+    torch.cuda.get_device_capability = lambda *_: (major, minor)  # type: ignore[assignment]
+    torch.empty, torch.empty_like = _zeros(torch.empty), _zeros(torch.empty_like)
+    torch.Tensor.new_empty = _zeros(torch.Tensor.new_empty)  # type: ignore[method-assign,assignment]
+    return found
+
+
+FOUND = compile_only(os.environ.get(CAPABILITY, "9.0"))
+
+
+def start(shape: str, **settings: Any) -> None:
+    """Start an engine of one layer, which launches each kernel in each of its configurations."""
+    from engine.build.executor import create_executor
+
+    with TemporaryDirectory(prefix="shape-") as directory:
+        config = json.loads((SHAPES / shape / "config.json").read_text()) | {"num_hidden_layers": 1}
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        asked: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "attention": "triton", "cuda_graphs": "none"}
+        asked |= {"max_model_len": 16384, "block_size": BLOCK_SIZE, "num_speculative_tokens": 0, **SIZES}
+        executor, _ = create_executor(Path(directory), EngineConfig(**asked | settings))
+        executor.shutdown()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu.hour.ahead",
+        description="Compile what engines of the first hour launch, without a GPU, into TRITON_CACHE_DIR. Takes some "
+        f"minutes. {CAPABILITY}=8.0 compiles for another GPU. Carry the folder to a machine with the same wheel of "
+        "Triton, and name it there in TRITON_CACHE_DIR.",
+    )
+    parser.add_argument("--shapes", nargs="+", default=[LARGE, SMALL], help="shapes of models (%(default)s)")
+    options = parser.parse_args(arguments)
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        parser.error("TRITON_CACHE_DIR is not set: name a folder")
+    for shape in options.shapes:
+        start(shape)
+        print(f"{shape}: {len(FOUND)} launches compiled so far", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
