@@ -35,6 +35,7 @@ FILES = (
     "tests/kernels/triton/test_experts.py",
     "tests/kernels/triton/test_attention.py",
     "tests/kernels/triton/test_attention_work.py",
+    "tests/kernels/triton/test_few_rows.py",
     "tests/kernels/triton/test_forward.py",
     "tests/kernels/triton/test_fp8.py",
     "tests/kernels/triton/test_linear.py",

@@ -13,8 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engine.checkpoints.model_cache import cache_root
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.core.calibration import calibrate, check_costs
@@ -100,6 +98,8 @@ def _processor() -> str:
 
 def _gpu(device: str) -> str:
     """Return the GPU's name; empty for a CPU, and where nothing of CUDA runs."""
+    import torch
+
     return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_initialized() else ""  # type: ignore[no-untyped-call]
 
 

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Make one document of the results that runs of tests/gpu/first_hour.py left in these folders, with "
         "floors by the best peaks of all of them, and print the tables of docs/benchmarks/gpu.md.",
     )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="what --out of a run was")
     parser.add_argument("--out", type=Path, help="also write the document to this file")
     options = parser.parse_args(arguments)
     try:

@@ -99,7 +99,7 @@ def test_splits_are_added_with_the_bias_once(device: str, inputs: int, splits: i
 
 
 def test_inputs_are_split_where_outputs_alone_leave_a_gpu_idle() -> None:
-    """Of an 8B model (Llama 3.1) and of Qwen3-0.6B; an order of sums is part of what a row's result depends on."""
+    """The shapes are those of Llama 3.1 8B and Qwen3-0.6B: how sums are ordered is part of a row's result."""
     assert {shape: shape[0] // span_of(*shape) for shape in ((4096, 6144), (4096, 28672), (4096, 128256))} == {
         (4096, 6144): 1,
         (4096, 28672): 1,
@@ -125,7 +125,7 @@ def test_the_fused_activation_gives_the_bits_of_both_kernels(
 
 @pytest.mark.parametrize("rows", LAUNCH_ROWS)
 def test_a_row_gets_the_same_bits_alone_and_beside_any_others_of_its_tile(device: str, rows: int) -> None:
-    """Of integers, because the interpreter multiplies with NumPy."""
+    """With integers, because the interpreter multiplies with NumPy."""
     generator = seeded_generator()
     x = torch.randint(-3, 4, (rows, 512), generator=generator).to(device, F16)
     weight = torch.randint(-3, 4, (64, 512), generator=generator).to(device, F16) / 64
