@@ -77,8 +77,8 @@ def most_work(
 ) -> Work:
     """Bound the work of a captured step, whatever rows its tensors hold in a replay."""
     splits, num_rows = most_splits(max_length, split), sums.shape[1] - 1
-    of_chunks = bool(num_chunks)  # a captured step of decodes alone must not launch what finds nothing in every layer
-    items = {tile: of_chunks * (num_tokens * group // tile + num_chunks) * splits for tile in CHUNK_TILES}
+    # A step of decodes alone has none: it must not launch what finds nothing in every layer.
+    items = {tile: (num_tokens * group // tile + num_chunks) * splits if num_chunks else 0 for tile in CHUNK_TILES}
     partials = min(CHUNK_PARTIALS * num_rows, MOST_CHUNK_SPLITS * (num_tokens + num_rows), splits * num_tokens)
     if splits == 1:
         partials = 0

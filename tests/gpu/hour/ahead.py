@@ -4,12 +4,9 @@ Triton is of the same wheel takes it from there. Never launches a kernel: a test
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 # Before kernels are imported: engines must find no choice here that no GPU has timed.
@@ -19,10 +16,8 @@ os.environ["STAND_IN_TRITON"] = "1"
 import torch
 from triton.runtime import driver
 
-from benchmarks.engine.gpu import BLOCK_SIZE
-from engine.config import EngineConfig
-from tests.gpu.hour.engines import SHAPES
-from tests.gpu.hour.phases import LARGE, SMALL
+from tests.gpu.hour.engines import started
+from tests.gpu.hour.phases import CUDA, LARGE, SMALL
 from tests.kernels.triton import compiled
 from tests.support import gpu_stand_in  # noqa: F401
 
@@ -51,19 +46,6 @@ def compile_only(capability: str) -> list[dict[str, Any]]:
 FOUND = compile_only(os.environ.get(CAPABILITY, "9.0"))
 
 
-def start(shape: str, **settings: Any) -> None:
-    """Start an engine of one layer, which launches each kernel in each of its configurations."""
-    from engine.build.executor import create_executor
-
-    with TemporaryDirectory(prefix="shape-") as directory:
-        config = json.loads((SHAPES / shape / "config.json").read_text()) | {"num_hidden_layers": 1}
-        (Path(directory) / "config.json").write_text(json.dumps(config))
-        asked: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "attention": "triton", "cuda_graphs": "none"}
-        asked |= {"max_model_len": 16384, "block_size": BLOCK_SIZE, "num_speculative_tokens": 0, **SIZES}
-        executor, _ = create_executor(Path(directory), EngineConfig(**asked | settings))
-        executor.shutdown()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu.hour.ahead",
@@ -76,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not os.environ.get("TRITON_CACHE_DIR"):
         parser.error("TRITON_CACHE_DIR is not set: name a folder")
     for shape in options.shapes:
-        start(shape)
-        print(f"{shape}: {len(FOUND)} launches compiled so far", flush=True)
+        with started(CUDA, shape, layers=1, attention="triton", cuda_graphs="none", **SIZES):
+            print(f"{shape}: {len(FOUND)} launches compiled so far", flush=True)
 
 
 if __name__ == "__main__":
