@@ -27,12 +27,14 @@ def test_a_report_of_several_runs_has_floors_by_the_best_peaks_and_each_test_onc
     machine = {"mode": mode, "device": {}, "cores": 1, "packages": {}, "peaks": peaks}
     step = {"cell": "decode", "size": 1, "least_ms": 6.0, "device_ms": 8.0}
     attention = [
+        {"shape": "decode 1 x 2", "by": "triton", "us": 9.0},
         {"shape": "decode 1 x 2", "by": "triton", "us": 7.0},
         {"shape": "decode 1 x 2", "by": "x", "failed": ""},
     ]
-    write("first", machine, bench(2000.0, step), {"cells": attention}, None)
+    write("first", machine, bench(2000.0, step | {"device_ms": 11.0}), {"cells": attention}, None)
     small = bench(1000.0, step | {"least_ms": 1.0}, "qwen3-0.6b")
     write("second", bench(3000.0, {"cell": "throughput", "tokens_s": 1.0}), small)
+    (tmp_path / "second" / "alone.json").write_text(json.dumps(bench(2000.0, step)))
     for name, outcome in (("third", "failed"), ("fourth", "passed")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "k.json").write_text(json.dumps({"tests": [{"test": "a/test_x.py::t", "outcome": outcome}]}))

@@ -60,7 +60,8 @@ def add_deployment(made: argparse.ArgumentParser) -> None:
         "--steps",
         type=Path,
         default=MEASURED,
-        help="output of benchmarks.engine.step or .step_model, which say how long steps take on their machine",
+        help="output of benchmarks.engine.step or .step_model, which say how long steps take on their machine; "
+        "loadtest/results/gpu.json: an 8B model on an H200",
     )
 
 

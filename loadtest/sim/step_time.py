@@ -13,7 +13,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.scheduling.step_time import StepCosts, read_costs
+from engine.scheduling.step_time import (
+    Measured,
+    StepCosts,
+    StepWork,
+    chunk_work,
+    decode_work,
+    fit_costs,
+    read_costs,
+    relative_errors,
+)
 from engine.scheduling.step_time import work_of as costed_work
 from engine.step import RowKind, StepPlan
 
@@ -23,6 +32,13 @@ BENCHMARK = "engine_step"
 """The name of the benchmark in such a file."""
 CALIBRATION = "step_model"
 """The name of the benchmark in a file with the engine's own model, as benchmarks.engine.step_model fitted it."""
+ON_GPU = "first_hour"
+"""The name of the benchmark in a file with steps of a GPU, as tests.gpu.hour.report put them together."""
+GPU_MODEL, GPU_LAYERS, GPU_CONTEXT, GPU_DECODES_BESIDE = "llama-3.1-8b", 32, 1024, 63
+"""What that file is of: the model whose steps count, its layers, the cached tokens of its decode rows, and the decode
+rows beside a chunk. Its weights are in bfloat16."""
+GPU_KNOTS = (1, 64, 256)
+"""More tokens are bound by arithmetic, in proportion: with another knot, nothing would tell it from attention."""
 ATTENTION_CONTEXT = 3072
 """Context at which a token's attention costs as much as its matrix products. It follows from the shape of SmolLM2-135M,
 as the engine derives `chunk_halving_context`. It is not fitted, since the measured steps have only one context."""
@@ -154,9 +170,43 @@ def _features(cell: dict[str, Any]) -> tuple[float, float, float]:
     return 1.0, size + size * (context + size / 2) / ATTENTION_CONTEXT, 0.0
 
 
+def fit_gpu(document: dict[str, Any]) -> tuple[CalibratedStep, float]:
+    """Fit the engine's own model to the measured steps of a GPU. Decode steps were measured with one context alone:
+    what a longer one adds is taken from attention's own times, layer by layer.
+
+    Returns:
+        The model, and its largest relative error.
+    """
+    alone = {(cell["cell"], cell["size"]): cell for cell in document["cells"] if cell["model"] == GPU_MODEL}
+    steps = []
+    for (kind, size), cell in alone.items():
+        if (work := _gpu_work(kind, size)) is not None:
+            steps.append(Measured(work, cell["device_ms"] / 1000))
+    attention = {cell["shape"]: cell["us"] / 1e6 for cell in document["attention"] if cell["by"] == "triton"}
+    for shape, seconds in attention.items():
+        if (found := re.fullmatch(r"decode (\d+) x (\d+)", shape)) and int(found[2]) != GPU_CONTEXT:
+            rows, context = map(int, found.groups())
+            added = GPU_LAYERS * (seconds - attention[f"decode {rows} x {GPU_CONTEXT}"])
+            steps.append(Measured(decode_work(rows, context), alone["decode", rows]["device_ms"] / 1000 + added))
+    costs = fit_costs(steps, GPU_KNOTS)
+    return CalibratedStep(costs), max(map(abs, relative_errors(costs, steps)))
+
+
+def _gpu_work(kind: str, size: int) -> StepWork | None:
+    """Return what a cell's step computes; None: it is no single step."""
+    if kind == "decode":
+        return decode_work(size, GPU_CONTEXT)
+    if kind in ("prefill", "prefill_only"):
+        return chunk_work(0, size, last=True)
+    if kind == "mixed":
+        decodes = decode_work(GPU_DECODES_BESIDE, GPU_CONTEXT)
+        return decodes.plus(chunk_work(0, size - GPU_DECODES_BESIDE, last=True))
+    return None
+
+
 def measured(path: Path = MEASURED) -> tuple[LinearStep | CalibratedStep, float]:
-    """Fit the model to a result of `benchmarks.engine.step` (.json) or to a server's log with `step_trace`; or take the
-    engine's own model from a result of `benchmarks.engine.step_model`.
+    """Fit the model to a result of `benchmarks.engine.step` (.json), to a server's log with `step_trace`, or to steps
+    of a GPU; or take the engine's own model from a result of `benchmarks.engine.step_model`.
 
     Returns:
         The model, and its largest error; of the engine's own model the relative deviation.
@@ -172,6 +222,8 @@ def measured(path: Path = MEASURED) -> tuple[LinearStep | CalibratedStep, float]
     benchmark = document.get("benchmark") if isinstance(document, dict) else None
     if benchmark == CALIBRATION:
         return CalibratedStep(read_costs(document["costs"])), float(document["deviation"])
+    if benchmark == ON_GPU:
+        return fit_gpu(document)
     if benchmark != BENCHMARK or not document.get("cells"):  # other benchmarks have cells of their own kinds
         raise ValueError(f"{path} is not a result of benchmarks.engine.step with cells: its benchmark is {benchmark}")
     return fit(document["cells"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.rows.step import PagedRows
-from kernels.triton.attention.splits import SPLIT
+from kernels.triton.attention.splits import SPLIT, least_split
 from kernels.triton.attention.work import Work, exact_work, most_work, sum_items
 
 _ALIGNED = 32  # int32 numbers: 128 bytes, so that every part is aligned for wide loads
@@ -57,7 +57,7 @@ class AttentionPlan:
     rows: tuple[tuple[int, int], ...] | None = None
     """(length, count of tokens) of each row. None: a captured step, whose tensors hold other rows in each replay."""
     split: int = SPLIT
-    """The fewest keys of a split."""
+    """The fewest keys of a split of a decode; of a chunk, at most SPLIT."""
     _works: dict[tuple[int, int], Work] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def work(self, num_tokens: int, group: int, window: int) -> Work:
@@ -81,10 +81,11 @@ class AttentionPlan:
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
     """Build the plan on the block tables' device, with one copy from pinned memory that nothing waits for."""
     lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
+    split = least_split(rows.num_decode, kv_heads)
     known = tuple(zip(lengths, rows.counts, strict=True)) or None
     if isinstance(rows, RowsOnDevice):
         tensors = rows.first_tokens, rows.lengths, rows.tables, rows.decodes
-        return AttentionPlan(*tensors, rows.num_decode, rows.num_chunks, rows.max_length, known)
+        return AttentionPlan(*tensors, rows.num_decode, rows.num_chunks, rows.max_length, known, split)
     device, shape = rows.block_tables.device, rows.block_tables.shape
     begins = list(accumulate(rows.counts, initial=0))
     parts = [torch.tensor(begins), torch.tensor(lengths), torch.tensor([rows.num_decode])]
@@ -99,4 +100,4 @@ def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> Att
     tables = on_device[3].view(shape) if len(parts) == 4 else rows.block_tables.to(torch.int32)
     num_chunks = len(lengths) - rows.num_decode
     tensors = on_device[0], on_device[1], tables, on_device[2]
-    return AttentionPlan(*tensors, rows.num_decode, num_chunks, max(lengths), known)
+    return AttentionPlan(*tensors, rows.num_decode, num_chunks, max(lengths), known, split)

@@ -1,5 +1,6 @@
-"""Owns how a row's keys are split among programs: by its length and its count of tokens alone.
-Never looks at another row: the order of a row's sums is the same beside any others."""
+"""Owns how a row's keys are split among programs: by its length, its count of tokens, and the most decodes of a step.
+Never looks at the lengths of other rows: in steps of one size, the order of a row's sums is the same beside any others.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ import triton
 import triton.language as tl
 
 SPLIT = 256
-"""The fewest keys of a split. One row of 1,024 keys then has 4 splits for each KV head."""
+"""The fewest keys of a split where a few rows decode; of a chunk's splits, half of the fewest."""
+FEW_SPLITS = 2048
+SPLITS = ((16, 128), (64, SPLIT))
+"""The fewest keys of a split by the most decodes of a step, times KV heads, and FEW_SPLITS with more. Splits keep a GPU
+busy that rows alone would not, and each costs partial results and a beginning. The thresholds were measured on an
+H200, with 132 multiprocessors. They are constants, so that the order of sums depends on no machine."""
 FINE_SPLITS = 16
-"""The most splits of that size; a longer row has splits of twice as many keys, which cost fewer partial results."""
+"""The most splits of the fewest keys. A longer row has splits of twice as many keys, and fewer partial results."""
 MOST_SPLITS = 32
 """The most splits of a row with one token. A longer row has longer splits."""
 MOST_CHUNK_SPLITS = 16
@@ -22,6 +28,11 @@ STEP = 128
 """What the size of longer splits is a multiple of: all key tiles are full, except at a row's end."""
 
 
+def least_split(num_decode: int, kv_heads: int) -> int:
+    """Return the fewest keys of a split in steps of up to `num_decode` decodes."""
+    return next((split for most, split in SPLITS if num_decode * kv_heads <= most), FEW_SPLITS)
+
+
 def split_size(length: int, count: int, split: int = SPLIT) -> int:
     """Return the keys in each split of a row. Splits begin at multiples of it.
 
@@ -30,7 +41,7 @@ def split_size(length: int, count: int, split: int = SPLIT) -> int:
     if count == 1 and -(-length // split) <= FINE_SPLITS:
         return split
     most = MOST_SPLITS if count == 1 else min(max(count, CHUNK_PARTIALS) // count, MOST_CHUNK_SPLITS)
-    return max(2 * split, -(-length // (most * STEP)) * STEP)
+    return max(2 * (split if count == 1 else min(split, SPLIT)), -(-length // (most * STEP)) * STEP)
 
 
 def num_splits(length: int, count: int, split: int = SPLIT) -> int:
@@ -39,10 +50,16 @@ def num_splits(length: int, count: int, split: int = SPLIT) -> int:
 
 
 def most_splits(max_length: int, split: int = SPLIT) -> int:
-    """Return the most splits of any row of up to `max_length` keys."""
+    """Return the most splits of any row of up to `max_length` keys and one token."""
     return min(-(-max_length // split), MOST_SPLITS)
 
 
+def most_chunk_splits(max_length: int, split: int = SPLIT) -> int:
+    """Return the most splits of any row of up to `max_length` keys and more tokens."""
+    return min(-(-max_length // (2 * min(split, SPLIT))), MOST_CHUNK_SPLITS)
+
+
+_SPLIT = tl.constexpr(SPLIT)
 _FINE_SPLITS = tl.constexpr(FINE_SPLITS)
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 _MOST_CHUNK_SPLITS = tl.constexpr(MOST_CHUNK_SPLITS)
@@ -55,6 +72,7 @@ def splits_of(length, count, window, split):
     """Return (keys in each split, splits, splits before the window of the row's first token); see split_size."""
     of_chunk = tl.minimum(tl.maximum(count, _CHUNK_PARTIALS) // count, _MOST_CHUNK_SPLITS)
     most = tl.where(count == 1, _MOST_SPLITS, of_chunk)
-    coarse = tl.maximum(2 * split, tl.cdiv(length, most * _STEP) * _STEP)
+    least = tl.where(count == 1, split, tl.minimum(split, _SPLIT))
+    coarse = tl.maximum(2 * least, tl.cdiv(length, most * _STEP) * _STEP)
     size = tl.where((count == 1) & (tl.cdiv(length, split) <= _FINE_SPLITS), split, coarse)
     return size, tl.cdiv(length, size), tl.maximum(length - count - window + 1, 0) // size

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.triton.attention.splits import (
     CHUNK_PARTIALS,
     MOST_CHUNK_SPLITS,
+    most_chunk_splits,
     most_splits,
     num_splits,
     split_size,
@@ -76,13 +77,14 @@ def most_work(
     sums: Tensor, num_tokens: int, num_decode: int, num_chunks: int, max_length: int, group: int, split: int
 ) -> Work:
     """Bound the work of a captured step, whatever rows its tensors hold in a replay."""
-    splits, num_rows = most_splits(max_length, split), sums.shape[1] - 1
+    of_decode, num_rows = most_splits(max_length, split), sums.shape[1] - 1
+    splits = max(of_decode, most_chunk_splits(max_length, split)) if num_chunks else of_decode
     # A step of decodes alone has none: it must not launch what finds nothing in every layer.
     items = {tile: (num_tokens * group // tile + num_chunks) * splits if num_chunks else 0 for tile in CHUNK_TILES}
     partials = min(CHUNK_PARTIALS * num_rows, MOST_CHUNK_SPLITS * (num_tokens + num_rows), splits * num_tokens)
     if splits == 1:
         partials = 0
-    return Work(sums, False, splits * num_decode, items, partials, num_tokens if partials else 0)
+    return Work(sums, False, of_decode * num_decode, items, partials, num_tokens if partials else 0)
 
 
 def sum_items(begins: Tensor, lengths: Tensor, decodes: Tensor, group: int, window: int, split: int) -> Tensor:

@@ -9,21 +9,35 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.shared.launch import padded, warps
+from kernels.triton.shared.overlap import overlapping, overlaps, wait_for_previous
 
 
 @triton.jit
-def _norm(x, residual, weight, normed, total, stride, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def _norm(
+    x,
+    residual,
+    weight,
+    normed,
+    total,
+    stride,
+    eps,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     """One row per program. residual, total: None, or [rows, SIZE] float32."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     inside = i < SIZE
+    factors = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)  # no launch of a step writes a weight
+    wait_for_previous(OVERLAPS)
     value = tl.load(x + row * stride + i, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + row * SIZE + i, mask=inside, other=0.0)
     if total is not None:
         tl.store(total + row * SIZE + i, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
-    value *= scale * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    value *= scale * factors
     tl.store(normed + row * SIZE + i, value.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -55,6 +69,6 @@ def _launch(
 ) -> None:
     size = rows.shape[1]
     if len(rows):
-        _norm[(len(rows),)](
-            rows, residual, weight, normed, total, rows.stride(0), eps, size, padded(size), num_warps=warps(size)
-        )
+        how = {"num_warps": warps(size), **overlapping()}
+        sizes = (rows.stride(0), eps, size, padded(size), overlaps())
+        _norm[(len(rows),)](rows, residual, weight, normed, total, *sizes, **how)

@@ -13,6 +13,7 @@ from kernels.kv_format import LARGEST
 from kernels.triton.elementwise.narrow import largest_of, scale_of, store_halves
 from kernels.triton.shared.launch import padded, warps
 from kernels.triton.shared.narrow_cache import writable
+from kernels.triton.shared.overlap import overlapping, overlaps, wait_for_previous
 
 HEADS_AT_A_TIME = 16
 
@@ -37,12 +38,14 @@ def _rotate(
     HALF_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """TILE heads of one token per program. x: [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
 
     Without slots, nothing is cached, and there are no KV heads. q: [num_tokens, NUM_HEADS, 2 * HALF]. BLOCK_SIZE: of a
     cache in 8 bits; None: the cache has the type of q.
     """
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64) if slots is not None else token
     if slot < 0:
@@ -146,9 +149,9 @@ def _launch(
     strides = (x.stride(0), x.stride(1))
     block_size = None if cache is None or cache[0].dtype not in LARGEST else cache[0].shape[1]
     caches = (None, None) if cache is None else tuple(map(writable, cache))
-    shape = (heads - 2 * num_kv_heads, num_kv_heads, head_dim // 2, half, tile, block_size)
+    shape = (heads - 2 * num_kv_heads, num_kv_heads, head_dim // 2, half, tile, block_size, overlaps())
     if tokens:
         _rotate[grid](
             x, cos, sin, *(norms or (None, None)), q, *caches, slots, *strides, eps, *shape,
-            num_warps=warps(tile * half),
+            num_warps=warps(tile * half), **overlapping(),
         )  # fmt: skip

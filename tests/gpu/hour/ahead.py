@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m tests.gpu.hour.ahead",
         description="Compile what engines of the first hour launch, without a GPU, into TRITON_CACHE_DIR. Takes some "
         f"minutes. {CAPABILITY}=8.0 compiles for another GPU. Carry the folder to a machine with the same wheel of "
-        "Triton, and name it there in TRITON_CACHE_DIR.",
+        "Triton. Triton finds a kernel there only if TRITON_CACHE_DIR has the same value as here.",
     )
     parser.add_argument("--shapes", nargs="+", default=[LARGE, SMALL], help="shapes of models (%(default)s)")
     options = parser.parse_args(arguments)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.engine.gpu import BLOCK_SIZE
 from benchmarks.kernels import NARROW_CACHES, Bench, measure
 from kernels.choice import FLASH, TRITON, choose_attention
 from kernels.eager.ops import TORCH, Ops
@@ -162,11 +163,15 @@ def packages(options: argparse.Namespace, keep: Keep) -> None:
         keep({"cells": found})
 
     with torch.inference_mode():
-        tables = list(_tables(bench, 16))
+        tables = list(_tables(bench, BLOCK_SIZE))
         for case in cases:
             for name, table in tables:
-                note(case, name, partial(_paged_run, bench, case, table, 16), table.capturable)
+                note(case, name, partial(_paged_run, bench, case, table, BLOCK_SIZE), table.capturable)
                 narrow = table.narrow_cache and case.name in NARROW_SHAPES
                 for kept_in, dtype in NARROW_CACHES.items() if narrow else ():
-                    note(case, f"{name}{OVER_NARROW}{kept_in}", partial(_paged_run, bench, case, table, 16, dtype))
+                    note(
+                        case,
+                        f"{name}{OVER_NARROW}{kept_in}",
+                        partial(_paged_run, bench, case, table, BLOCK_SIZE, dtype),
+                    )
             note(case, "torch's attention on contiguous K and V", partial(_contiguous_run, bench, case))

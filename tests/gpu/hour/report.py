@@ -31,14 +31,15 @@ def report(folders: Sequence[Path]) -> dict[str, Any]:
     every = [result["peaks"] for result in (*machines, *benches)]
     peaks = {name: max(peak[name] for peak in every) for name in every[0]}
     machine = machines[0]
+    of_attention = (cell for result in results if "benchmark" not in result for cell in result.get("cells", ()))
     return {
         "benchmark": "first_hour",
         **machine["mode"],
         "cores": machine["cores"],
         "packages": machine["packages"],
         "peaks": peaks,
-        "cells": [cell for bench in benches for cell in _against(peaks, bench)],
-        "attention": [cell for result in results for cell in result.get("cells", ()) if "by" in cell and "us" in cell],
+        "cells": _last((cell for bench in benches for cell in _against(peaks, bench)), "model", "cell", "size"),
+        "attention": _last((cell for cell in of_attention if "by" in cell and "us" in cell), "shape", "by"),
         "tests": _outcomes(test for result in results for test in result.get("tests", ())),
     }
 
@@ -46,7 +47,7 @@ def report(folders: Sequence[Path]) -> dict[str, Any]:
 def _results(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
-        if "tests" in document:  # of a pytest run alone
+        if "tests" in document or "cells" in document:  # of a pytest run, a part or a benchmark alone
             yield document
         yield from (result for part in document.get("parts", ()) for result in part["results"] if result)
 
@@ -60,6 +61,11 @@ def _against(peaks: dict[str, float], bench: dict[str, Any]) -> Iterator[Cell]:
             scale = bench["peaks"]["matrix_gflop_s"] / peaks["matrix_gflop_s"] if cell["cell"] == "prefill" else 1.0
         floor = {"least_ms": cell["least_ms"] * scale} if "least_ms" in cell else {}
         yield {"model": bench["model"], **cell, **floor}
+
+
+def _last(cells: Iterable[Cell], *names: str) -> list[Cell]:
+    """Return each cell once: what was measured again counts by its last run."""
+    return list({tuple(cell.get(name) for name in names): cell for cell in cells}.values())
 
 
 def _outcomes(tests: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:

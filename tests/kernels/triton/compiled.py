@@ -115,6 +115,7 @@ def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
                 "shared_bytes": kernel.metadata.shared,
                 "tensor_cores": "mma" in ptx,
                 "fused": "fma.rn.f32" in ptx,
+                "waits": "griddepcontrol.wait" in ptx,
                 "waits_first": access is not None and "griddepcontrol.wait" in ptx[: access.start()],
                 "barriers": len(re.findall(r"^ *(?:ttg|gpu)\.\w*barrier\b", kernel.asm["ttgir"], re.MULTILINE)),
                 "copies_in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),

@@ -17,7 +17,7 @@ from kernels.triton.attention import attention as launches  # isort: skip
 from kernels.triton.attention.combine import HEADS  # isort: skip
 from kernels.triton.attention.kernel import CHUNK_CONFIGS, DECODE_CONFIGS  # isort: skip
 from kernels.triton.attention.plan import AttentionPlan  # isort: skip
-from kernels.triton.attention.splits import SPLIT, STEP, num_splits, split_size  # isort: skip
+from kernels.triton.attention.splits import FEW_SPLITS, SPLIT, SPLITS, STEP, least_split, num_splits, split_size  # isort: skip
 from kernels.triton.attention.work import CHUNK_TILES, UNLIMITED, Work, most_work  # isort: skip
 from kernels.triton.shared.launch import WITHOUT_GPU  # isort: skip
 
@@ -30,7 +30,8 @@ def searched_size(length: int, count: int, split: int) -> int:
     if count == 1 and length <= 16 * split:
         return split
     most = 32 if count == 1 else min(max(256 // count, 1), 16)
-    sizes = (max(2 * split, size) for size in range(128, length + 128, 128))
+    least = 2 * split if count == 1 else 2 * min(split, 256)
+    sizes = (max(least, size) for size in range(128, length + 128, 128))
     return next(size for size in sizes if size * most >= length)
 
 
@@ -69,7 +70,7 @@ def random_rows(draw: random.Random) -> tuple[list[tuple[int, int]], int]:
     return decodes + chunks, len(decodes)
 
 
-@pytest.mark.parametrize("split", [SPLIT, 24])
+@pytest.mark.parametrize("split", [SPLIT, 24, FEW_SPLITS])
 @pytest.mark.parametrize("count", [1, 2, 9, 16, 17, 50, 128, 129, 5000])
 def test_a_row_is_split_by_its_length_and_count_as_on_the_device(count: int, split: int) -> None:
     draw = random.Random(next_seed())
@@ -86,7 +87,7 @@ def test_a_row_is_split_by_its_length_and_count_as_on_the_device(count: int, spl
 
 def test_longer_splits_hold_whole_key_tiles() -> None:
     assert {STEP % config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS} == {0}
-    assert SPLIT % STEP == 0
+    assert {split % STEP for split in (SPLIT, FEW_SPLITS, *(split for _, split in SPLITS))} == {0}
     assert {config.kwargs["TILE"] for config in CHUNK_CONFIGS} <= set(CHUNK_TILES)
 
 
@@ -98,12 +99,26 @@ def test_a_row_alone_has_splits_enough_for_a_gpu(length: int, count: int, splits
     assert num_splits(length, count) == splits
 
 
+def test_rows_that_fill_a_gpu_have_fewer_splits() -> None:
+    """On an H200, splits of 256 keys took a quarter longer than whole rows of 1,024 where 64 rows of 8 KV heads
+    decode."""
+    sizes = [least_split(rows, 8) for rows in range(300)]
+    assert sizes == sorted(sizes)
+    assert [num_splits(1024, 1, sizes[rows]) for rows in (1, 2, 3, 8, 9, 64, 256)] == [8, 8, 4, 4, 1, 1, 1]
+    assert least_split(64, 1) == least_split(8, 8), "programs count, and each KV head has its own"
+
+
+@pytest.mark.parametrize("split", [SPLIT, FEW_SPLITS])
+def test_a_chunk_has_the_same_splits_beside_many_decodes(split: int) -> None:
+    assert [num_splits(length, 50, split) for length in (500, 5_000, 100_000)] == [1, 5, 5]
+
+
 @pytest.mark.parametrize("count", [129, 2048])
 def test_a_chunk_of_many_tiles_is_never_split(count: int) -> None:
     assert num_splits(131_072, count) == 1
 
 
-@pytest.mark.parametrize("split", [SPLIT, 24])
+@pytest.mark.parametrize("split", [SPLIT, 24, FEW_SPLITS])
 @pytest.mark.parametrize("window", [UNLIMITED, 1, 100, 3000])
 def test_items_are_those_of_a_plain_enumeration(window: int, split: int) -> None:
     draw = random.Random(next_seed())
@@ -154,6 +169,8 @@ def test_partial_results_of_a_captured_step_are_bounded() -> None:
     assert set(decodes.chunk_items.values()) == {0}, "no launch for chunks in a step that has none"
     assert min(mixed.chunk_items.values()) > 0
     assert most_work(sums, 2048, 256, 257, SPLIT, 4, SPLIT).partials == 0
+    assert most_work(sums[:, :257], 256, 256, 0, FEW_SPLITS, 4, FEW_SPLITS).partials == 0
+    assert most_work(sums, 2048, 256, 257, FEW_SPLITS, 4, FEW_SPLITS).partials > 0, "chunks have splits of 512 keys"
 
 
 @pytest.fixture

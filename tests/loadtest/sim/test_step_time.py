@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.observer import ComputedStep
-from engine.scheduling.step_time import StepCosts
+from engine.scheduling.step_time import StepCosts, decode_work
 from engine.step import RowKind, ScheduledRequest, StepPlan
 from loadtest.sim.step_time import (
     ATTENTION_CONTEXT,
@@ -146,3 +146,15 @@ def test_a_file_whose_model_has_no_costs_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"benchmark": "step_model", "costs": {"knots": [1]}, "deviation": 0.07}))
     with pytest.raises(ValueError, match="these are no step costs"):
         measured(path)
+
+
+def test_steps_of_a_gpu_can_be_simulated() -> None:
+    """Decodes are bound by what they read, and prompts by arithmetic: 64 rows cost little more than one."""
+    path = MEASURED.with_name("gpu.json")
+    model, error = measured(path)
+    assert error < 0.1
+    assert isinstance(model, CalibratedStep)
+    one, many = (model.costs.seconds(decode_work(rows, 1024)) for rows in (1, 64))
+    assert one < many < 2 * one
+    assert model.costs.seconds(decode_work(64, 8192)) > 2 * many, "what each row reads counts, too"
+    assert 10_000 < model.prefill_tokens_per_s < 100_000
