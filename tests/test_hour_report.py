@@ -29,6 +29,7 @@ def test_a_report_of_several_runs_has_floors_by_the_best_peaks_and_each_test_onc
     attention = [
         {"shape": "decode 1 x 2", "by": "triton", "us": 9.0},
         {"shape": "decode 1 x 2", "by": "triton", "us": 7.0},
+        {"shape": "decode 1 x 2", "by": "triton", "us": 5.0, "block_size": 128},
         {"shape": "decode 1 x 2", "by": "x", "failed": ""},
     ]
     write("first", machine, bench(2000.0, step | {"device_ms": 11.0}), {"cells": attention}, None)

@@ -57,6 +57,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     prompt_tokens=tokens, every_s=options.every_s * tokens / 1500,
                 )  # fmt: skip
                 for name, config in compared.items():
+                    if name != BY_TIME and int(name) <= streams:
+                        continue  # decodes take the whole step, and the prompt would wait for their ends
                     model = StepTimeModel(found.costs, deviation=found.deviation) if name == BY_TIME else None
                     one = MixedLoad(executor, config, options.seed + number, traffic, step_times=model).run()
                     results.setdefault((streams, tokens, name), []).append(one)
@@ -127,7 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tpot-ms", type=float, default=75.0, help="the target between two tokens (%(default)s)")
     parser.add_argument(
-        "--budgets", type=int, nargs="+", default=[16, 32, 64, 128], help="fixed tokens of a step (%(default)s)"
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[16, 32, 64, 128],
+        help="fixed tokens of a step, where there are fewer streams (%(default)s)",
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[4, 16], help="numbers of streams (%(default)s)")
     parser.add_argument(

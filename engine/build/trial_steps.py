@@ -11,11 +11,11 @@ from engine.step import LogitControls, RowKind, RowSampling, ScheduledRequest, S
 DECODE_CONTEXT = 4096
 """Tokens of each row but the first in the trial decode step: enough that the step mostly reads K and V."""
 SHORT_CONTEXT = 256
-"""Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys, as a different kernel
-would."""
-SHORT_CHUNK = 16
-"""Tokens of each chunk in the trial step whose rows are all as long as a row may be: attention splits the keys of such
-chunks into the most parts, and keeps the most partial results."""
+"""Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys where many rows decode,
+as a different kernel would."""
+CHUNK_SPLIT, MOST_SPLITS, MOST_PARTIALS = 512, 16, 256
+"""Of Triton's attention: the fewest keys of a chunk's split, the most splits of a chunk, and the most partial results,
+its tokens times its splits. kernels.triton.attention.splits has them, which needs Triton; a test compares."""
 
 # Controls need a copy of the logits in float32.
 _CONTROLS = LogitControls(
@@ -73,18 +73,20 @@ def short_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
 
 
 def longest_rows_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
-    """Return a row per seat, each as long as a row may be: as many short chunks as there are tokens for, and decodes.
+    """Return a row per seat, each as long as a row may be: as many chunks with the most partial results of attention as
+    there are tokens for, and chunks of one token.
 
-    No step has more partial results of attention. All rows read the same blocks.
+    No step has more partial results of attention: decodes have fewer splits where there are many. All rows read the
+    same blocks.
     """
     length, seats = config.max_model_len, config.max_num_seqs
-    count = min(SHORT_CHUNK, length)
-    num_chunks = min(seats, (config.max_num_batched_tokens - seats) // max(1, count - 1))
+    most = min(MOST_PARTIALS // min(MOST_SPLITS, -(-length // CHUNK_SPLIT)), length)
     blocks = tuple(block % num_blocks for block in range(-(-length // config.block_size)))
-    rows = []
+    left, rows = config.max_num_batched_tokens - seats, []
     for number in range(seats):
-        kind, tokens = (RowKind.DECODE, 1) if number < seats - num_chunks else (RowKind.LAST, count)
+        count = min(most, 1 + left)
+        left -= count - 1
         state = StateUse(number) if config.recurrent_state else None
-        name, start = f"row {number}", length - tokens
-        rows.append(ScheduledRequest(name, kind, start, (0,) * tokens, blocks, _DEAREST, state=state))
+        tokens, start = (0,) * count, length - count
+        rows.append(ScheduledRequest(f"row {number}", RowKind.LAST, start, tokens, blocks, _DEAREST, state=state))
     return StepPlan(2, tuple(rows))

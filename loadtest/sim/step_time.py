@@ -176,18 +176,25 @@ def fit_gpu(document: dict[str, Any]) -> tuple[CalibratedStep, float]:
 
     Returns:
         The model, and its largest relative error.
+
+    Raises:
+        ValueError: there are too few steps of the model.
     """
-    alone = {(cell["cell"], cell["size"]): cell for cell in document["cells"] if cell["model"] == GPU_MODEL}
-    steps = []
-    for (kind, size), cell in alone.items():
-        if (work := _gpu_work(kind, size)) is not None:
-            steps.append(Measured(work, cell["device_ms"] / 1000))
+    alone = {
+        (cell["cell"], cell["size"]): cell["device_ms"] / 1000
+        for cell in document["cells"]
+        if cell["model"] == GPU_MODEL and "device_ms" in cell
+    }
+    works = {name: _gpu_work(*name) for name in alone}
+    steps = [Measured(work, alone[name]) for name, work in works.items() if work is not None]
     attention = {cell["shape"]: cell["us"] / 1e6 for cell in document["attention"] if cell["by"] == "triton"}
     for shape, seconds in attention.items():
-        if (found := re.fullmatch(r"decode (\d+) x (\d+)", shape)) and int(found[2]) != GPU_CONTEXT:
-            rows, context = map(int, found.groups())
-            added = GPU_LAYERS * (seconds - attention[f"decode {rows} x {GPU_CONTEXT}"])
-            steps.append(Measured(decode_work(rows, context), alone["decode", rows]["device_ms"] / 1000 + added))
+        if (found := re.fullmatch(r"decode (\d+) x (\d+)", shape)) is None:
+            continue
+        rows, context = map(int, found.groups())
+        short, step = attention.get(f"decode {rows} x {GPU_CONTEXT}"), alone.get(("decode", rows))
+        if context != GPU_CONTEXT and short is not None and step is not None:
+            steps.append(Measured(decode_work(rows, context), step + GPU_LAYERS * (seconds - short)))
     costs = fit_costs(steps, GPU_KNOTS)
     return CalibratedStep(costs), max(map(abs, relative_errors(costs, steps)))
 

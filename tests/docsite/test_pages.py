@@ -87,6 +87,10 @@ def test_a_page_of_figures_has_the_command_that_made_them(mark: str) -> None:
     )
 
 
+def test_first_tokens_at_equal_gaps_are_what_the_file_says() -> None:
+    assert between("equal gaps", "targets.md") == bench_targets.equal_gaps(document("targets.json"))
+
+
 def test_the_figures_are_of_valid_measurements() -> None:
     measured = ("mixed_load.json", "kv_tight.json", "targets.json")
     assert all(cell["valid"] for name in measured for cell in document(name)["cells"])

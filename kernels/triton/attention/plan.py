@@ -81,11 +81,12 @@ class AttentionPlan:
 def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
     """Build the plan on the block tables' device, with one copy from pinned memory that nothing waits for."""
     lengths = [context + count for context, count in zip(rows.contexts, rows.counts, strict=True)]
-    split = least_split(rows.num_decode, kv_heads)
     known = tuple(zip(lengths, rows.counts, strict=True)) or None
+    num_chunks = rows.num_chunks if isinstance(rows, RowsOnDevice) else len(lengths) - rows.num_decode
+    split = least_split(rows.num_decode, kv_heads, chunks=num_chunks > 0)
     if isinstance(rows, RowsOnDevice):
         tensors = rows.first_tokens, rows.lengths, rows.tables, rows.decodes
-        return AttentionPlan(*tensors, rows.num_decode, rows.num_chunks, rows.max_length, known, split)
+        return AttentionPlan(*tensors, rows.num_decode, num_chunks, rows.max_length, known, split)
     device, shape = rows.block_tables.device, rows.block_tables.shape
     begins = list(accumulate(rows.counts, initial=0))
     parts = [torch.tensor(begins), torch.tensor(lengths), torch.tensor([rows.num_decode])]
@@ -98,6 +99,5 @@ def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> Att
     places = host.to(device, non_blocking=True).split(sizes)
     on_device = [place[: len(part)] for part, place in zip(parts, places, strict=True)]
     tables = on_device[3].view(shape) if len(parts) == 4 else rows.block_tables.to(torch.int32)
-    num_chunks = len(lengths) - rows.num_decode
     tensors = on_device[0], on_device[1], tables, on_device[2]
     return AttentionPlan(*tensors, rows.num_decode, num_chunks, max(lengths), known, split)

@@ -1,5 +1,5 @@
 """Owns how a row's keys are split among programs: by its length, its count of tokens, and the most decodes of a step.
-Never looks at the lengths of other rows: in steps of one size, the order of a row's sums is the same beside any others.
+Never looks at the lengths of other rows: in steps of one captured size, a row's sums have one order beside any others.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 SPLIT = 256
-"""The fewest keys of a split where a few rows decode; of a chunk's splits, half of the fewest."""
+"""The fewest keys of a split where a few rows decode. A chunk's splits have at least twice as many, in every step."""
 FEW_SPLITS = 2048
 SPLITS = ((16, 128), (64, SPLIT))
 """The fewest keys of a split by the most decodes of a step, times KV heads, and FEW_SPLITS with more. Splits keep a GPU
@@ -28,9 +28,11 @@ STEP = 128
 """What the size of longer splits is a multiple of: all key tiles are full, except at a row's end."""
 
 
-def least_split(num_decode: int, kv_heads: int) -> int:
-    """Return the fewest keys of a split in steps of up to `num_decode` decodes."""
-    return next((split for most, split in SPLITS if num_decode * kv_heads <= most), FEW_SPLITS)
+def least_split(num_decode: int, kv_heads: int, *, chunks: bool) -> int:
+    """Return the fewest keys of a split in steps of up to `num_decode` decodes. chunks: whether they have any, beside
+    which a GPU needs no more splits of decodes than of SPLIT keys."""
+    found = next((split for most, split in SPLITS if num_decode * kv_heads <= most), FEW_SPLITS)
+    return max(found, SPLIT) if chunks else found
 
 
 def split_size(length: int, count: int, split: int = SPLIT) -> int:
@@ -41,7 +43,8 @@ def split_size(length: int, count: int, split: int = SPLIT) -> int:
     if count == 1 and -(-length // split) <= FINE_SPLITS:
         return split
     most = MOST_SPLITS if count == 1 else min(max(count, CHUNK_PARTIALS) // count, MOST_CHUNK_SPLITS)
-    return max(2 * (split if count == 1 else min(split, SPLIT)), -(-length // (most * STEP)) * STEP)
+    least = split if count == 1 else min(split, SPLIT)
+    return max(2 * least, -(-length // (most * STEP)) * STEP)
 
 
 def num_splits(length: int, count: int, split: int = SPLIT) -> int:

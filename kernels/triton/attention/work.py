@@ -47,7 +47,8 @@ class Work:
     partials: int
     """Partial results of one head. Without the rows, at most CHUNK_PARTIALS for each row, MOST_CHUNK_SPLITS for each
     row and each token, and for each token as many as the longest row may have splits: 256 rows of up to 32,768 keys
-    with 2,048 tokens have up to 36,880, which take 600 MB for 32 heads of 128. 256 decodes have up to 8,192."""
+    with 2,048 tokens and 8 KV heads have up to 32,768, which take 540 MB for 32 heads of 128. 256 decodes have up to
+    4,096."""
     merged: int
     """Tokens with partial results."""
 

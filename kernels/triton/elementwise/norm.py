@@ -29,7 +29,7 @@ def _norm(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     inside = i < SIZE
-    factors = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)  # no launch of a step writes a weight
+    factors = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(OVERLAPS)
     value = tl.load(x + row * stride + i, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -42,7 +42,8 @@ def _norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """See kernels.reference.rms_norm. x: [..., size], weight: [size]; out: of x's shape, contiguous."""
+    """See kernels.reference.rms_norm. x: [..., size]; weight: [size], which is read while the launch ahead may still
+    run; out: of x's shape, contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch(rows, None, weight, out, None, eps)
@@ -54,7 +55,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """With sum = x + residual, return (rms_norm(sum) in x's type, sum in float32). residual None: there is none yet.
 
-    x: [..., size], residual: the same in float32; out: both results, contiguous. The sum may overwrite the residual.
+    x: [..., size], residual: the same in float32; weight: as rms_norm's; out: both results, contiguous. The sum may
+    overwrite the residual.
     """
     normed, total = (
         (torch.empty_like(x, dtype=t).contiguous() for t in (x.dtype, torch.float32)) if out is None else out

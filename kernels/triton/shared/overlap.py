@@ -1,5 +1,5 @@
 """Owns launches whose programs start before the launch ahead has ended (programmatic dependent launch).
-Never lets a kernel read or write before it has waited: what it is given may not be there yet."""
+Never lets a kernel write before it has waited, or read what a launch on its stream may still write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def overlaps() -> bool:
 
 
 def overlapping() -> dict[str, bool]:
-    """Return the options of a launch of a kernel that begins with `wait_for_previous`."""
+    """Return the options of a launch of a kernel that calls `wait_for_previous`. Before that it may read weights alone,
+    which no launch of a step writes."""
     return {"launch_pdl": True} if overlaps() else {}
 
 

@@ -17,6 +17,7 @@ import torch
 
 from engine.batch.inputs import check_plan
 from engine.batch.logit_controls import apply_controls
+from engine.build import trial_steps
 from engine.build.engine import build_engine
 from engine.build.gpu import start_on_device
 from engine.build.trial_steps import (
@@ -268,20 +269,45 @@ def test_rows_of_the_longest_decode_step_are_shorter_rather_than_read_the_same_b
     assert len(set(short)) == 30 * SHORT_CONTEXT // 16
 
 
-@pytest.mark.parametrize(("seqs", "tokens"), [(256, 2048), (256, 256), (4, 2048), (64, 8192)])
-def test_a_step_of_the_longest_rows_has_as_many_partial_results_as_a_step_may_have(seqs: int, tokens: int) -> None:
-    """Otherwise the start would not have measured what they take, in a step that is not captured."""
+def test_the_trial_step_has_the_constants_of_attention() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this machine")
-    from kernels.triton.attention.splits import SPLIT, num_splits
-    from kernels.triton.attention.work import most_work
+    from kernels.triton.attention import splits
 
-    config = resolved_config(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=32_768, block_size=16)
+    found = (2 * splits.SPLIT, splits.MOST_CHUNK_SPLITS, splits.CHUNK_PARTIALS)
+    assert found == (trial_steps.CHUNK_SPLIT, trial_steps.MOST_SPLITS, trial_steps.MOST_PARTIALS)
+
+
+def partial_results(decodes: int, counts: list[int], length: int, kv_heads: int) -> int:
+    """Return how many a step of the longest rows has: so many decodes, and chunks of these counts of tokens."""
+    from kernels.triton.attention.splits import least_split, num_splits
+
+    split = least_split(decodes, kv_heads, chunks=bool(counts))
+    splits = {count: num_splits(length, count, split) for count in (1, *counts)}
+    return sum(count * splits[count] for count in [1] * decodes + counts if splits[count] > 1)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("length", [1024, 2048, 4096, 32_768])
+@pytest.mark.parametrize(("seqs", "tokens"), [(256, 2048), (256, 256), (4, 2048), (64, 512), (64, 8192)])
+def test_no_step_has_many_more_partial_results_than_that_of_the_longest_rows(
+    seqs: int, tokens: int, length: int, kv_heads: int
+) -> None:
+    """Otherwise the start would not have measured what they take, in a step that is not captured. Compared with steps
+    of so many decodes, chunks of one size, and chunks of one token on all other seats."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    config = resolved_config(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length, block_size=16)
     plan = longest_rows_step(config, 100)
     check_plan(plan, 16)
     assert plan.num_tokens <= tokens
-    found = sum(len(row.token_ids) * num_splits(row.end, len(row.token_ids)) for row in plan.rows)
-    bound = most_work(torch.zeros(5, seqs + 1), tokens, seqs, seqs, 32_768, 4, SPLIT).partials
-    assert 0.93 * bound < found <= bound
+    found = partial_results(0, [len(row.token_ids) for row in plan.rows], length, kv_heads)
+    most = 0
+    for decodes in (decodes for decodes in (0, 1, 2, 8, 9, 16, 64, 65, seqs) if decodes <= seqs):
+        for count in (1, 2, 5, 8, 16, 32, 64, 128):
+            seats = seqs - decodes
+            chunks = 0 if count == 1 else max(0, min(seats, (tokens - seqs) // (count - 1)))
+            counts = [count] * chunks + [1] * (seats - chunks)
+            most = max(most, partial_results(decodes, counts, length, kv_heads))
+    assert found >= 0.93 * most
     check_plan(longest_rows_step(replace(config, recurrent_state=True), 100), 16, seqs)
 
 

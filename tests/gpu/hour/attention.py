@@ -147,7 +147,7 @@ def _plans(case: Case, on_gpu: bool) -> list[dict[str, int]]:
     if not on_gpu:
         return [{}]
     longest = [{"max_length": length} for length in (2048, 32768) if length > case.context + case.chunk]
-    splits = [] if case.chunk else [{"max_length": 32768, "split": split} for split in (128, 512, 1024)]
+    splits = [] if case.chunk else [{"max_length": 32768, "split": split} for split in (128, 256, 512, 1024, 2048)]
     return [{}, *longest, *splits]
 
 

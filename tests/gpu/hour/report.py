@@ -39,7 +39,7 @@ def report(folders: Sequence[Path]) -> dict[str, Any]:
         "packages": machine["packages"],
         "peaks": peaks,
         "cells": _last((cell for bench in benches for cell in _against(peaks, bench)), "model", "cell", "size"),
-        "attention": _last((cell for cell in of_attention if "by" in cell and "us" in cell), "shape", "by"),
+        "attention": _last((cell for cell in of_attention if _of_packages(cell)), "shape", "by"),
         "tests": _outcomes(test for result in results for test in result.get("tests", ())),
     }
 
@@ -64,8 +64,13 @@ def _against(peaks: dict[str, float], bench: dict[str, Any]) -> Iterator[Cell]:
 
 
 def _last(cells: Iterable[Cell], *names: str) -> list[Cell]:
-    """Return each cell once: what was measured again counts by its last run."""
+    """Return each cell once: of what was measured again, the last counts, by folders and then by files' names."""
     return list({tuple(cell.get(name) for name in names): cell for cell in cells}.values())
+
+
+def _of_packages(cell: Cell) -> bool:
+    """Whether attention was timed in the engine's own configuration, and not in a sweep over others."""
+    return "by" in cell and "us" in cell and "block_size" not in cell
 
 
 def _outcomes(tests: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:

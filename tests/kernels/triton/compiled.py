@@ -51,6 +51,9 @@ SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 """What a program may have of shared memory, by capability."""
 
 
+_READ = re.compile(r"\bld\.global|\bcp\.async\.c")
+
+
 class NoGpu:
     """Answers what Triton asks of a driver before it compiles, and before it launches."""
 
@@ -115,7 +118,7 @@ def compile_instead(found: list[dict[str, Any]], *, resources: bool) -> None:
                 "shared_bytes": kernel.metadata.shared,
                 "tensor_cores": "mma" in ptx,
                 "fused": "fma.rn.f32" in ptx,
-                "waits": "griddepcontrol.wait" in ptx,
+                "reads_before_it_waits": len(_READ.findall(ptx.partition("griddepcontrol.wait")[0])),
                 "waits_first": access is not None and "griddepcontrol.wait" in ptx[: access.start()],
                 "barriers": len(re.findall(r"^ *(?:ttg|gpu)\.\w*barrier\b", kernel.asm["ttgir"], re.MULTILINE)),
                 "copies_in_flight": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),

@@ -13,10 +13,11 @@ from tests.kernels.rows import paged_case
 from tests.kernels.triton.cases import POISON, attend, plan_of
 from tests.support.seeds import next_seed
 
+from kernels.rows.device import on_device  # isort: skip
 from kernels.triton.attention import attention as launches  # isort: skip
 from kernels.triton.attention.combine import HEADS  # isort: skip
 from kernels.triton.attention.kernel import CHUNK_CONFIGS, DECODE_CONFIGS  # isort: skip
-from kernels.triton.attention.plan import AttentionPlan  # isort: skip
+from kernels.triton.attention.plan import AttentionPlan, prepare_attention  # isort: skip
 from kernels.triton.attention.splits import FEW_SPLITS, SPLIT, SPLITS, STEP, least_split, num_splits, split_size  # isort: skip
 from kernels.triton.attention.work import CHUNK_TILES, UNLIMITED, Work, most_work  # isort: skip
 from kernels.triton.shared.launch import WITHOUT_GPU  # isort: skip
@@ -102,14 +103,27 @@ def test_a_row_alone_has_splits_enough_for_a_gpu(length: int, count: int, splits
 def test_rows_that_fill_a_gpu_have_fewer_splits() -> None:
     """On an H200, splits of 256 keys took a quarter longer than whole rows of 1,024 where 64 rows of 8 KV heads
     decode."""
-    sizes = [least_split(rows, 8) for rows in range(300)]
+    sizes = [least_split(rows, 8, chunks=False) for rows in range(300)]
     assert sizes == sorted(sizes)
     assert [num_splits(1024, 1, sizes[rows]) for rows in (1, 2, 3, 8, 9, 64, 256)] == [8, 8, 4, 4, 1, 1, 1]
-    assert least_split(64, 1) == least_split(8, 8), "programs count, and each KV head has its own"
+    assert least_split(64, 1, chunks=False) == sizes[8], "programs count, and each KV head has its own"
+    assert [least_split(rows, 8, chunks=True) for rows in (0, 1, 8, 9)] == [SPLIT, SPLIT, SPLIT, FEW_SPLITS]
 
 
-@pytest.mark.parametrize("split", [SPLIT, FEW_SPLITS])
-def test_a_chunk_has_the_same_splits_beside_many_decodes(split: int) -> None:
+@pytest.mark.parametrize(
+    ("decodes", "chunks", "split"), [(1, 0, 128), (3, 0, SPLIT), (1, 1, SPLIT), (9, 0, FEW_SPLITS)]
+)
+def test_a_plan_has_the_splits_of_its_decodes_and_kv_heads(decodes: int, chunks: int, split: int) -> None:
+    """Of the rows themselves, and of the most decodes that a captured step may have."""
+    case = paged_case([5] * decodes, [(3, 4)] * chunks, kv_heads=8, group=2, block_size=4)
+    assert prepare_attention(case.rows, 8, case.q.dtype).split == split
+    captured = replace(on_device(case.rows, torch.device("cpu")), contexts=(), counts=())
+    assert prepare_attention(captured, 8, case.q.dtype).split == split
+
+
+@pytest.mark.parametrize("decodes", [0, 1, 2, 3, 64])
+def test_a_chunk_has_the_same_splits_beside_any_number_of_decodes(decodes: int) -> None:
+    split = least_split(decodes, 8, chunks=True)
     assert [num_splits(length, 50, split) for length in (500, 5_000, 100_000)] == [1, 5, 5]
 
 
@@ -160,12 +174,13 @@ def exceeded(exact: Work, bound: Work) -> list[str]:
 
 
 def test_partial_results_of_a_captured_step_are_bounded() -> None:
-    """The figures of Work's docstring: with 32 heads of 128, 609 MB, and 135 MB for decodes alone."""
+    """The figures of Work's docstring: with 32 heads of 128, 537 MB, and 67 MB for decodes alone."""
     sums = torch.zeros(5, 258, dtype=torch.int32)
-    mixed = most_work(sums, 2048, 256, 257, 32_768, 4, SPLIT)
-    assert mixed.partials == 36_880
-    decodes = most_work(sums[:, :257], 256, 256, 0, 32_768, 4, SPLIT)
-    assert decodes.partials == 8192
+    mixed = most_work(sums, 2048, 256, 257, 32_768, 4, least_split(256, 8, chunks=True))
+    assert mixed.partials == 32_768
+    assert most_work(sums, 2048, 256, 257, 32_768, 4, SPLIT).partials == 36_880
+    decodes = most_work(sums[:, :257], 256, 256, 0, 32_768, 4, least_split(256, 8, chunks=False))
+    assert decodes.partials == 4096
     assert set(decodes.chunk_items.values()) == {0}, "no launch for chunks in a step that has none"
     assert min(mixed.chunk_items.values()) > 0
     assert most_work(sums, 2048, 256, 257, SPLIT, 4, SPLIT).partials == 0
