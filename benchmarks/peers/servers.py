@@ -30,7 +30,7 @@ _DEFAULT_GGUF = """
 import pathlib, sys
 from engine.checkpoints.default_model import download_default_gguf
 directory, name = sys.argv[1:]
-with download_default_gguf(pathlib.Path(directory), progress=False) as file:
+with download_default_gguf(pathlib.Path(directory), progress=False, stored=True, hasty=False) as file:
     file.rename(pathlib.Path(directory, name))
 """
 

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
 from benchmarks.peers import run as peers
 from benchmarks.peers import servers as peer_servers
 from benchmarks.peers.servers import SERVERS, Contender, NotInstalled, Setup
+from engine.checkpoints import default_model
 from loadtest.scenarios import SCENARIOS, Closed, Mixed
 from loadtest.server import ROOT, Server, ended, free_port, launched, session_members
 
@@ -344,3 +346,18 @@ def test_our_own_server_is_measured_end_to_end_and_nothing_fails() -> None:
     assert peers.failures(document) == []
     life = document["rounds"][0]["chunkserve"]
     assert life["engine_gb"] == life["resident_gb_by_kind"]["engine"] > 0.2
+
+
+def test_the_default_file_is_downloaded_by_what_the_function_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression guard: the function had got arguments that the program for llama.cpp's file did not give, and only a
+    machine without the file noticed."""
+    downloaded = tmp_path / "downloaded"
+    downloaded.write_text("a file")
+    download = create_autospec(default_model.download_default_gguf)
+    download.return_value = nullcontext(downloaded)
+    monkeypatch.setattr(default_model, "download_default_gguf", download)
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path), "wanted"])
+    exec(peer_servers._DEFAULT_GGUF, {})
+    assert (tmp_path / "wanted").read_text() == "a file"
