@@ -17,13 +17,15 @@ from itertools import product
 from typing import Any
 
 from benchmarks.machine import machine
-from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig
+from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig, Targets
 from engine.core.applier import Applier
 from engine.core.core import EngineCore
 from engine.protocol import Event, Finished, SamplingParams, Submission
 from engine.scheduling.planner import Plan
 from engine.scheduling.request import create_request
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.step_time import StepCosts
 from engine.step import Capabilities, RowKind, ScheduledRequest, StepOutput, StepPlan
 
 BLOCK_SIZE = 16
@@ -34,12 +36,15 @@ WARM_UP = 3
 TRAFFIC = {
     "steady": "every seat decodes, so nobody is admitted",
     "churn": "one answer in 64 ends in each step, and a waiting request takes its place",
+    "by time": "as churn, and targets in time limit each step and order the prompts",
     "crowded": "memory is full, and admission_order bypass asks every waiting request whether it fits",
 }
 STORM = "memory runs out while all grow by a block at once, and sixteen are preempted in one step"
 VICTIMS = 16
 PROMPT_BLOCKS = 8
 """Prompt blocks of each request in a storm. Each victim frees these, and does not need its next block."""
+COSTS = StepCosts((1, 512, 4096), (0.002, 0.004, 0.02), sample_s=1e-6, key_s=1e-9, attended_s=1e-9)
+"""About what steps take here, where nothing is computed but plans."""
 Milliseconds = dict[str, list[float]]
 
 
@@ -92,13 +97,14 @@ class TimedCore(EngineCore):
     def __init__(self, traffic: str, running: int, draw: random.Random) -> None:
         config = _storm_config(running) if traffic == "storm" else _config(traffic, running)
         self._canned = CannedExecutor()
-        super().__init__(self._canned, config)
+        model = StepTimeModel(COSTS, deviation=0.1) if traffic == "by time" else None
+        super().__init__(self._canned, config, step_times=model)
         self.times: Milliseconds = defaultdict(list)
-        self._scheduler = timed = _TimedScheduler(config, self._blocks)
+        self._scheduler = timed = _TimedScheduler(config, self._blocks, model)
         self._applier = Applier(timed, self._canned)
         timed.times = self.times
         self._draw = draw
-        self._churns = traffic == "churn"
+        self._churns = traffic in ("churn", "by time")
         self._num_sent = 0
 
     @property
@@ -142,7 +148,7 @@ class TimedCore(EngineCore):
 def _config(traffic: str, running: int) -> ResolvedConfig:
     """Return a config with memory for all tokens of every running request, plus a block each for rounding. `crowded`
     has seats to spare, and no block beyond the running requests' tokens."""
-    crowded = traffic == "crowded"
+    crowded, by_time = traffic == "crowded", traffic == "by time"
     seats = running + (64 if crowded else 0)
     whole_life = SchedulerConfig(reserve_mode="full", preempt_policy="none", admission_order="bypass")
     asked = EngineConfig(
@@ -152,6 +158,7 @@ def _config(traffic: str, running: int) -> ResolvedConfig:
         max_prefill_tokens=2048,
         num_speculative_tokens=0,
         scheduler=whole_life if crowded else SchedulerConfig(),
+        targets=Targets(tpot_ms=50.0, ttft_ms=2000.0) if by_time else Targets(),
     )
     return ResolvedConfig.of(
         asked,

@@ -4,6 +4,7 @@ Never reads a clock and never runs a step: it is told what steps took."""
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -40,10 +41,10 @@ class StepWork(NamedTuple):
     """Tokens of chunks, and drafts. A step with any is padded to other sizes than one of decode rows of one token."""
 
     def plus(self, other: StepWork) -> StepWork:
-        return StepWork(*map(sum, zip(self, other, strict=True)))
+        return StepWork(*map(operator.add, self, other))
 
     def minus(self, other: StepWork) -> StepWork:
-        return StepWork(*(one - two for one, two in zip(self, other, strict=True)))
+        return StepWork(*map(operator.sub, self, other))
 
 
 def decode_work(num_rows: int, context: int) -> StepWork:

@@ -21,7 +21,7 @@ from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
 from benchmarks.engine import step_model as bench_step_model
 from benchmarks.engine import targets as bench_targets
-from benchmarks.peers import beside, llama_cpp
+from benchmarks.peers import agreement, beside, llama_cpp
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
@@ -42,6 +42,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "targets": ("targets.md", "targets.json", bench_targets),
     "beside": ("targets.md", "beside.json", beside),
     "llama.cpp": ("llama-cpp.md", "llama_cpp.json", llama_cpp),
+    "agreement": ("llama-cpp.md", "agreement.json", agreement),
     "drafts": ("drafts.md", "speculation.json", bench_speculation),
     "transport": ("transport.md", "transport.json", transport),
     "versions": ("between-commits.md", "versions.json", versions),
