@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from serve_app.front.command.__main__ import COMMANDS, PROG
+
 ROOT = Path(__file__).resolve().parents[1]
 
 INTRODUCTION = """\
@@ -32,9 +34,13 @@ Ray Serve's own command. Before `serve run` [the config is checked](start.md), a
 | `serve --version` | Shows the versions of chunkserve and Ray. |
 
 If several servers run, `--address` chooses one. All other options are Ray's: `serve run --help`.
+
+`chunkserve serve`, [below](#chunkserve-serve), starts the same server from a model's name and a few options, without a
+config.
 """
 
 VARIABLES = {
+    "CHUNKSERVE_API_KEY": "API key that `chunkserve status` and `chunkserve chat` send.",
     "CHUNKSERVE_CACHE": "Directory of prepared models. Unset: `~/.cache/chunkserve`.",
     "CHUNKSERVE_KERNELS_CACHE": "Directory of compiled kernels. Unset: one in the user's cache directory.",
     "CHUNKSERVE_VERBOSE": "`1`: the same as `serve run --verbose`.",
@@ -50,7 +56,9 @@ VARIABLES = {
 }
 """Variables that users may set. Programs set others for each other."""
 
+COMMAND = "serve_app.front.command"
 PROGRAMS = (
+    COMMAND,
     "engine.checkpoints.prepare",
     "serve_app.auth",
     "loadtest.load",
@@ -80,6 +88,9 @@ PROGRAMS = (
     "k8s.validate",
 )
 """Programs for users and operators, in the order of the page."""
+WITH_SUBCOMMANDS = (COMMAND, *(f"{COMMAND} {name}" for name in COMMANDS), *PROGRAMS[1:])
+
+_OURS = WITH_SUBCOMMANDS[: 1 + len(COMMANDS)]
 
 # Each program runs in its own process, forked after importing torch, which most of them need and which takes seconds.
 _ALL = """
@@ -88,9 +99,10 @@ import torch
 
 def help_of(program):
     out = io.StringIO()
-    sys.argv = [program, "--help"]
+    module, *words = program.split()
+    sys.argv = [module, *words, "--help"]
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     return out.getvalue()
 
 found = {}
@@ -110,7 +122,7 @@ json.dump(found, sys.stdout)
 
 def render() -> str:
     """Render the page as Markdown."""
-    return "\n".join([INTRODUCTION, *_targets(), *_variables(), *_programs(help_of(PROGRAMS))])
+    return "\n".join([INTRODUCTION, *_targets(), *_variables(), *_programs(help_of(WITH_SUBCOMMANDS))])
 
 
 def _targets() -> Iterator[str]:
@@ -132,7 +144,8 @@ def _programs(helps: dict[str, str]) -> Iterator[str]:
     for program, text in helps.items():
         usage, _, rest = text.partition("\n\n")  # Python releases wrap the usage differently
         assert usage.startswith("usage: "), program
-        yield from (f"## python -m {program}", "", "```text", rest.rstrip(), "```", "")
+        name = program.replace(COMMAND, PROG) if program in _OURS else f"python -m {program}"
+        yield from (f"## {name}", "", "```text", rest.rstrip(), "```", "")
 
 
 def help_of(programs: Sequence[str]) -> dict[str, str]:

@@ -63,8 +63,8 @@ SERVING = Tree(
     package="serve_app",
     title="The serving path's packages",
     introduction="""\
-A config names `app`, and `front` is the `serve` command. The API is the largest package and has its own picture below.
-Most packages import `errors` and `settings`, so no arrows to these are drawn.
+A config names `app`, and `front` is the commands `serve` and `chunkserve`. The API is the largest package and has its
+own picture below. Most packages import `errors` and `settings`, so no arrows to these are drawn.
 
 ![The serving path's packages, from the application to errors and settings](../packages-serving.svg)
 """,
@@ -74,7 +74,7 @@ Most packages import `errors` and `settings`, so no arrows to these are drawn.
         "app": "The application that `serve run config.yaml` builds: an ingress deployment over an engine deployment."
     },
     base=frozenset({"errors", "settings"}),
-    merged={"api": "api"},
+    merged={"api": "api", "front": "front"},
 )
 API = Tree(
     package="serve_app.api",

@@ -81,6 +81,7 @@ GROUPS = (
         "The model's name, its download and its cache",
         "Check the name. Behind a firewall, download the model elsewhere and give its directory.",
         (
+            "engine/checkpoints/model_name.py",
             "engine/checkpoints/prepare.py",
             "engine/checkpoints/model_source.py",
             "engine/checkpoints/model_cache.py",
@@ -133,8 +134,9 @@ def messages(group: Group) -> Iterator[str]:
 
 
 def _messages_in(node: ast.AST, kinds: frozenset[str], *, lists_problems: bool) -> Iterator[str]:
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc) in kinds and node.exc.args:
-        yield _text(node.exc.args[0])
+    made = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Yield) else None
+    if isinstance(made, ast.Call) and _name(made) in kinds and made.args:
+        yield _text(made.args[0])
     elif isinstance(node, ast.Yield) and isinstance(node.value, ast.JoinedStr) and lists_problems:
         yield _text(node.value)
 

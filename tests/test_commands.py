@@ -137,6 +137,7 @@ def test_scripts_that_are_installed_are_known_here() -> None:
     """A new script has to be tested in the same way."""
     text = (ROOT / "pyproject.toml").read_text()
     scripts = text.partition("[project.scripts]\n")[2].partition("\n\n")[0]
-    assert [line.partition(" = ")[0] for line in scripts.splitlines()] == ["serve", "chunkserve-haproxy"]
+    assert [line.partition(" = ")[0] for line in scripts.splitlines()] == ["serve", "chunkserve", "chunkserve-haproxy"]
+    assert 'chunkserve = "serve_app.front.command.__main__:main"' in scripts
     assert 'chunkserve-haproxy = "serve_app.edge.launcher:main"' in scripts
     assert Path(SERVE).name == "serve"

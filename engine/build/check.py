@@ -4,7 +4,6 @@ with `REFUSED`."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 
@@ -17,13 +16,13 @@ COMMAND = (sys.executable, "-c", "import sys; from engine.build.check import mai
 
 
 def main() -> int:
-    """Run `check_engine` with the pickled arguments on standard input, and print as JSON what else the server's start
-    needs to know."""
+    """Run `check_engine` with the pickled arguments on standard input, and print the config that the engine would
+    serve as the last line: pickled, in hexadecimal."""
     model, config, engines = pickle.load(sys.stdin.buffer)
     try:
         resolved = check_engine(model, config, engines)
     except (ConfigError, ModelError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return REFUSED
-    print(json.dumps({"inputs": [kind.name for kind in resolved.inputs]}))
+    print(pickle.dumps(resolved).hex())
     return 0

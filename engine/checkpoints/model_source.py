@@ -104,6 +104,21 @@ def download_from_hub(repo: str, revision: str | None, progress: bool) -> Path:
         return check_model_directory(_cached_snapshot(repo, revision, error))
 
 
+def snapshot_in_cache(repo: str, revision: str | None) -> Path | None:
+    """Return what an earlier download of a hub repository left, without asking the hub. None: there is nothing.
+
+    Raises:
+        ModelError: the hub's library does not take the id, or what is there cannot be served.
+    """
+    try:
+        directory = _snapshot(repo, revision, cached_only=True)
+    except OSError:
+        return None
+    except ValueError as error:
+        raise ModelError(f"{repo} at revision {revision or 'main'} is no hub id: {error}") from error
+    return check_model_directory(directory)
+
+
 def _snapshot(repo: str, revision: str | None, cached_only: bool) -> Path:
     from huggingface_hub import snapshot_download
 

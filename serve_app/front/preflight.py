@@ -52,13 +52,22 @@ def read_applications(config: ServeConfig) -> list[Application]:
     Raises:
         ConfigRefused: settings are wrong; the message has name, limit and value.
     """
-    found = []
+    found, refusals = list[Application](), list[str]()
     for number, app in enumerate(config.applications):
-        for name, prefix, args in our_applications({"applications": [app]}):
-            application = Application(config, number, name, prefix, _validated(config, number, name, args))
-            _check_deployments(application, app.get("deployments") or ())
-            found.append(application)
+        try:
+            found += _read_one(config, number, app)
+        except ConfigRefused as refusal:
+            refusals.append(str(refusal))
+    if refusals:
+        raise ConfigRefused("\n".join(refusals))
     return found
+
+
+def _read_one(config: ServeConfig, number: int, app: dict[str, Any]) -> Iterator[Application]:
+    for name, prefix, args in our_applications({"applications": [app]}):
+        application = Application(config, number, name, prefix, _validated(config, number, name, args))
+        _check_deployments(application, app.get("deployments") or ())
+        yield application
 
 
 def _check_deployments(application: Application, deployments: Any) -> None:

@@ -3,7 +3,6 @@ Never checks anything for a cluster that already runs, because its engines may b
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import socket
@@ -16,6 +15,7 @@ from tempfile import TemporaryFile
 
 from engine.build.check import COMMAND, REFUSED
 from engine.checkpoints.prepare import prepare_model
+from engine.config import ResolvedConfig
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.auth.keys import Keys, KeysFileError
 from serve_app.front.arguments import Arguments
@@ -71,23 +71,38 @@ def check_port(config: ServeConfig) -> None:
 
 def _check_ingress(application: Application) -> None:
     """Check what an ingress replica would only find when it starts."""
+    for refusal in missing_files(application):
+        raise refusal
+    settings = application.settings
+    if settings.engine.executor == "torch":
+        check_tokenizer(
+            application, prepare_model(settings.model, weights=False, progress=False, **settings.tokenizer_form)
+        )
+
+
+def missing_files(application: Application) -> Iterator[ConfigRefused]:
+    """Yield a refusal for each file, directory or library that an ingress replica would miss when it starts."""
     settings = application.settings
     try:
         check_exporter(settings.tracing)
-        Keys.load(settings.auth)
     except MissingExporter as error:
-        raise application.refused(f"args.tracing.exporter: {error}", "tracing", "exporter") from error
+        yield application.refused(f"args.tracing.exporter: {error}", "tracing", "exporter")
+    try:
+        Keys.load(settings.auth)
     except KeysFileError as error:
-        raise application.refused(f"args.{error}", "auth", "keys_file") from error
+        yield application.refused(f"args.{error}", "auth", "keys_file")
     for name, directory in settings.lora_adapters.items():
         if settings.engine.executor == "torch" and not Path(directory).is_dir():
             problem = f"args.lora_adapters.{name}: there is no directory {directory}"
-            raise application.refused(problem, "lora_adapters", name)
-    if settings.engine.executor == "torch":
-        try:
-            Tokenizer.from_dir(prepare_model(settings.model, weights=False, progress=False, **settings.tokenizer_form))
-        except (FileNotFoundError, ValueError) as error:
-            raise application.refused(f"args.model: {error}", "model") from error
+            yield application.refused(problem, "lora_adapters", name)
+
+
+def check_tokenizer(application: Application, model_dir: Path) -> None:
+    """Raises ConfigRefused: the tokenizer or chat template of an application's model cannot be used."""
+    try:
+        Tokenizer.from_dir(model_dir)
+    except (FileNotFoundError, ValueError) as error:
+        raise application.refused(f"args.model: {error}", "model") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +129,8 @@ class EngineCheck:
             )
         return cls(application, process)
 
-    def finish(self) -> None:
-        """Wait for the answer.
+    def finish(self) -> ResolvedConfig:
+        """Wait for the answer, and return the config that the engines would serve.
 
         Raises:
             ConfigRefused: the engines could not start.
@@ -126,10 +141,12 @@ class EngineCheck:
             last = lines[-1] if lines else f"the check of the engine ended with status {status}"
             setting = last.split()[0] if status == REFUSED else ""  # most refusals begin with the setting's name
             raise self.application.refused(f"args.engine: {last}", "engine", *setting.split("."))
+        resolved: ResolvedConfig = pickle.loads(bytes.fromhex(said.splitlines()[-1]))
         settings = self.application.settings
         refusal = refused_images(settings.images, settings.model_id)
-        if refusal and "image" not in json.loads(said.splitlines()[-1])["inputs"]:
+        if refusal and "image" not in [kind.name for kind in resolved.inputs]:
             raise self.application.refused(f"args.{refusal}", "images")
+        return resolved
 
     def end(self) -> None:
         """Stop the process; its answer is no longer needed."""

@@ -1,0 +1,100 @@
+"""Implements `chunkserve serve`: makes a config from options, checks it, and runs what `serve run` runs.
+Never serves anything by itself: `serve_app.front.cli` does, from the start to the end of the last request."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from engine.build.machine import this_machine
+from serve_app.front.command.arguments import BAD_INPUT, Parser
+from serve_app.front.command.base_config import base_config
+from serve_app.front.command.problems import find_problems
+from serve_app.front.command.serve_options import in_options, needs_one_application, serve_parser, set_args, set_http
+from serve_app.front.config_file import read_config
+from serve_app.front.preflight import our_applications
+from serve_app.front.signals import exit_on_signals
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+_HEAD = "# Written by `chunkserve serve`. `chunkserve serve {name}` or `serve run {name}` serves it.\n"
+
+
+def main(arguments: Sequence[str], prog: str) -> int:
+    """Serve until a signal. Returns 2 for a config that cannot be served; failures of the start end as in `serve`."""
+    parser = serve_parser(prog)
+    options = parser.parse_args(arguments)
+    exit_on_signals()  # so that the directory below goes away
+    with TemporaryDirectory(prefix="chunkserve-") as directory:
+        path, made = _config(parser, options, Path(directory) / "config.yaml")
+        if path is None:
+            return BAD_INPUT
+        if made and (problems := find_problems(path).problems):
+            return _refuse([*in_options(problems, path)])
+        if options.write_config is not None:
+            return _write(path, options.write_config)
+        from serve_app.front.cli import main as serve
+
+        serve(["run", *["--verbose"] * options.verbose, str(path)])
+    return 0
+
+
+def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Path | None, bool]:
+    """Return the config to serve, and whether it was made here, as `made`. None: the given one is wrong, which is
+    reported."""
+    given = Path(options.what)
+    if not _is_config(given):
+        on_gpu = options.device == "cuda" or (options.device in (None, "auto") and bool(this_machine().gpus))
+        config = base_config(options.what, on_gpu=on_gpu)
+        set_args(config["applications"][0]["args"], options)
+    else:
+        if problems := find_problems(given).problems:  # here, where lines of the file are its own
+            _refuse(problems)
+            return None, False
+        original = read_config(given).content
+        config = copy.deepcopy(original)
+        if needs_one_application(options):
+            set_args(_only_application(parser, config), options)
+    set_http(config, options)
+    if _is_config(given) and config == original:
+        return given, False
+    made.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return made, True
+
+
+def _is_config(path: Path) -> bool:
+    return path.suffix in _SUFFIXES or (path.is_file() and path.suffix != ".gguf")
+
+
+def _only_application(parser: Parser, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the `args` of this project's application in a config. Exits if there are several, or none."""
+    ours = [app for app in config["applications"] if [*our_applications({"applications": [app]})]]
+    if len(ours) != 1:
+        parser.error(f"the config has {len(ours)} applications of this project, and options are for one: edit the file")
+    args: dict[str, Any] = ours[0].get("args") or {}
+    ours[0]["args"] = args
+    return args
+
+
+def _write(path: Path, to: Path) -> int:
+    try:
+        with to.open("x", encoding="utf-8") as file:
+            file.write(_HEAD.format(name=to) + path.read_text(encoding="utf-8"))
+    except FileExistsError:
+        return _refuse([f"--write-config: {to} is there already: choose another name, or remove it"])
+    except OSError as error:
+        return _refuse([f"--write-config: {to}: {error.strerror}"])
+    print(f"wrote {to}")
+    return 0
+
+
+def _refuse(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return BAD_INPUT

@@ -1,0 +1,78 @@
+"""Implements `chunkserve status`: a table of a running server's models, engines and load.
+Never wakes an engine, and needs no key but for the names of adapters."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from serve_app.front.command.api import KEY, Api, Json, NoAnswer, Refused
+from serve_app.front.command.arguments import FAILED, Parser, add_url, chosen_url
+
+_HEAD = ("engine", "running", "queued", "KV use", "prompt tok/s", "tok/s")
+_KEYS_ARE_NEEDED = 401
+
+
+def main(arguments: Sequence[str], prog: str) -> int:
+    """Print the table, and return 0 for a healthy server."""
+    parser = _parser(prog)
+    server = Api(chosen_url(parser, parser.parse_args(arguments).url))
+    try:
+        health = _health(server)
+        lines = [f"{server.url} {health}", *_lines(server.get("/activity"), _models(server))]
+    except (NoAnswer, Refused) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return FAILED
+    print("\n".join(lines))
+    return 0 if health == "is healthy" else FAILED
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = Parser(
+        prog,
+        "Show a running server's models, engines and ingress replicas: requests that run and wait, and the share of KV "
+        f"blocks in use. The exit status is 0 if the server is healthy. {KEY} is the API key, if the server has any.",
+    )
+    add_url(parser)
+    return parser
+
+
+def _health(server: Api) -> str:
+    try:
+        server.get("/health")
+    except Refused as refusal:
+        return f"is not healthy ({refusal.status}): {refusal}"
+    return "is healthy"
+
+
+def _models(server: Api) -> list[str]:
+    """Return the names of models and adapters; none without a key that the server wants."""
+    try:
+        return [model["id"] for model in server.get("/v1/models")["data"]]
+    except Refused as refusal:
+        if refusal.status != _KEYS_ARE_NEEDED:
+            raise
+        return []
+
+
+def _lines(activity: Json, models: Sequence[str]) -> Iterator[str]:
+    yield f"models: {', '.join(models or [activity['model']])}"
+    rows = [_HEAD, *map(_row, activity["engines"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for name, *numbers in rows:
+        cells = (text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))
+        yield "  ".join([name.ljust(widths[0]), *cells])
+    if not activity["engines"]:
+        yield "no engine runs; one starts at the first request"
+    replicas = activity["ingresses"]
+    live, waiting = (sum(replica[name] for replica in replicas) for name in ("num_live", "num_waiting"))
+    yield f"ingress replicas: {len(replicas)}, with {live} requests, of which {waiting} wait for a place with an engine"
+    if missing := activity["num_missing"]:
+        yield f"{missing} replicas did not answer"
+
+
+def _row(engine: Json) -> tuple[str, ...]:
+    held = engine["num_held_blocks"] / max(1, engine["num_blocks"])
+    speeds = (f"{engine[name]:.0f}" for name in ("prompt_tokens_per_s", "generated_tokens_per_s"))
+    return engine["engine"], str(engine["num_running"]), str(engine["num_waiting"]), f"{held:.0%}", *speeds
