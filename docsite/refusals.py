@@ -43,7 +43,7 @@ GROUPS = (
     Group(
         "The config file and the command",
         "The line names the file, the line in it and the setting. Correct it there.",
-        ("serve_app/front/*.py", "serve_app/auth/*.py", "serve_app/settings/*.py"),
+        ("serve_app/front/*.py", "serve_app/front/command/*.py", "serve_app/auth/*.py", "serve_app/settings/*.py"),
     ),
     Group(
         "HAProxy",

@@ -31,10 +31,11 @@ def main(arguments: Sequence[str], prog: str) -> int:
     findings = find_problems(options.config)
     problems = list(findings.problems)
     if options.explain and not problems:
-        print("\n".join(machine_lines(this_machine())), flush=True)
+        machine = this_machine()
+        print("\n".join(machine_lines(machine)), flush=True)
         for application in findings.applications:
             try:
-                print("\n".join(_explained(application)), flush=True)
+                print("\n".join(_explained(application, machine)), flush=True)
             except (ConfigRefused, ModelError) as refusal:
                 problems += str(refusal).splitlines()
     for problem in problems:
@@ -75,7 +76,7 @@ def machine_lines(machine: Machine) -> list[str]:
     ]
 
 
-def _explained(application: Application) -> Iterator[str]:
+def _explained(application: Application, machine: Machine) -> Iterator[str]:
     """Yield what the engines of an application would be, if its models are prepared.
 
     Raises:
@@ -83,6 +84,8 @@ def _explained(application: Application) -> Iterator[str]:
         ModelError: a model is damaged.
     """
     settings = application.settings
+    if settings.engine_num_gpus and not machine.gpus:
+        yield f"{application.name}: engine_num_gpus is {settings.engine_num_gpus:g}: no engine can start here"
     prepared, missing = application, list[str]()
     if settings.engine.executor == "torch":
         prepared, missing = _with_directories(application)
@@ -122,7 +125,7 @@ def reason_lines(resolved: ResolvedConfig) -> list[str]:
     lines = []
     for name, reason in resolved.reasons.items():
         if name not in _SHOWN:
-            value = getattr(resolved, name, None)
+            value = resolved.speculative.method if name == "speculative" else getattr(resolved, name, None)
             shown = f" {value}" if isinstance(value, str | int | float) else ""
             lines.append(f"  {name}{shown}: {reason}")
     return lines

@@ -208,7 +208,7 @@ def test_explain_says_what_this_machine_makes_of_the_shipped_config() -> None:
         "KV cache ",
         "  dtype ",
         "  num_threads ",
-        "  speculative: ",
+        "  speculative ",
     ):
         assert sum(line.startswith(begins) for line in lines) == 1, (begins, lines)
     assert lines[-1] == "config.yaml: no problem found"
@@ -235,6 +235,18 @@ def test_explain_describes_the_fake_executor(tmp_path: Path, capsys: pytest.Capt
     config["applications"][0]["args"] = {"model": "m", "engine": {"executor": "fake"}}
     assert main([written(tmp_path, config), "--explain"], "chunkserve check") == 0
     assert "kernels  executor is fake: tokens are scripted, no model is loaded." in capsys.readouterr().out
+
+
+def test_explain_says_that_engines_on_gpus_cannot_start_on_a_machine_without_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = shipped()
+    config["applications"][0]["args"] = {"model": "org/a-model-that-nobody-has", "engine_num_gpus": 1}
+    assert main([written(tmp_path, config), "--explain"], "chunkserve check") == 0
+    said = capsys.readouterr().out
+    assert "chunkserve: engine_num_gpus is 1: no engine can start here" in said
+    assert "org/a-model-that-nobody-has is not prepared" in said
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
