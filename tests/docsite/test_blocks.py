@@ -43,7 +43,7 @@ RUN_ELSEWHERE = {
     ".venv/bin/serve run config.yaml": "tests/serve_app/test_serve_run.py",
     ".venv/bin/chunkserve serve smollm2-135m-instruct --port 8001": "tests/serve_app/front/command/test_serve.py",
     ".venv/bin/chunkserve check config.yaml --explain": "tests/serve_app/front/command/test_check.py",
-    ".venv/bin/chunkserve chat": "tests/serve_app/front/command/test_running.py",
+    ".venv/bin/chunkserve chat --temperature 0": "tests/serve_app/front/command/test_running.py",
     ".venv/bin/chunkserve status": "tests/serve_app/front/command/test_running.py",
     ".venv/bin/serve deploy config.yaml": "tests/chaos/test_rollout.py",
     "TRITON_CACHE_DIR=loadtest/runs/kernels python3 -m tests.gpu.hour.ahead": "tests/test_first_hour.py",

@@ -26,6 +26,12 @@ def main(arguments: Sequence[str], prog: str) -> int:
     add_url(parser)
     parser.add_argument("--model", help="the model to talk to, by its name at the server (the first that it lists)")
     parser.add_argument("--system", help="text that tells the model how to behave")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="how freely the model picks its words; 0: always the likeliest, for small models (1)",
+    )
     options = parser.parse_args(arguments)
     server = Api(chosen_url(parser, options.url))
     try:
@@ -33,17 +39,19 @@ def main(arguments: Sequence[str], prog: str) -> int:
     except (NoAnswer, Refused) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return FAILED
-    _converse(Conversation(server, model, options.system))
+    _converse(Conversation(server, model, options.system, options.temperature))
     return 0
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far. `system`: what the model is told before everything else."""
+    """What was said so far. `system`: what the model is told before everything else. `temperature`: None leaves it to
+    the server."""
 
     server: Api
     model: str
     system: str | None
+    temperature: float | None
     said: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
@@ -55,7 +63,9 @@ class Conversation:
         """
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         question = {"role": "user", "content": text}
-        body = {"model": self.model, "stream": True, "messages": [*system, *self.said, question]}
+        body: Json = {"model": self.model, "stream": True, "messages": [*system, *self.said, question]}
+        if self.temperature is not None:
+            body = {**body, "temperature": self.temperature}
         answer: list[str] = []
         thoughts = False
         try:

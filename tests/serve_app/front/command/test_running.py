@@ -56,6 +56,7 @@ class Scripted:
     events: list[Any] = field(default_factory=list)
     endless: bool = False
     said: list[list[dict[str, str]]] = field(default_factory=list)
+    temperatures: list[float | None] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)
     """Set when a client left in the middle of an answer."""
@@ -77,6 +78,7 @@ def server() -> Iterator[Scripted]:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert (self.path, asked["model"], asked["stream"]) == ("/v1/chat/completions", "m", True)
             script.said.append(asked["messages"])
+            script.temperatures.append(asked.get("temperature"))
             self.send_response(200)
             self.end_headers()
             try:
@@ -202,6 +204,13 @@ def test_reset_forgets_what_was_said_but_not_the_system_text(server: Scripted) -
     chat(server, "one", "/reset", "two", "/exit", "three", options=("--system", "Be brief."))
     system = {"role": "system", "content": "Be brief."}
     assert server.said == [[system, {"role": "user", "content": text}] for text in ("one", "two")]
+
+
+def test_a_temperature_is_sent_only_if_it_is_given(server: Scripted) -> None:
+    server.events = [text_event("x")]
+    chat(server, "one")
+    chat(server, "two", options=("--temperature", "0"))
+    assert server.temperatures == [None, 0]
 
 
 def test_thoughts_are_shown_apart_and_not_sent_back(server: Scripted) -> None:
