@@ -15,7 +15,8 @@ INTRODUCTION = """\
 
 Written by `make docs`, from the table of features that exclude each other. A start that breaks one of its rules ends
 with one line, which names both settings and the reason. A setting that is not named here goes with everything. A
-setting that is left at `auto` adapts to the model: for one that takes images, for example, the kernels are torch's.
+setting that is left at `auto` adapts to the model: where the native kernels do not take its shapes, for example, the
+kernels are torch's.
 
 A cell says where the combination works: **N**, **T** and **R** are the CPU with `kernels: native`, `torch_cpu` and
 `reference`; **G** is a GPU; – is nowhere. The numbers lead to the reasons below.

@@ -227,7 +227,6 @@ RULES = (
         (TORCH_CPU, REFERENCE),
         "only the native kernels give a request bit-identical results in any batch",
     ),
-    Rule((IMAGES,), (NATIVE,), "the native kernels support neither image encoders nor multimodal positions"),
     Rule((GRAPHS,), (UNCAPTURED_ATTENTION,), "torch attention cannot be captured in CUDA graphs"),
     Rule(
         (GRAPHS,),

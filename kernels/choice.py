@@ -44,14 +44,11 @@ class Choice:
     reason: str
 
 
-def choose_kernels(
-    asked: str = "auto", *, head_dim: int, block_size: int, inputs: Iterable[int] = (), unfit: str | None = None
-) -> Choice:
+def choose_kernels(asked: str = "auto", *, head_dim: int, block_size: int, inputs: Iterable[int] = ()) -> Choice:
     """Choose kernels for a CPU. `auto` takes the fastest that can run this model on this machine. Compiles the native
     library if needed.
 
-    inputs: the input sizes of the model's matrices. unfit: why the native kernels cannot run the model, whatever its
-    shape.
+    inputs: the input sizes of the model's matrices.
 
     Raises:
         ValueError: the kernels asked for by name do not exist, or cannot run here. The message says why.
@@ -60,7 +57,7 @@ def choose_kernels(
         raise ValueError(f"Unknown kernels {asked!r}; there are: auto, {', '.join(KERNELS)}.")
     if asked in (TORCH_CPU, REFERENCE):
         return Choice(asked, f"{asked}: asked for by name")
-    problem = unfit or why_unfit(head_dim, block_size, inputs) or _why_no_library()
+    problem = why_unfit(head_dim, block_size, inputs) or _why_no_library()
     if problem is None:
         unit = MATRIX_UNITS[load_library().matrix_unit()]
         return Choice(NATIVE, f"native: {origin()}{unit}, one call a step")

@@ -54,6 +54,8 @@ MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/cpu/native/test_program.py"
 LOW_RANK = "tests/kernels/cpu/native/test_low_rank.py"
 NATIVE_HYBRIDS = "tests/engine/models/test_native_hybrids.py"
+NATIVE_IMAGES = "tests/kernels/cpu/native/test_multimodal.py"
+NATIVE_IMAGE_MODELS = "tests/engine/models/test_native_encoding.py"
 NATIVE_LINEAR = "tests/kernels/cpu/native/test_linear_attention.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
@@ -1949,6 +1951,38 @@ MUTATIONS = (
         " || !within(blocks, first_blocks[num_rows], num_blocks)",
         "",
         (NATIVE,),
+    ),
+    Mutation(
+        "Native images a",
+        "Text after an image in the same chunk has the positions that it would have without the image.",
+        "kernels/cpu/native/step.h",
+        "            place_text(span->end, end, span->shift_after);\n",
+        "",
+        (NATIVE_IMAGES,),
+    ),
+    Mutation(
+        "Native images b",
+        "A chunk that begins inside of an image has the places of the image's first tokens.",
+        "engine/models/native_encoding.py",
+        "Span(one.begin, one.end, one.first,",
+        "Span(one.begin, one.end, 0,",
+        (NATIVE_IMAGE_MODELS,),
+    ),
+    Mutation(
+        "Native images c",
+        "An image's tokens may reach into the next row.",
+        "kernels/cpu/native/step.h",
+        "span->end > end || ",
+        "",
+        (NATIVE_IMAGES,),
+    ),
+    Mutation(
+        "Native images d",
+        "A decode row after an image has the position that it would have without the image.",
+        "engine/models/native_encoding.py",
+        "row.inputs.shift if row.inputs else 0",
+        "0",
+        (NATIVE_IMAGE_MODELS,),
     ),
     Mutation(
         "Native e",

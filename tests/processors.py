@@ -52,6 +52,7 @@ FILES = (
     "tests/engine/models/test_fp8_rows.py",
     "tests/engine/models/test_native.py",
     "tests/engine/models/test_native_adapters.py",
+    "tests/engine/models/test_native_encoding.py",
     "tests/engine/models/test_native_hybrids.py",
     "tests/engine/models/test_packed_weights.py",
     "tests/engine/models/test_recurrent_state.py",

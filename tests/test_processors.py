@@ -27,6 +27,7 @@ EXCUSED = {
     "tests/kernels/cpu/native/test_grouped.py": "test_lesser_processors runs it",
     "tests/kernels/cpu/native/test_linear_attention.py": "test_lesser_processors runs it",
     "tests/kernels/cpu/native/test_low_rank.py": "test_lesser_processors runs it",
+    "tests/kernels/cpu/native/test_multimodal.py": "test_lesser_processors runs it",
     "tests/kernels/cpu/native/test_program.py": "test_lesser_processors runs it",
     "tests/kernels/cpu/native/test_rounded.py": "test_lesser_processors runs it",
     "tests/kernels/triton/test_elementwise.py": "multiplies no matrices",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine import features
 from engine.batch.grammar import read_grammars
@@ -220,7 +221,8 @@ def _builder(
     if model.vision is not None:
         from engine.build.encoder import encoder_builder  # not needed for text models
 
-        return encoder_builder(model_dir, model, config, resolved)
+        native = _recording(config, resolved) if kernels.name == NATIVE else None
+        return encoder_builder(model_dir, model, config, resolved, native)
     return ModelBuilder(
         model_dir=model_dir,
         model=model,
@@ -232,25 +234,27 @@ def _builder(
 
 
 def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> Runner[Model]:
-    size = resolved.block_size
     if kernels.name == NATIVE:
-        return lambda decoder, cache, state: NativeModel(
-            decoder,
-            cache,
-            state,
-            block_size=size,
-            num_threads=resolved.num_threads,
-            num_tokens=resolved.max_num_batched_tokens,
-            num_sampled=resolved.max_decode_tokens,
-            num_drafted=resolved.max_drafting_tokens if resolved.num_speculative_tokens else 0,
-            quantize=config.quantize == "int8",
-            rounded=config.rounds_activations,
-            max_lora_rank=config.max_lora_rank if config.max_loras else 0,
-        )
-    ops = TABLES[kernels.name]
+        recording = _recording(config, resolved)
+        return lambda decoder, cache, state: NativeModel(decoder, cache, state, **recording)
+    ops, size = TABLES[kernels.name], resolved.block_size
     if config.max_loras:
         return lambda decoder, cache, _: AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
     return lambda decoder, cache, state: EagerModel(decoder, ops, cache, size, state)
+
+
+def _recording(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, Any]:
+    """Return how a NativeModel records its steps."""
+    return {
+        "block_size": resolved.block_size,
+        "num_threads": resolved.num_threads,
+        "num_tokens": resolved.max_num_batched_tokens,
+        "num_sampled": resolved.max_decode_tokens,
+        "num_drafted": resolved.max_drafting_tokens if resolved.num_speculative_tokens else 0,
+        "quantize": config.quantize == "int8",
+        "rounded": config.rounds_activations,
+        "max_lora_rank": config.max_lora_rank if config.max_loras else 0,
+    }
 
 
 _KERNELS = dict(zip(KERNELS, (features.NATIVE, features.TORCH_CPU, features.REFERENCE), strict=True))
@@ -264,7 +268,6 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
             head_dim=model.head_dim,
             block_size=config.block_size,
             inputs=(model.hidden_size, model.intermediate_size, *model.expert_sizes, *model.hybrid_sizes),
-            unfit=_unfit(on),
         )
     except ValueError as error:
         raise ConfigError(f"kernels is {config.kernels}. {error}") from error
@@ -274,14 +277,6 @@ def _kernels(model: ModelConfig, config: EngineConfig) -> Choice:
     if conflict := find_conflict(on, feature=chosen):
         raise ConfigError(conflict.text(on))
     return choice
-
-
-def _unfit(on: Facts) -> str | None:
-    """Say why the native kernels cannot run this model with these settings, whatever its shape. None if they can."""
-    conflict = find_conflict(on, feature=features.NATIVE)
-    if conflict is None:
-        return None
-    return f"{on[conflict.feature]}, and {conflict.rule.reason}"
 
 
 def _draft(checkpoint: DraftCheckpoint | None, config: EngineConfig) -> DraftStart | None:

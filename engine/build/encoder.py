@@ -1,45 +1,61 @@
 """Owns what a model with an encoder needs in addition: the encoder's weights, and the limits on its inputs.
-Never runs on a GPU or on the native kernels, where such a model is refused by name."""
+Never runs on a GPU, where such a model is refused by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from engine.build.model import ModelBuilder
+from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import torch_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.models.computed import Model
 from engine.models.config import CheckpointError, read_json
+from engine.models.contents import Contents
 from engine.models.description import ModelConfig
 from engine.models.encoding import EncodingModel
+from engine.models.native_encoding import NativeEncodingModel
 from engine.models.vision import VisionEncoder
 from engine.models.vision_config import PixelConfig, VisionConfig, image_kind, read_pixels
 from engine.models.vision_weights import allocate_vision, vision_table
-from kernels.eager.ops import TABLES
+from kernels.eager.ops import TABLES, TORCH_CPU, Ops
 
 PROCESSOR_FILE = "preprocessor_config.json"
 
 
 def encoder_builder(
-    model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig
-) -> ModelBuilder[EncodingModel]:
-    """Return the builder of a decoder with its encoder. resolved: see with_inputs.
+    model_dir: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    native: Mapping[str, Any] | None,
+) -> ModelBuilder[Model]:
+    """Return the builder of a decoder with its encoder. resolved: see with_inputs. native: how the native kernels
+    record the decoder, beside which the encoder runs on torch's; None: both run on the kernels of `resolved`.
 
     Raises:
         CheckpointError: the checkpoint's description of images cannot be read.
     """
     assert model.vision is not None
-    ops, vision, pixels = TABLES[resolved.kernels], model.vision, _pixels(model_dir, model.vision)
-    weights = allocate_vision(vision, torch_dtype(resolved.dtype))
-    encoder = VisionEncoder(vision, pixels, weights, ops)
+    ops = TORCH_CPU if native is not None else TABLES[resolved.kernels]
+    weights = allocate_vision(model.vision, torch_dtype(resolved.dtype))
+    contents = Contents(VisionEncoder(model.vision, _pixels(model_dir, model.vision), weights, ops))
     return ModelBuilder(
         model_dir=model_dir,
         model=model,
         config=config,
         resolved=resolved,
-        runner=lambda decoder, cache, _: EncodingModel(decoder, encoder, ops, cache, resolved.block_size),
+        runner=_runner(contents, ops, resolved.block_size, native),
         others=vision_table(weights),
     )
+
+
+def _runner(contents: Contents, ops: Ops, block_size: int, native: Mapping[str, Any] | None) -> Runner[Model]:
+    if native is not None:
+        return lambda decoder, cache, _: NativeEncodingModel(decoder, contents, cache, **native)
+    return lambda decoder, cache, _: EncodingModel(decoder, contents, ops, cache, block_size)
 
 
 def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:

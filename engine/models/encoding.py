@@ -1,81 +1,55 @@
-"""Owns a decoder with an encoder that fills spans of prompts: embeddings of contents, and three-part positions.
-Never decides what is encoded or dropped: plans say so, and a row whose input is not encoded breaks their contract."""
+"""Owns a decoder with an encoder on torch's operators: a row's tokens may be an input's, with three-part positions.
+Never keeps an embedding: engine.models.contents does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.batch.inputs import build_inputs
 from engine.models.computed import Computed
+from engine.models.contents import Contents, Filled, row_begins
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
-from engine.models.vision import VisionEncoder
 from engine.multimodal_inputs import Grid
 from engine.step import StepPlan
 from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import Ops
 
 
-class Filled(NamedTuple):
-    """Tokens [begin, end) of a step have these embeddings instead of those of their ids. # [end - begin, hidden]"""
-
-    begin: int
-    end: int
-    embeddings: Tensor
-
-
 class EncodingModel:
     """An engine.models.computed.Model on the operators of `ops`, for a model with an encoder."""
 
-    def __init__(self, decoder: Decoder, encoder: VisionEncoder, ops: Ops, cache: KVCache, block_size: int) -> None:
+    def __init__(self, decoder: Decoder, contents: Contents, ops: Ops, cache: KVCache, block_size: int) -> None:
         self.decoder = decoder
-        self.encoder = encoder
+        self.contents = contents
         self.cache = cache
         self.state = None
         self.adapters = None
-        self.encoded: dict[bytes, Tensor] = {}
-        """Contents that plans have had encoded and not dropped: digest -> [tokens, hidden]."""
         self._ops = ops
         self._block_size = block_size
-        pairs = torch.tensor(encoder.config.position_sections)
-        self._section_of_pair = torch.arange(3).repeat_interleave(pairs)  # [head_dim / 2]
+        self._axis_of_pair = contents.axis_of_pair()
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
-        for digest in plan.dropped:
-            self.encoded.pop(digest, None)
-        for work in plan.encodes:
-            self.encoded[work.digest] = self.encoder.encode(work.grid, work.data)
+        self.contents.update(plan)
         inputs = build_inputs(plan, self._block_size, newest)
         positions = rotary_positions(plan, inputs.positions)
         run = SectionedPass(
             self._ops,
             token_ids=inputs.token_ids,
-            positions=positions[self._section_of_pair].T,
+            positions=positions[self._axis_of_pair].T,
             slots=inputs.slots,
             plan=self._ops.prepare_attention(inputs.rows, self.decoder.config.num_kv_heads, self.decoder.dtype),
-            filled=self._filled(plan),
+            filled=self.contents.filled(plan),
         )
         hidden: Tensor = self.decoder.forward(run, self.cache)
         return Computed.by_head(
             hidden, inputs.sampled_tokens, partial(multiply, self._ops, self.decoder.weights.lm_head)
         )
-
-    def _filled(self, plan: StepPlan) -> list[Filled]:
-        found = []
-        for row, begin in zip(plan.rows, _row_begins(plan), strict=True):
-            for one in row.inputs.placed if row.inputs else ():
-                if one.digest not in self.encoded:
-                    raise ValueError(f"Row {row.request_id}: its input at {one.start} was not encoded.")
-                first, last = max(one.start, row.start), min(one.end, row.end)
-                embeddings = self.encoded[one.digest][first - one.start : last - one.start]
-                found.append(Filled(begin + first - row.start, begin + last - row.start, embeddings))
-        return found
 
 
 class SectionedPass(EagerPass):
@@ -87,8 +61,8 @@ class SectionedPass(EagerPass):
 
     def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
         embedded = super().embed(table, scale)
-        for begin, end, embeddings in self._filled:
-            embedded[begin:end] = embeddings
+        for one in self._filled:
+            embedded[one.begin : one.end] = one.embeddings
         return embedded
 
     def rotations(self, inverse_frequencies: Tensor, factors: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -102,7 +76,7 @@ def rotary_positions(plan: StepPlan, indices: Tensor) -> Tensor:
     counts = torch.tensor([len(row.token_ids) for row in plan.rows])
     shifts = torch.tensor([row.inputs.shift if row.inputs else 0 for row in plan.rows]).repeat_interleave(counts)
     positions = (indices + shifts).repeat(3, 1)
-    for row, begin in zip(plan.rows, _row_begins(plan), strict=True):
+    for row, begin in zip(plan.rows, row_begins(plan), strict=True):
         for one in row.inputs.placed if row.inputs else ():
             first, last = max(one.start, row.start), min(one.end, row.end)
             place, end = begin - row.start, begin + len(row.token_ids)
@@ -116,8 +90,3 @@ def _grid_positions(grid: Grid) -> Tensor:
     """Return the frame, row and column of each token of a grid. # [3, frames * rows * columns]"""
     places = torch.meshgrid(*(torch.arange(size) for size in grid), indexing="ij")
     return torch.stack([place.flatten() for place in places])
-
-
-def _row_begins(plan: StepPlan) -> list[int]:
-    """Return the index of each row's first token within the step."""
-    return list(accumulate((len(row.token_ids) for row in plan.rows[:-1]), initial=0))

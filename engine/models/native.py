@@ -28,6 +28,7 @@ from kernels.cpu.native.linear_attention import LinearAttentionProgram, Rewind
 from kernels.cpu.native.low_rank import PackedAdapter
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped
 from kernels.cpu.native.sampling import DrawnRow, draw_rows
+from kernels.cpu.native.spans import Spans
 from kernels.forward import Linear
 
 
@@ -105,6 +106,7 @@ class NativeModel:
             [row.state.slot for row in rows if row.state is not None],
             (drafted.start, len(drafted)),
             adapters,
+            self._spans(plan),
         )
         self._run(recorded.program, step)
         rewind = None
@@ -127,6 +129,10 @@ class NativeModel:
         if lost := next((row.adapter for row in rows if row.adapter), None):
             raise ValueError(f"A row needs the adapter {lost}, and this model has none.")
         return []
+
+    def _spans(self, plan: StepPlan) -> Spans | None:
+        """Return the plan's inputs besides text. None: the model takes text alone."""
+        return None
 
     def _logits_at(self, index: Tensor) -> Tensor:
         """Return the logits of the step's tokens `index`. # [len(index), vocab]"""
@@ -176,13 +182,13 @@ class NativeModel:
 
 
 @contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Let torch use one thread in each thread that first computes in here: each would start as many as all have.
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads in the calling thread, and in each thread that first computes in here.
 
     With OpenMP, torch's number is per thread, and a thread takes what was set last when it first computes.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
@@ -219,7 +225,7 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
         )
 
     # The library and torch work without the interpreter's lock.
-    with _one_torch_thread(), ThreadPoolExecutor(num_threads) as pool:
+    with torch_threads(1), ThreadPoolExecutor(num_threads) as pool:  # each would start as many as all have
         head_job = pool.submit(packed, weights.lm_head, consume=not tied)  # the largest matrix first
         layers = tuple(pool.map(packed_layer, weights.layers))
         head = head_job.result()

@@ -15,11 +15,13 @@ from engine.config import ResolvedConfig, SchedulerConfig
 from engine.core.core import EngineCore
 from engine.execution.executor import TorchExecutor
 from engine.models.encoding import EncodingModel
+from engine.models.native_encoding import NativeEncodingModel
 from engine.protocol import Finished, PromptLogprobs, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from tests.golden.models import make_executor
 from tests.golden.scoring import check, compare
 from tests.golden.vision import VISION, forced_logits, logits_of_transformers, scored_prompts, vision_prompts
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_vision import Shown, save_vision_model
 
 NEW_TOKENS = 12
@@ -31,12 +33,12 @@ PROMPTS = vision_prompts()
 class VisionBench:
     """One checkpoint used by many cores, and what transformers answers."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, kernels: str) -> None:
+        self.directory, self.kernels = directory, kernels
         self.model = save_vision_model(directory)
         self.executor: TorchExecutor
         self.resolved: ResolvedConfig
-        self.executor, self.resolved = make_executor(directory, "float32", num_threads=1)
+        self.executor, self.resolved = make_executor(directory, "float32", num_threads=1, kernels=kernels)
         self.want = [self._answer(prompt) for prompt in PROMPTS]
         self.preemptions = self.drafted = 0
         self.logprobs: list[list[float]] = []
@@ -92,9 +94,9 @@ class VisionBench:
         return list(texts.values())
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> VisionBench:
-    return VisionBench(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=[pytest.param("native", marks=needs_compiler), "torch_cpu"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionBench:
+    return VisionBench(tmp_path_factory.mktemp("vision"), request.param)
 
 
 def budget(prefill: int) -> dict[str, Any]:
@@ -110,7 +112,7 @@ WHOLE = {"max_num_batched_tokens": 512, "max_prefill_tokens": 512, "max_num_seqs
 def test_the_encoder_gives_what_transformers_gives(bench: VisionBench) -> None:
     """The difference is as small as that between transformers' two ways of attention."""
     model = bench.executor.model
-    assert isinstance(model, EncodingModel)
+    assert isinstance(model, EncodingModel | NativeEncodingModel)
 
     def embeddings(attention: str) -> Tensor:
         bench.model.set_attn_implementation(attention)
@@ -120,7 +122,7 @@ def test_the_encoder_gives_what_transformers_gives(bench: VisionBench) -> None:
     with torch.inference_mode():
         floor = (embeddings("eager") - (want := embeddings("sdpa"))).abs()
         inputs = [given for prompt in PROMPTS for given in prompt.inputs]
-        got = torch.cat([model.encoder.encode(given.grid, given.data) for given in inputs])
+        got = torch.cat([model.contents.encoder.encode(given.grid, given.data) for given in inputs])
     off = (got - want).abs()
     assert off.mean() <= 4 * floor.mean()
     assert off.flatten().quantile(0.99) <= 4 * floor.flatten().quantile(0.99)
@@ -132,7 +134,9 @@ def test_log_probabilities_are_close_to_those_of_transformers(
     bench: VisionBench, dtype: str, chunk_size: int | None
 ) -> None:
     """Chunks also end inside of images: the forced logits here know no spans."""
-    executor = bench.executor if dtype == "float32" else make_executor(bench.directory, dtype, num_threads=1)[0]
+    executor = bench.executor
+    if dtype != "float32":
+        executor, _ = make_executor(bench.directory, dtype, num_threads=1, kernels=bench.kernels)
     prompts = scored_prompts()
     got = [forced_logits(executor, prompt, chunk_size) for prompt in prompts]
     want = logits_of_transformers(bench.model, prompts)
@@ -198,6 +202,22 @@ def test_log_probabilities_are_the_same_with_drafts(bench: VisionBench) -> None:
     assert bench.drafted > 0
     for one, other in zip(*scores, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
+
+
+@needs_compiler
+def test_in_bfloat16_the_native_kernels_give_the_same_bits_beside_any_neighbours_and_after_a_prefix_cache_hit(
+    tmp_path: Path,
+) -> None:
+    bench = VisionBench(tmp_path, "native")
+    bench.executor, bench.resolved = make_executor(tmp_path, "bfloat16", num_threads=1, batch_invariant=True)
+    scored = dataclasses.replace(GREEDY, logprobs=0)
+    texts, logprobs = [], []
+    for prompt in PROMPTS:
+        texts += bench.serve([prompt], scored, enable_prefix_caching=False, **WHOLE)
+        logprobs += bench.logprobs
+    for settings, rounds in ((budget(16), 1), (budget(16), 2), (WHOLE, 2)):
+        assert (bench.serve(PROMPTS, scored, rounds=rounds, **settings), bench.logprobs) == (texts, logprobs)
+    assert bench.cached["0"] >= 64, "with the image"
 
 
 def test_the_reference_kernels_give_the_same(bench: VisionBench) -> None:

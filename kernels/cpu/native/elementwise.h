@@ -45,10 +45,11 @@ void add_rms_norm(const T* x, float* residual, bool fresh, const float* weight, 
     for (; i < size; i++) out[i] = narrow<T>(residual[i] * scale * weight[i]);
 }
 
-// [cos | sin] of one position's angles, each [half].
-inline void rotation(int64_t position, const float* frequencies, const float* factors, int64_t half, float* out) {
+// [cos | sin] of a token's angles, each [half]. position(i): by which pair i is rotated.
+template <class Position>
+void rotation(const Position& position, const float* frequencies, const float* factors, int64_t half, float* out) {
     for (int64_t i = 0; i < half; i++) {
-        const float angle = float(position) * frequencies[i];
+        const float angle = float(position(i)) * frequencies[i];
         out[i] = std::cos(angle) * factors[i];
         out[half + i] = std::sin(angle) * factors[i];
     }

@@ -29,12 +29,15 @@ struct Program {
     int64_t num_blocks = std::numeric_limits<int64_t>::max();
     int64_t num_states = -1;
 
+    bool has_places = false;  // an operation reads a token's place, or what fills it
+
     // The layer with the fewest slots decides which a step may name.
     void have_states(int64_t slots) { num_states = num_states < 0 ? slots : std::min(num_states, slots); }
 
-    // False, with nothing done, if the step names what is not there: see Step::take.
+    // False, with nothing done, if the step names what is not there: see Step::take and Step::place.
     bool run(const StepRows& rows) {
         if (!step.take(rows, num_token_ids, num_blocks, num_states)) return false;
+        if (has_places && !step.place()) return false;
         team.run([this] {
             for (const auto& operation : operations) operation();
         });
@@ -180,6 +183,17 @@ static void add_grouped_embed(Program* program, const GroupedPanel* panels, int6
     program->add_each_token([=](const Step& step, int64_t token) {
         const int64_t id = step.token_ids[token];
         unpack_row(panels[id / PANEL], id % PANEL, size, scale, out + token * size);
+    });
+}
+
+// Overwrites the embeddings of tokens that belong to an input besides text.
+template <class T>
+static void add_fill(Program* program, int64_t size, T* out) {
+    program->has_places = true;
+    program->add_each([](const Step& step) { return step.num_spans; }, [=](const Step& step, int64_t i) {
+        const Span& span = step.spans[i];
+        const T* from = static_cast<const T*>(span.embeddings);
+        std::copy(from, from + (span.end - span.begin) * size, out + span.begin * size);
     });
 }
 
@@ -345,6 +359,8 @@ void program_embed_grouped(Program* program, int wide, const GroupedPanel* panel
     BY_TYPE(add_grouped_embed<T>, (program, panels, count, size, scale, as<T>(out)));
 }
 
+void program_fill(Program* program, int wide, int64_t size, void* out) { BY_TYPE(add_fill<T>, (program, size, as<T>(out))); }
+
 void program_gather(Program* program, int wide, const void* x, int64_t size, void* out) {
     BY_TYPE(add_gather<T>, (program, as<T>(x), size, as<T>(out)));
 }
@@ -390,7 +406,18 @@ void program_gated(Program* program, int wide, const void* x, const void* panels
 
 void program_rotations(Program* program, const float* frequencies, const float* factors, int64_t half, float* out) {
     program->add_each_token([=](const Step& step, int64_t token) {
-        rotation(step.positions[token], frequencies, factors, half, out + token * 2 * half);
+        const int64_t position = step.positions[token];
+        rotation([=](int64_t) { return position; }, frequencies, factors, half, out + token * 2 * half);
+    });
+}
+
+// The same where each pair is rotated by a token's frame, row or column (M-RoPE, arXiv 2409.12191). axes: [half], 0 to 2.
+void program_rotations_by_axis(Program* program, const int64_t* axes, const float* frequencies, const float* factors, int64_t half,
+                               float* out) {
+    program->has_places = true;
+    program->add_each_token([=](const Step& step, int64_t token) {
+        const int64_t* place = &step.places[3 * token];
+        rotation([=](int64_t i) { return place[axes[i]]; }, frequencies, factors, half, out + token * 2 * half);
     });
 }
 

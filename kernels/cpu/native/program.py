@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.cpu.native.grouped import BLOCK, LANES, PANEL, Panels, Rows, panels_of
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.low_rank import AdaptedMatrix, PackedAdapter
+from kernels.cpu.native.spans import NO_SPANS, Spans
 from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
 from kernels.rows.integers import joined
 
@@ -52,6 +53,8 @@ class _StepRows(ctypes.Structure):
         ("state_slots", ctypes.c_void_p),
         ("adapters", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("first_drafted", "num_drafted")),
+        *((name, ctypes.c_void_p) for name in ("shifts", "spans")),
+        ("num_spans", ctypes.c_int64),
     ]
 
 
@@ -72,11 +75,12 @@ class StepRows:
         state_slots: Sequence[int] = (),
         drafted: tuple[int, int] = (0, 0),
         adapters: Sequence[PackedAdapter | None] = (),
+        spans: Spans | None = None,
     ) -> None:
         """Pack, for each row: its tokens, how many tokens are cached before them, their count, its blocks, and the slot
         of its recurrent state if the model has one. sampled: indices of the step's tokens after which one is sampled.
         drafted: the first row with drafts and their number; the states of these rows stay as they are.
-        adapters: each row's; empty: none has one."""
+        adapters: each row's; empty: none has one. spans: None for a model of text alone."""
         self._arrays = [
             joined(token_ids),
             array("q", contexts),
@@ -94,7 +98,9 @@ class StepRows:
         self._adapters = adapters  # the library has only addresses
         self._tables = array("Q", (0 if adapter is None else adapter.address for adapter in adapters))
         tables = _address(self._tables) if adapters else None
-        self.struct = _StepRows(*sizes, *map(_address, self._arrays), tables, *drafted)
+        self._spans = spans
+        fields = NO_SPANS if spans is None else spans.fields
+        self.struct = _StepRows(*sizes, *map(_address, self._arrays), tables, *drafted, *fields)
 
 
 class Team:
@@ -349,12 +355,12 @@ class Program:
         """Run the record on one step.
 
         Raises:
-            IndexError: a token id is outside the vocabulary, a block outside the cache, a slot outside the states, or
-                a row with drafts outside the rows. Nothing was computed.
+            IndexError: a token id is outside the vocabulary, a block outside the cache, a slot outside the states, a
+                row with drafts outside the rows, or a span outside its row. Nothing was computed.
         """
         assert rows.num_tokens <= self._capacity
         if not self._library.program_run(self._handle, ctypes.byref(rows.struct)):
-            raise IndexError("The step names a token, a block, a state or a row with drafts that is not there.")
+            raise IndexError("The step names a token, block, state, row with drafts or span that is not there.")
 
     # --- recording --------------------------------------------------------------------------------------------------
 

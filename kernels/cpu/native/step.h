@@ -9,6 +9,16 @@
 
 struct LowRank;
 
+// Tokens of one row that belong to an input besides text: they have embeddings and places of their own. Mirrored in spans.py.
+struct Span {
+    int64_t begin, end;      // tokens of the step
+    int64_t first;           // `begin` is this token of the input
+    int64_t rows, columns;   // of the input's grid
+    int64_t position;        // added to the frame, row and column of each token
+    int64_t shift_after;     // the position of the row's tokens after the input, minus their index in the request
+    const void* embeddings;  // [end - begin, hidden] in the type of activations
+};
+
 // The rows of a step, one after another in its tokens. Filled by the caller; mirrored in program.py.
 struct StepRows {
     int64_t num_tokens, num_rows, num_sampled;
@@ -21,6 +31,9 @@ struct StepRows {
     const int64_t* state_slots;   // [num_rows] where the row's recurrent state lies; null for a model without
     const LowRank* const* adapters;  // [num_rows] the factors of each row's adapter by matrix, or null. Null: no row has one
     int64_t first_drafted, num_drafted;  // rows with drafts: their states stay as they are before the step
+    const int64_t* shifts;  // [num_rows] position minus index of the row's tokens before its first span; null for models of text
+    const Span* spans;      // in the order of their tokens
+    int64_t num_spans;
 };
 
 struct Step : StepRows {
@@ -29,6 +42,7 @@ struct Step : StepRows {
     std::vector<int64_t> rows;       // [num_tokens] which row
     std::vector<int64_t> positions;  // [num_tokens] in its request
     std::vector<int64_t> slots;      // [num_tokens] block * block_size + offset
+    std::vector<int64_t> places;     // [num_tokens, 3] the frame, row and column by which a token is rotated; see `place`
 
     struct Tile {
         int64_t row, first_token, num_tokens;  // of the row
@@ -77,6 +91,32 @@ struct Step : StepRows {
         }
         sort_adapted();
         return true;
+    }
+
+    // Gives each token its place: text has one position along all three axes. For programs that rotate by places, after
+    // `take`. False if there are no shifts, or a span is not within one row.
+    bool place() {
+        if (!shifts) return false;
+        places.resize(3 * num_tokens);
+        for (int64_t row = 0; row < num_rows; row++) place_text(begins[row], begins[row + 1], shifts[row]);
+        for (const Span* span = spans; span != spans + num_spans; span++) {
+            if (span->begin < 0 || span->begin >= span->end || span->end > num_tokens) return false;
+            const int64_t end = begins[rows[span->begin] + 1];
+            if (span->end > end || span->first < 0 || span->rows < 1 || span->columns < 1) return false;
+            for (int64_t token = span->begin; token < span->end; token++) {
+                const int64_t i = span->first + token - span->begin, line = i / span->columns;
+                places[3 * token] = span->position + line / span->rows;
+                places[3 * token + 1] = span->position + line % span->rows;
+                places[3 * token + 2] = span->position + i % span->columns;
+            }
+            place_text(span->end, end, span->shift_after);
+        }
+        return true;
+    }
+
+    void place_text(int64_t begin, int64_t end, int64_t shift) {
+        for (int64_t token = begin; token < end; token++)
+            for (int64_t axis = 0; axis < 3; axis++) places[3 * token + axis] = positions[token] + shift;
     }
 
     // Nothing is done where no row has an adapter.

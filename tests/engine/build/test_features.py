@@ -82,7 +82,6 @@ VALUES: dict[Feature, Any] = {
     features.ANSWER_WEIGHT: 3.0,
     features.TTFT_TARGET: 1000.0,
     features.TPOT_TARGET: 50.0,
-    features.NATIVE: "native",
     features.TORCH_CPU: "torch_cpu",
     features.REFERENCE: "reference",
 }

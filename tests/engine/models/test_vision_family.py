@@ -14,11 +14,13 @@ from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
 from engine.models.config import CheckpointError, parse_model_config
 from engine.models.encoding import EncodingModel
+from engine.models.native_encoding import NativeEncodingModel
 from engine.models.parameters import allocate, checkpoint_table
 from engine.models.vision_config import PixelConfig, read_pixels
 from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import load_weights
 from engine.multimodal_inputs import SpanInput
+from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import edit_config, save_model
 from tests.support.tiny_vision import IMAGE, save_vision_model
 
@@ -154,8 +156,10 @@ def test_random_weights_are_those_of_the_encoder_too(tmp_path: Path) -> None:
     given = SpanInput.of("image", 0, grid, bytes(range(256))[:192] * 6)
     embeddings = []
     for executor in (first, second):
-        assert isinstance(executor.model, EncodingModel)
-        embeddings.append(executor.model.encoder.encode(grid, given.data[: resolved.inputs[0].num_bytes(grid)]))
+        assert isinstance(executor.model, EncodingModel | NativeEncodingModel)
+        embeddings.append(
+            executor.model.contents.encoder.encode(grid, given.data[: resolved.inputs[0].num_bytes(grid)])
+        )
     assert torch.equal(*embeddings)
     assert embeddings[0].isfinite().all()
     assert embeddings[0].std() > 1e-3
@@ -190,16 +194,20 @@ def test_the_largest_image_is_what_a_step_a_request_and_the_cache_take(tmp_path:
         largest(encoder_cache_memory_gib=3 * 96 * 4 / 2**30)
 
 
-def test_native_kernels_are_refused_by_name_and_not_chosen_and_the_reason_is_given(tmp_path: Path) -> None:
+@needs_compiler
+def test_the_native_kernels_are_chosen_unless_heads_do_not_fit_them(tmp_path: Path) -> None:
     save_vision_model(tmp_path)
-    resolved = create_executor(tmp_path, settings())[1]
-    assert "the native kernels support neither image encoders" in resolved.reasons["kernels"]
-    with pytest.raises(
-        ConfigError, match="takes images, but kernels is native: the native kernels support neither image encoders"
-    ):
-        create_executor(tmp_path, settings(kernels="native"))
-    with pytest.raises(ConfigError, match="batch_invariant is true, but the kernels are torch_cpu"):
-        create_executor(tmp_path, settings(batch_invariant=True))
+    executor, resolved = create_executor(tmp_path, settings(batch_invariant=True))
+    assert resolved.kernels == "native"
+    assert isinstance(executor.model, NativeEncodingModel)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config["text_config"]
+    text |= {"num_attention_heads": 12, "num_key_value_heads": 4}
+    text["rope_parameters"]["mrope_section"] = [1, 1, 2]
+    edit_config(tmp_path, text_config=text)
+    executor, resolved = create_executor(tmp_path, settings(load_format="dummy"))
+    assert "not native: head_dim is 8" in resolved.reasons["kernels"]
+    assert isinstance(executor.model, EncodingModel)
 
 
 @pytest.mark.parametrize("changes", [{"max_encoder_tokens": 5}, {"encoder_cache_memory_gib": 1.0}])

@@ -13,6 +13,7 @@ from engine.build.executor import create_executor
 from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.models.encoding import EncodingModel
+from engine.models.native_encoding import NativeEncodingModel
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.api.timing.recent import RecentTimes
@@ -33,7 +34,7 @@ def test_a_burst_of_images_leaves_no_growth(tmp_path: Path) -> None:
     config = EngineConfig(dtype="float32", num_kv_blocks=80, num_threads=1, encoder_cache_memory_gib=memory)
     executor, resolved = create_executor(tmp_path, config)
     model = executor.model
-    assert isinstance(model, EncodingModel)
+    assert isinstance(model, EncodingModel | NativeEncodingModel)
     engine = AsyncEngine(EngineCore(executor, resolved))
     images = ImageIntake(resolved.inputs[0], ImageSettings())
     served = ServedModel(id="tiny", max_model_len=512, created=0, images=images)
@@ -69,8 +70,9 @@ def test_a_burst_of_images_leaves_no_growth(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
         engine.shutdown()
-    assert len(model.encoded) == KEPT_TOKENS // 64
-    assert sum(len(embeddings) for embeddings in model.encoded.values()) <= KEPT_TOKENS
+    kept = model.contents.embeddings.values()
+    assert len(kept) == KEPT_TOKENS // 64
+    assert sum(len(embeddings) for embeddings in kept) <= KEPT_TOKENS
     one_request = 64 * 64 * 3
     assert grown < 2 * NUM_REQUESTS * one_request / 4, "less than a quarter of what two bursts brought"
     load = engine.load()

@@ -20,6 +20,7 @@ ALL = (
     HERE / "test_grouped.py",
     HERE / "test_low_rank.py",
     HERE / "test_linear_attention.py",
+    HERE / "test_multimodal.py",
     HERE / "test_e4m3.py",
     *ROUNDED,
     HERE.parents[2] / "engine" / "models" / "test_gguf_rows.py",
