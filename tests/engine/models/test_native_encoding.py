@@ -121,12 +121,18 @@ def test_a_row_whose_image_was_dropped_is_refused(native: TorchExecutor) -> None
 
 @pytest.mark.parametrize(
     ("changes", "far"),
-    [({"quantize": "int8"}, 0.3), ({"kv_cache_dtype": "int8"}, 0.3), ({"kv_cache_dtype": "fp8_e4m3"}, 0.5)],
+    [
+        ({"quantize": "int8"}, 0.15),
+        ({"quantize": "int8", "activations": "int8"}, 0.2),
+        ({"kv_cache_dtype": "int8"}, 0.1),
+        ({"kv_cache_dtype": "fp8_e4m3"}, 0.4),
+    ],
     ids=str,
 )
-def test_fewer_bits_of_weights_or_of_the_kv_cache_change_little(
-    directory: Path, changes: dict[str, Any], far: float
+def test_fewer_bits_of_weights_activations_or_the_kv_cache_change_little(
+    directory: Path, changes: dict[str, Any], far: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("engine.build.cpu.cpu_flags", lambda: frozenset({"avx512_vnni"}))
     assert 0.0 < distance(logits(directory, **changes), logits(directory)) < far
 
 
