@@ -84,8 +84,9 @@ class VisionEncoder:
         by_head = _linear(x, layer.qkv).view(len(x), 3 * self.config.num_heads, self.config.head_dim)
         q_and_k, v = by_head[:, : 2 * self.config.num_heads], by_head[:, 2 * self.config.num_heads :]
         q, k = self._ops.rope(q_and_k, cos, sin).chunk(2, dim=1)
+        # [1, heads, patches, head_dim]: with three dimensions torch would hold every pair of patches in float32.
         parts = [
-            F.scaled_dot_product_attention(*(part.transpose(0, 1) for part in window)).transpose(0, 1)
+            F.scaled_dot_product_attention(*(part.transpose(0, 1).unsqueeze(0) for part in window))[0].transpose(0, 1)
             for window in zip(*(torch.split(part, spans) for part in (q, k, v)), strict=True)
         ]
         return _linear(torch.cat(parts).flatten(1), layer.output)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native.linear_attention import LinearAttentionProgram
-from kernels.cpu.native.program import Buffer, Packed, Team
+from kernels.cpu.native.program import Buffer, Packed, StepRows, Team
 
 
 class MultimodalProgram(LinearAttentionProgram):
@@ -20,9 +20,21 @@ class MultimodalProgram(LinearAttentionProgram):
         assert axis_of_pair.dtype == torch.int64
         assert 0 <= int(axis_of_pair.min()) <= int(axis_of_pair.max()) <= 2
         self._axis_of_pair = axis_of_pair
+        self._hidden: int | None = None
+
+    def run(self, rows: StepRows) -> None:
+        """See Program.run.
+
+        Raises:
+            ValueError: an embedding is not of the size or type of this program, or a row has no shift.
+        """
+        if rows.spans is not None:
+            rows.spans.check(rows.num_rows, self._hidden, self._dtype)
+        super().run(rows)
 
     def embed(self, table: Tensor | Packed, scale: float = 1.0) -> Buffer:
         out = super().embed(table, scale)
+        self._hidden = out.tensor.shape[1]
         self._library.program_fill(self._handle, self._wide, out.stride, out.address)
         return out
 

@@ -92,13 +92,13 @@ class StepRows:
         slots = array("q", state_slots)
         assert len(slots) in (0, len(counts))
         self._arrays.append(slots)
-        self.num_tokens = len(self._arrays[0])
+        self.num_tokens, self.num_rows = len(self._arrays[0]), len(counts)
         self.num_drafted_tokens = sum(counts[drafted[0] : sum(drafted)])
-        sizes = (self.num_tokens, len(counts), len(sampled))
+        sizes = (self.num_tokens, self.num_rows, len(sampled))
         self._adapters = adapters  # the library has only addresses
         self._tables = array("Q", (0 if adapter is None else adapter.address for adapter in adapters))
         tables = _address(self._tables) if adapters else None
-        self._spans = spans
+        self.spans = spans
         fields = NO_SPANS if spans is None else spans.fields
         self.struct = _StepRows(*sizes, *map(_address, self._arrays), tables, *drafted, *fields)
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -41,13 +43,33 @@ class Spans:
     """The spans of a step, in the order of their tokens, and the positions of its text."""
 
     def __init__(self, shifts: Sequence[int], spans: Sequence[Span]) -> None:
-        """shifts: by row, the position of the tokens before its first span, minus their index in the request."""
+        """shifts: by row, the position of the tokens before its first span, minus their index in the request.
+
+        Raises:
+            ValueError: a span is not within its grid, or has not one embedding for each of its tokens, contiguous.
+        """
         for span in spans:
-            assert span.embeddings.is_contiguous()
-            assert len(span.embeddings) == span.end - span.begin
+            tokens = span.end - span.begin
+            if not 0 <= span.first <= prod(span.grid) - tokens:
+                raise ValueError(f"a span has tokens {span.first} to {span.first + tokens} of a grid of {span.grid}")
+            if len(span.embeddings) != tokens or not span.embeddings.is_contiguous():
+                raise ValueError(f"a span of {tokens} tokens has embeddings {list(span.embeddings.shape)}, or strided")
         self._spans = spans  # the library has only addresses
         self._shifts = array("q", shifts)
         self._structs = (_Span * len(spans))(*map(_struct, spans))
+
+    def check(self, num_rows: int, hidden: int | None, dtype: torch.dtype) -> None:
+        """Compare with what the library will read. hidden: the size of an embedding; None: it reads none.
+
+        Raises:
+            ValueError: there is not one shift for each row, or an embedding is not of this size and type.
+        """
+        if len(self._shifts) != num_rows:
+            raise ValueError(f"a step of {num_rows} rows has {len(self._shifts)} shifts")
+        for span in self._spans if hidden is not None else ():
+            if span.embeddings.shape[1:] != (hidden,) or span.embeddings.dtype != dtype:
+                found = f"{list(span.embeddings.shape)} {span.embeddings.dtype}"
+                raise ValueError(f"a span's embeddings are {found}: expected [tokens, {hidden}] {dtype}")
 
     @property
     def fields(self) -> tuple[int | None, int | None, int]:

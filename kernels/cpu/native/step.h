@@ -94,13 +94,15 @@ struct Step : StepRows {
     }
 
     // Gives each token its place: text has one position along all three axes. For programs that rotate by places, after
-    // `take`. False if there are no shifts, or a span is not within one row.
+    // `take`. False if there are no shifts, a span is not within one row, or spans are not in order.
     bool place() {
         if (!shifts) return false;
         places.resize(3 * num_tokens);
         for (int64_t row = 0; row < num_rows; row++) place_text(begins[row], begins[row + 1], shifts[row]);
+        int64_t last = 0;
         for (const Span* span = spans; span != spans + num_spans; span++) {
-            if (span->begin < 0 || span->begin >= span->end || span->end > num_tokens) return false;
+            if (span->begin < last || span->begin >= span->end || span->end > num_tokens) return false;
+            last = span->end;
             const int64_t end = begins[rows[span->begin] + 1];
             if (span->end > end || span->first < 0 || span->rows < 1 || span->columns < 1) return false;
             for (int64_t token = span->begin; token < span->end; token++) {
