@@ -4,13 +4,18 @@ Never imports one before it is asked for: `chunkserve --help` must not wait for 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
+from signal import SIGINT, SIGPIPE
 from typing import Protocol, cast
 
 PROG = "chunkserve"
 _PACKAGE = "serve_app.front.command"
+_BY_SIGNAL = 128
+"""Added to a signal's number, as a shell does, for the exit status of a command that it ended."""
 
 COMMANDS = {
     "serve": "Serve a model, or the applications of a config file, until a signal.",
@@ -31,10 +36,26 @@ class Subcommand(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run a subcommand and return its exit status. Ctrl-C, and a reader of the output that has left, end it without a
+    traceback."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr, where a locale is not UTF-8
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            if sys.stdout is not None:  # None: closed, as by `>&-`
+                sys.stdout.flush()  # here, where it can be caught, and not when Python ends
+    except KeyboardInterrupt:
+        return _BY_SIGNAL + SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
+        return _BY_SIGNAL + SIGPIPE
+
+
+def _run(given: list[str]) -> int:
     if given[:1] == ["--version"]:
-        given = ["version"]
+        given[0] = "version"
     if not given or given[0] not in COMMANDS:
         _parser().parse_args(given or ["--help"])  # both exit
     command = cast(Subcommand, import_module(f"{_PACKAGE}.{given[0]}"))

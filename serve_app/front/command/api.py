@@ -1,5 +1,5 @@
 """Asks a running server over HTTP: JSON documents, and streams of server-sent events.
-Never tries again, and never shows a key."""
+Never tries again, never follows a redirect with a key, and never shows one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 KEY = "CHUNKSERVE_API_KEY"
@@ -22,10 +22,11 @@ _STREAM_TIMEOUT_S = 600
 """Silence after which a stream counts as broken; a server that keeps it alive sends comments meanwhile."""
 
 Json = Mapping[str, Any]
+_Taken = TypeVar("_Taken")
 
 
 class NoAnswer(Exception):
-    """No server answers at the URL. The message is one line."""
+    """No server of this project answers at the URL. The message is one line."""
 
 
 class Refused(Exception):
@@ -42,21 +43,26 @@ class Api:
 
     url: str
 
-    def get(self, path: str) -> Any:
-        """Return the JSON document at `path`; None if the answer has no body.
+    def get(self, path: str, take: Callable[[Any], _Taken]) -> _Taken:
+        """Return what `take` makes of the JSON document at `path`, which is None if the answer has no body.
 
         Raises:
-            NoAnswer, Refused
+            NoAnswer: also where `take` does not find what it looks for, because another server answers.
+            Refused
         """
         with closing(self._open(path, None, _ANSWER_TIMEOUT_S)) as response:
-            return _parsed(self.url, response.read())
+            try:
+                text = response.read()
+            except (OSError, HTTPException) as error:
+                raise NoAnswer(f"the answer from {self.url} broke off: {_words(error)}") from None
+        return self._taken(text, take)
 
-    def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
-        """Send a request that asks for a stream, and yield its events as they come. To close the iterator ends the
-        request.
+    def stream(self, path: str, body: Json, take: Callable[[Any], _Taken]) -> Generator[_Taken, None, None]:
+        """Send a request that asks for a stream, and yield what `take` makes of its events as they come. To close the
+        iterator ends the request.
 
         Raises:
-            NoAnswer: also where the stream breaks off.
+            NoAnswer: also where the stream breaks off, or `take` does not find what it looks for.
             Refused: also for an error that comes as an event.
         """
         with closing(self._open(path, body, _STREAM_TIMEOUT_S)) as response:
@@ -67,10 +73,7 @@ class Api:
                         continue
                     if data.strip() == "[DONE]":
                         return
-                    event = _parsed(self.url, data.encode())
-                    if "error" in event:
-                        raise Refused(200, _message(event, "error"))
-                    yield event
+                    yield self._taken(data.encode(), lambda event: take(_without_error(event)))
             except (OSError, HTTPException) as error:
                 raise NoAnswer(f"the answer from {self.url} broke off: {_words(error)}") from error
         raise NoAnswer(f"the answer from {self.url} broke off before its end")
@@ -83,36 +86,63 @@ class Api:
         request = urllib.request.Request(f"{self.url}{path}", data, headers)
         # A proxy for the outside cannot reach this machine's own addresses.
         proxies: dict[str, str] | None = {} if urlsplit(self.url).hostname in _HERE else None
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies), _NoRedirects)
         try:
             response: HTTPResponse = opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
             with closing(error):
-                raise Refused(error.code, _refusal(error.read(), error.reason)) from None
-        except (OSError, HTTPException, ValueError) as error:  # ValueError: a URL without a host
+                raise Refused(error.code, _refusal(f"{self.url}{path}", error)) from None
+        except (OSError, HTTPException, ValueError) as error:  # ValueError: what no URL may have
             raise NoAnswer(f"no server answers at {self.url}: {_words(error)}") from None
         return response
 
+    def _taken(self, text: bytes, take: Callable[[Any], _Taken]) -> _Taken:
+        try:
+            document = json.loads(text) if text else None
+        except (ValueError, RecursionError):
+            raise NoAnswer(f"what answers at {self.url} is no chunkserve: expected JSON, not {text[:40]!r}") from None
+        try:
+            return take(document)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise NoAnswer(f"what answers at {self.url} is no chunkserve: it sent {text[:40]!r}") from None
 
-def _parsed(url: str, text: bytes) -> Any:
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Leave a redirect as an error: to follow it would send the key to another server."""
+
+
+def _without_error(event: Any) -> Any:
+    if "error" in event:
+        raise Refused(200, one_line(_message(event) or "error"))
+    return event
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> str:
+    """Return the server's message; that of another kind of server has none, so that the address must help."""
     try:
-        return json.loads(text) if text else None
-    except ValueError:
-        raise NoAnswer(f"what answers at {url} is no chunkserve: expected JSON, not {text[:40]!r}") from None
+        message = _message(json.loads(error.read()))
+    except (OSError, HTTPException, ValueError, RecursionError):
+        message = None
+    moved = f" ({moved_to})" if (moved_to := error.headers.get("Location")) else ""
+    return one_line(message or f"{url} answers {error.code} {error.reason}{moved}")
 
 
-def _refusal(body: bytes, reason: str) -> str:
-    try:
-        return _message(json.loads(body), reason)
-    except ValueError:
-        return reason
-
-
-def _message(answer: Any, otherwise: str) -> str:
+def _message(answer: Any) -> str | None:
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return " ".join(str(message or otherwise).split())
+    return str(message) if message else None
 
 
 def _words(error: Exception) -> str:
-    return " ".join(str(getattr(error, "reason", None) or error or type(error).__name__).split())
+    return one_line(str(getattr(error, "reason", None) or error or type(error).__name__))
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line, without the characters that control a terminal."""
+    return harmless(" ".join(text.split()))
+
+
+def harmless(text: str) -> str:
+    """Replace the characters that control a terminal, but for tabs and new lines: a server or its model chose them."""
+    return "".join(mark if mark.isprintable() or mark in "\t\n" else "\ufffd" for mark in text)

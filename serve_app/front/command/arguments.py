@@ -4,8 +4,11 @@ Never knows what a subcommand does."""
 from __future__ import annotations
 
 import argparse
+import os
 from typing import NoReturn
+from urllib.parse import urlsplit
 
+from serve_app.front.command.api import KEY, Api
 from serve_app.front.servers import running_servers
 
 BAD_INPUT = 2
@@ -31,17 +34,28 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_url(parser: argparse.ArgumentParser, given: str | None) -> str:
-    """Return the URL of the server to ask. Exits with BAD_INPUT if several run and none was chosen."""
+def chosen_server(parser: argparse.ArgumentParser, given: str | None) -> Api:
+    """Return the server to ask. Exits with BAD_INPUT if several run and none was chosen, or if no server could read the
+    key."""
+    key = os.environ.get(KEY, "")
+    if not (key.isascii() and key.isprintable()) or " " in key:  # HTTP's own refusal would show it
+        parser.error(f"{KEY}: expected printable ASCII characters without spaces or line ends")
     if given is not None:
-        return given
+        return Api(given)
     found = sorted({server.url for server in running_servers()})
     if len(found) > 1:
         parser.error(f"{len(found)} servers run here; choose one with --url: {', '.join(found)}")
-    return found[0] if found else DEFAULT_URL
+    return Api(found[0] if found else DEFAULT_URL)
 
 
 def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"expected http:// or https:// at the beginning, not {text!r}")
-    return text.rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(text)
+        usable = parts.hostname and parts.port != 0 and not (parts.query or parts.fragment or "@" in parts.netloc)
+    except ValueError:  # a port above 65535, or half an IPv6 address
+        usable = False
+    if not (usable and text.isascii() and text.isprintable() and " " not in text):
+        raise argparse.ArgumentTypeError(f"expected http://HOST:PORT, with a path at most, not {text!r}")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -3,13 +3,17 @@ Never keeps a conversation after the end, and never loads a model."""
 
 from __future__ import annotations
 
+import math
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from io import TextIOWrapper
+from typing import Any
 
-from serve_app.front.command.api import KEY, Api, Json, NoAnswer, Refused
-from serve_app.front.command.arguments import FAILED, Parser, add_url, chosen_url
+from serve_app.front.command.api import KEY, Api, Json, NoAnswer, Refused, harmless
+from serve_app.front.command.arguments import FAILED, Parser, add_url, chosen_server
 
 RESET, EXIT = "/reset", "/exit"
 _PROMPT = "> "
@@ -17,7 +21,8 @@ _STOPPED = "[stopped]"
 
 
 def main(arguments: Sequence[str], prog: str) -> int:
-    """Chat until the input ends. Returns 1 if no server answers."""
+    """Chat until the input ends. Returns 1 if no server answers, or if a message that no person typed gets no
+    answer."""
     parser = Parser(
         prog,
         f"Talk to a running server. Ctrl-C stops an answer, {RESET} begins a new conversation, and {EXIT} or Ctrl-D "
@@ -28,19 +33,29 @@ def main(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument("--system", help="text that tells the model how to behave")
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=_temperature,
         metavar="T",
         help="how freely the model picks its words; 0: always the likeliest, for small models (1)",
     )
     options = parser.parse_args(arguments)
-    server = Api(chosen_url(parser, options.url))
+    server = chosen_server(parser, options.url)
     try:
-        model = options.model or server.get("/v1/models")["data"][0]["id"]
+        model = server.get("/v1/models", _first) if options.model is None else options.model
     except (NoAnswer, Refused) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return FAILED
-    _converse(Conversation(server, model, options.system, options.temperature))
-    return 0
+    return _converse(Conversation(server, model, options.system, options.temperature))
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ArgumentTypeError(f"expected a finite number, not {text!r}")  # JSON has no other
+    return number
+
+
+def _first(models: Any) -> str:
+    return str(models["data"][0]["id"])
 
 
 @dataclass(slots=True)
@@ -69,11 +84,11 @@ class Conversation:
         answer: list[str] = []
         thoughts = False
         try:
-            with closing(self.server.stream("/v1/chat/completions", body)) as events:
-                for event in events:
-                    for choice in event["choices"]:
-                        answer.append(choice["delta"].get("content") or "")  # before Ctrl-C can follow its print
-                        thoughts = _shown(choice["delta"], thoughts)
+            with closing(self.server.stream("/v1/chat/completions", body, _pieces)) as events:
+                for pieces in events:
+                    for thought, content in pieces:
+                        answer.append(content)  # before Ctrl-C can follow its print
+                        thoughts = _shown(thought, content, thoughts)
         except KeyboardInterrupt:
             print(f" {_STOPPED}", end="")
         finally:
@@ -82,18 +97,29 @@ class Conversation:
                 self.said += [question, {"role": "assistant", "content": "".join(answer)}]
 
 
-def _shown(delta: Json, thoughts: bool) -> bool:
+def _pieces(event: Any) -> list[tuple[str, str]]:
+    """Return the thought and the content that each choice of an event brings; "" is none."""
+    deltas = [choice["delta"] for choice in event["choices"]]
+    return [("" + (delta.get("reasoning") or ""), "" + (delta.get("content") or "")) for delta in deltas]
+
+
+def _shown(thought: str, content: str, thoughts: bool) -> bool:
     """Print what an event brings. thoughts: whether the last thing printed was one; returned anew."""
-    if thought := delta.get("reasoning"):
-        print(thought, end="", flush=True)
+    if thought:
+        print(harmless(thought), end="", flush=True)
         thoughts = True
-    if content := delta.get("content"):
-        print("\n\n" * thoughts + content, end="", flush=True)
+    if content:
+        print("\n\n" * thoughts + harmless(content), end="", flush=True)
         thoughts = False
     return thoughts
 
 
-def _converse(conversation: Conversation) -> None:
+def _converse(conversation: Conversation) -> int:
+    status = 0
+    if sys.stdin is None:  # closed, as by `<&-`
+        return status
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     prompt = _PROMPT if sys.stdin.isatty() else ""
     if prompt:
         with suppress(ImportError):
@@ -103,12 +129,12 @@ def _converse(conversation: Conversation) -> None:
         try:
             text = input(prompt).strip()
         except EOFError:
-            return
+            return status
         except KeyboardInterrupt:
             print()
-            return
+            return status
         if text == EXIT:
-            return
+            return status
         if text == RESET:
             conversation.said.clear()
         elif text:
@@ -116,3 +142,4 @@ def _converse(conversation: Conversation) -> None:
                 conversation.ask(text)
             except (NoAnswer, Refused) as error:
                 print(error, file=sys.stderr)
+                status = 0 if prompt else FAILED

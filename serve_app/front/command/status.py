@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from serve_app.front.command.api import KEY, Api, Json, NoAnswer, Refused
-from serve_app.front.command.arguments import FAILED, Parser, add_url, chosen_url
+from serve_app.front.command.api import KEY, Api, Json, NoAnswer, Refused, harmless
+from serve_app.front.command.arguments import FAILED, Parser, add_url, chosen_server
 
 _HEAD = ("engine", "running", "queued", "KV use", "prompt tok/s", "tok/s")
 _KEYS_ARE_NEEDED = 401
@@ -17,14 +18,15 @@ _KEYS_ARE_NEEDED = 401
 def main(arguments: Sequence[str], prog: str) -> int:
     """Print the table, and return 0 for a healthy server."""
     parser = _parser(prog)
-    server = Api(chosen_url(parser, parser.parse_args(arguments).url))
+    server = chosen_server(parser, parser.parse_args(arguments).url)
     try:
         health = _health(server)
-        lines = [f"{server.url} {health}", *_lines(server.get("/activity"), _models(server))]
+        models = _models(server)
+        lines = [f"{server.url} {health}", *server.get("/activity", lambda activity: [*_lines(activity, models)])]
     except (NoAnswer, Refused) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return FAILED
-    print("\n".join(lines))
+    print("\n".join(map(harmless, lines)))
     return 0 if health == "is healthy" else FAILED
 
 
@@ -40,7 +42,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _health(server: Api) -> str:
     try:
-        server.get("/health")
+        server.get("/health", lambda _: None)
     except Refused as refusal:
         return f"is not healthy ({refusal.status}): {refusal}"
     return "is healthy"
@@ -49,11 +51,15 @@ def _health(server: Api) -> str:
 def _models(server: Api) -> list[str]:
     """Return the names of models and adapters; none without a key that the server wants."""
     try:
-        return [model["id"] for model in server.get("/v1/models")["data"]]
+        return server.get("/v1/models", _names)
     except Refused as refusal:
         if refusal.status != _KEYS_ARE_NEEDED:
             raise
         return []
+
+
+def _names(models: Any) -> list[str]:
+    return [str(model["id"]) for model in models["data"]]
 
 
 def _lines(activity: Json, models: Sequence[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from serve_app.front.command import version
 from serve_app.front.command.__main__ import COMMANDS
 from serve_app.settings.auth import ApiKey
 from tests.docsite.blocks import BLOCKS
-from tests.support.chunkserve import chunkserve, refusal
+from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
 from tests.test_architecture import run_python
 
 
@@ -81,6 +82,20 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_m
     assert not {"pydantic", "yaml", "engine", "starlette"} & set(re.findall(r"\w+", loaded)), loaded
 
 
+@pytest.mark.parametrize(("words", "status"), [("--help", 0), ("version", 141), ("keys", 141)])
+def test_a_reader_that_has_left_ends_it_quietly(words: str, status: int) -> None:
+    """argparse ignores it already, and the others end as if the signal of a broken pipe had ended them."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*COMMAND, words], stdout=write, stderr=subprocess.PIPE, timeout=60, env=environment(), check=False
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
 # --- version ----------------------------------------------------------------------------------------------------------
 
 
@@ -94,6 +109,7 @@ def test_version_shows_the_commit_and_what_it_runs_on() -> None:
     assert re.fullmatch(r"torch \d+\.\d+.*", torch)
     assert ray == "ray 2.60.0"
     assert chunkserve("--version").stdout.startswith("chunkserve 0.1.0, commit ")
+    assert "unrecognized arguments: x" in chunkserve("--version", "x").stderr
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -55,6 +56,9 @@ class Scripted:
     answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
     events: list[Any] = field(default_factory=list)
     endless: bool = False
+    breaks_off: bool = False
+    missing_bytes: int = 0
+    moved_to: str = ""
     said: list[list[dict[str, str]]] = field(default_factory=list)
     temperatures: list[float | None] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -62,7 +66,7 @@ class Scripted:
     """Set when a client left in the middle of an answer."""
 
 
-def text_event(text: str, name: str = "content") -> dict[str, Any]:
+def text_event(text: Any, name: str = "content") -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": {name: text}}]}
 
 
@@ -72,7 +76,9 @@ def server() -> Iterator[Scripted]:
         def do_GET(self) -> None:
             script.keys.append(self.headers["Authorization"])
             status, body = script.answers.get(self.path, (404, {"error": {"message": f"no {self.path}"}}))
-            self.answer(status, b"" if body is None else json.dumps(body).encode())
+            if not isinstance(body, bytes):
+                body = b"" if body is None else json.dumps(body).encode()
+            self.answer(status, body)
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -90,14 +96,17 @@ def server() -> Iterator[Scripted]:
             except OSError:
                 script.left.set()
                 return
-            self.send("[DONE]")
+            if not script.breaks_off:
+                self.send("[DONE]")
 
         def send(self, data: str) -> None:
             self.wfile.write(f"data: {data}\n\n".encode())
 
         def answer(self, status: int, body: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(body) + script.missing_bytes))
+            if status // 100 == 3:
+                self.send_header("Location", script.moved_to)
             self.end_headers()
             self.wfile.write(body)
 
@@ -173,14 +182,88 @@ def test_a_server_that_does_not_answer_is_named_in_a_line(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "chat"])
-def test_what_is_no_url_is_refused(command: str) -> None:
-    assert "argument --url: expected http:// or https://" in refusal(command, "--url", "localhost:8000")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "http://",
+        "http://[::1",
+        "http://127.0.0.1:x",
+        "http://127.0.0.1:99999",
+        "http://two words",
+        "http://127.0.0.1/é",
+        "http://ann:secret@127.0.0.1",
+        "http://127.0.0.1/?model=m",
+    ],
+)
+def test_what_is_no_url_is_refused(url: str, command: str) -> None:
+    line = refusal(command, "--url", url)
+    assert "argument --url: expected http://" in line
+    assert repr(url) in line
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-\u201csecret", "sk secret"])
+@pytest.mark.parametrize("command", ["status", "chat"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(command: str, key: str, server: Scripted) -> None:
+    """Python's own message about a header has the header in it."""
+    line = refusal(command, "--url", server.url, env={"CHUNKSERVE_API_KEY": key})
+    assert "CHUNKSERVE_API_KEY: expected printable ASCII characters" in line
+    assert "secret" not in line
+    assert server.keys == []
 
 
 def test_another_kind_of_server_is_said_to_be_one(server: Scripted) -> None:
     server.answers["/activity"] = (404, {"detail": "Not Found"})
     done = chunkserve("status", "--url", server.url)
-    assert (done.returncode, done.stderr) == (1, "chunkserve status: Not Found\n")
+    assert (done.returncode, done.stderr) == (1, f"chunkserve status: {server.url}/activity answers 404 Not Found\n")
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[1]", b"null", b"3", b"{}", b'{"data": []}', b"", b"[" * 100_000])
+@pytest.mark.parametrize("command", ["status", "chat"])
+def test_an_answer_of_another_form_is_a_line_about_the_server(command: str, body: bytes, server: Scripted) -> None:
+    server.answers = dict.fromkeys(server.answers, (200, body))
+    done = chunkserve(command, "--url", server.url)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"chunkserve {command}: what answers at {server.url} is no chunkserve: ")
+    assert len(line) < 200
+
+
+@pytest.mark.parametrize("command", ["status", "chat"])
+def test_an_answer_that_ends_too_early_is_a_line(command: str, server: Scripted) -> None:
+    server.missing_bytes = 10
+    done = chunkserve(command, "--url", server.url)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert f"the answer from {server.url} broke off" in line
+
+
+@pytest.mark.parametrize("command", ["status", "chat"])
+def test_a_redirect_is_told_and_not_followed_with_the_key(command: str, server: Scripted) -> None:
+    server.moved_to = f"{server.url}/elsewhere"
+    server.answers = dict.fromkeys(server.answers, (302, None)) | {"/elsewhere": (200, {})}
+    done = chunkserve(command, "--url", server.url, env={"CHUNKSERVE_API_KEY": "sk-1"})
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"/v1/models answers 302 Found ({server.moved_to})")
+    assert len(server.keys) == {"status": 2, "chat": 1}[command], "it was followed"
+
+
+@pytest.mark.parametrize("command", ["status", "chat"])
+def test_ctrl_c_while_a_server_is_silent_ends_without_a_traceback(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words = [*COMMAND, command, "--url", f"http://127.0.0.1:{silent.getsockname()[1]}"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+        try:
+            silent.settimeout(WAIT_S)
+            connection, _ = silent.accept()  # now it waits for the answer
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=WAIT_S) == (b"", b"")
+        finally:
+            process.kill()
+            process.wait()
+            connection.close()
+    assert process.returncode == 128 + signal.SIGINT
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -222,8 +305,65 @@ def test_thoughts_are_shown_apart_and_not_sent_back(server: Scripted) -> None:
 def test_an_error_is_a_line_and_its_question_is_forgotten(server: Scripted) -> None:
     server.events = [{"error": {"message": "The engine is full."}}]
     done = chat(server, "one", "two")
-    assert (done.returncode, done.stderr) == (0, "The engine is full.\nThe engine is full.\n")
+    assert (done.returncode, done.stderr) == (1, "The engine is full.\nThe engine is full.\n")
     assert server.said[1] == [{"role": "user", "content": "two"}]
+
+
+def test_an_answer_that_breaks_off_is_a_line_after_what_came(server: Scripted) -> None:
+    server.events, server.breaks_off = [text_event("Once upon")], True
+    done = chat(server, "one", "two")
+    assert (done.returncode, done.stdout) == (1, "Once upon\n" * 2)
+    assert done.stderr == f"the answer from {server.url} broke off before its end\n" * 2
+    assert server.said[1][1] == {"role": "assistant", "content": "Once upon"}
+
+
+@pytest.mark.parametrize(
+    "event", [3, [1], {"x": 1}, {"choices": None}, {"choices": [{"delta": None}]}, text_event(3)]
+)  # fmt: skip
+def test_an_event_of_another_form_is_a_line_about_the_server(event: Any, server: Scripted) -> None:
+    server.events = [event]
+    done = chat(server, "one")
+    assert (done.returncode, done.stdout) == (1, "\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"what answers at {server.url} is no chunkserve: it sent b'")
+
+
+def test_neither_a_model_nor_an_error_controls_the_terminal(server: Scripted) -> None:
+    server.events = [text_event("a\x1b[2J\tb\n"), {"error": {"message": "no\x1b[2J\nroom"}}]
+    done = chat(server, "one")
+    assert (done.stdout, done.stderr) == ("a\ufffd[2J\tb\n\n", "no\ufffd[2J room\n")
+
+
+def test_bytes_that_are_no_text_and_a_very_long_line_are_sent_as_text(server: Scripted) -> None:
+    server.events = [text_event("x")]
+    words, said = [*COMMAND, "chat", "--url", server.url], b"a\xff" + b"b" * 1_000_000 + b"\n"
+    done = subprocess.run(words, input=said, capture_output=True, timeout=WAIT_S, env=environment(), check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"x\n", b"")
+    assert server.said == [[{"role": "user", "content": "a\ufffd" + "b" * 1_000_000}]]
+
+
+def test_an_answer_is_shown_where_the_terminal_lacks_a_letter(server: Scripted) -> None:
+    server.events = [text_event("wörld")]
+    words = [*COMMAND, "chat", "--url", server.url]
+    done = subprocess.run(
+        words,
+        input=b"one\n",
+        capture_output=True,
+        timeout=WAIT_S,
+        env=environment({"PYTHONIOENCODING": "ascii"}),
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"w\\xf6rld\n", b"")
+
+
+def test_without_any_input_a_chat_ends(server: Scripted) -> None:
+    shell = ["sh", "-c", '"$@" <&-', "sh", *COMMAND, "chat", "--url", server.url]
+    done = subprocess.run(shell, capture_output=True, timeout=WAIT_S, env=environment(), check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_temperature_is_a_finite_number(server: Scripted) -> None:
+    assert "--temperature: expected a finite number, not 'nan'" in refusal("chat", "--temperature", "nan")
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(server: Scripted) -> None:
