@@ -9,8 +9,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from serve_app.auth.keys import digest
-
 _KEY_BYTES = 32
 
 
@@ -25,6 +23,8 @@ def main(arguments: Sequence[str], prog: str = "python -m serve_app.auth") -> in
     tenant = parser.parse_args(arguments).tenant
     if not tenant:
         parser.error("tenant is empty: expected a name")
+    from serve_app.auth.keys import digest  # here, because --help need not wait for it
+
     key = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
     sha256 = digest(key.encode())
     print(f"key, shown only now:       {key}")

@@ -152,11 +152,15 @@ def _unauthorized(what: str) -> ApiError:
 
 def _read(path: Path) -> tuple[ApiKey, ...]:
     try:
-        return TypeAdapter(tuple[ApiKey, ...]).validate_python(yaml.safe_load(path.read_text()) or ())
+        return TypeAdapter(tuple[ApiKey, ...]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or ())
     except OSError as error:
         raise KeysFileError(f"auth.keys_file: {path}: {error.strerror}") from None
-    except yaml.YAMLError:
+    except UnicodeDecodeError:
+        raise KeysFileError(f"auth.keys_file: {path} is not text in UTF-8.") from None
+    except (yaml.YAMLError, RecursionError):
         raise KeysFileError(f"auth.keys_file: {path} is neither YAML nor JSON.") from None
     except ValidationError as error:
         reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise KeysFileError(f"auth.keys_file: {path}: {reasons}") from None
+    except ValueError:  # a path with a null character
+        raise KeysFileError(f"auth.keys_file: expected the path of a file, not {str(path)!r}.") from None

@@ -26,10 +26,26 @@ from serve_app.settings.instance import VARIABLE
 VERBOSE_HELP = "Show the logs of Ray and all replicas, which otherwise go to a file."
 
 
-def main(words: list[str] | None = None) -> None:
+FAILED = 1
+
+
+def main() -> None:
+    """Run Ray's `serve` with this process's arguments, and exit with 1 if it fails."""
+    serve(sys.argv[1:], Console(), refused=FAILED)
+
+
+def serve(words: list[str], console: Console, *, refused: int) -> None:
     """Run Ray's `serve`. A `serve run` of a config with our application is checked first, and gets HAProxy in front.
-    words: the command line after the program's name; None: this process's own."""
-    arguments, console = Arguments.read(sys.argv[1:] if words is None else words, os.environ), Console()
+
+    Args:
+        words: the command line after the program's name.
+        refused: the exit status for a config that cannot be served; other failures have FAILED.
+
+    Raises:
+        SystemExit: it failed, which was reported.
+        Signalled: a signal came while there was nothing to take down.
+    """
+    arguments = Arguments.read(words, os.environ)
     try:
         if arguments.of_ray[:1] == ["--version"]:
             console.say(f"chunkserve {version('chunkserve')}, Ray {version('ray')}")
@@ -42,11 +58,11 @@ def main(words: list[str] | None = None) -> None:
             _leave_to_ray(arguments, console)
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
-        sys.exit(1)
+        sys.exit(refused if isinstance(refusal, ConfigRefused) else FAILED)
     except Exception as error:  # noqa: BLE001 - there is no caller; the terminal may show nothing but this line
         traceback.print_exc()
         console.complain(f"serve failed: {in_a_line(error)}")
-        sys.exit(1)
+        sys.exit(FAILED)
 
 
 def _run(arguments: Arguments, console: Console) -> None:

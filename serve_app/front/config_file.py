@@ -32,6 +32,8 @@ _ANCHORS = "x-"
 ARGS = "args"
 EXPECTED = "expected a Serve config, a mapping with `applications:`, as in this project's config.yaml"
 
+_TOO_DEEP = "{path}: expected a Serve config, but it is nested too deeply, or a part of it contains itself."
+
 
 class ConfigRefused(Exception):
     """The config cannot be served. The message has one line per reason."""
@@ -107,12 +109,18 @@ def read_config(path: Path) -> ServeConfig:
         root, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigRefused(_not_yaml(path, error)) from None
+    except RecursionError:
+        raise ConfigRefused(_TOO_DEEP.format(path=path)) from None
     if root is None or content is None:
         raise ConfigRefused(f"{path} is empty: {EXPECTED}.")
     if not isinstance(content, dict):
         raise ConfigRefused(f"{path}, line {root.start_mark.line + 1}: {EXPECTED}.")
     config = ServeConfig(path, content, root)
-    if problems := list(_problems(config)):
+    try:
+        problems = list(_problems(config))
+    except RecursionError:  # from an alias of what it stands in
+        raise ConfigRefused(_TOO_DEEP.format(path=path)) from None
+    if problems:
         raise ConfigRefused("\n".join(problems))
     return config
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,18 +18,21 @@ VARIABLE = "CHUNKSERVE_VERBOSE"
 
 
 class Console:
-    """Writes lines for the user, to the process's own standard output and error, also after `quiet`."""
+    """Writes lines for the user, to the process's own standard output and error, also after `quiet`. told: puts a text
+    in the user's words, if they named no config file."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[str], str] = str) -> None:
+        self._told = told
         self._out, self._errors = sys.stdout.fileno(), sys.stderr.fileno()
         self.log: Path | None = None
 
     def say(self, text: str) -> None:
-        _write(self._out, text)
+        _write(self._out, self._told(text))
 
     def complain(self, text: str) -> None:
         """Write to standard error, with the path of the log once there is one."""
-        _write(self._errors, text if self.log is None else f"{text}\nlog: {self.log}")
+        told = self._told(text)
+        _write(self._errors, told if self.log is None else f"{told}\nlog: {self.log}")
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -12,6 +12,8 @@ from io import TextIOWrapper
 from signal import SIGINT, SIGPIPE
 from typing import Protocol, cast
 
+from serve_app.front.signals import Signalled
+
 PROG = "chunkserve"
 _PACKAGE = "serve_app.front.command"
 _BY_SIGNAL = 128
@@ -36,7 +38,7 @@ class Subcommand(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status. Ctrl-C, and a reader of the output that has left, end it without a
+    """Run a subcommand and return its exit status. A signal, and a reader of the output that has left, end it without a
     traceback."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr, where a locale is not UTF-8
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()  # here, where it can be caught, and not when Python ends
     except KeyboardInterrupt:
         return _BY_SIGNAL + SIGINT
+    except Signalled as end:
+        return _BY_SIGNAL + end.signum
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
         return _BY_SIGNAL + SIGPIPE

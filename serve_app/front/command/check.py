@@ -1,5 +1,6 @@
 """Implements `chunkserve check`: the problems of a config, and with `--explain` what this machine would make of it.
-Never serves it, and never downloads or converts a model."""
+Never serves it, and never downloads or converts a model. Never imports what checks it before the arguments are read, so
+that --help need not wait for it."""
 
 from __future__ import annotations
 
@@ -8,17 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.build.machine import Machine, this_machine
-from engine.checkpoints.model_cache import ModelError
-from engine.checkpoints.model_name import ready_directory
-from engine.config import ResolvedConfig
 from serve_app.front.command.arguments import BAD_INPUT, Parser
-from serve_app.front.command.problems import find_problems
-from serve_app.front.config_file import ConfigRefused
-from serve_app.front.preflight import Application
-from serve_app.front.start import engine_lines
-from serve_app.front.this_machine import EngineCheck
+
+if TYPE_CHECKING:
+    from engine.build.machine import Machine
+    from engine.config import ResolvedConfig
+    from serve_app.front.preflight import Application
 
 _GIB = 2**30
 _SHOWN = ("device", "kernels", "quantize", "num_kv_blocks", "scheduler")
@@ -28,6 +26,11 @@ _SHOWN = ("device", "kernels", "quantize", "num_kv_blocks", "scheduler")
 def main(arguments: Sequence[str], prog: str) -> int:
     """Print the problems, one a line, and return 0 if there are none."""
     options = _parser(prog).parse_args(arguments)
+    from engine.build.machine import this_machine
+    from engine.checkpoints.model_cache import ModelError
+    from serve_app.front.command.problems import find_problems
+    from serve_app.front.config_file import ConfigRefused
+
     findings = find_problems(options.config)
     problems = list(findings.problems)
     if options.explain and not problems:
@@ -83,6 +86,9 @@ def _explained(application: Application, machine: Machine) -> Iterator[str]:
         ConfigRefused: the engines could not start.
         ModelError: a model is damaged.
     """
+    from serve_app.front.start import engine_lines
+    from serve_app.front.this_machine import EngineCheck
+
     settings = application.settings
     if settings.engine_num_gpus and not machine.gpus:
         yield f"{application.name}: engine_num_gpus is {settings.engine_num_gpus:g}: no engine can start here"
@@ -107,6 +113,8 @@ def _explained(application: Application, machine: Machine) -> Iterator[str]:
 def _with_directories(application: Application) -> tuple[Application, list[str]]:
     """Put the directories of prepared models in place of their names, because the engine's check would prepare what a
     name stands for. Also returns the names of models that are not prepared."""
+    from engine.checkpoints.model_name import ready_directory
+
     settings = application.settings
     form, weights = settings.gguf_form, settings.engine.load_format != "dummy"
     model = ready_directory(settings.model, weights=weights, **form)

@@ -1,10 +1,12 @@
 """Implements `chunkserve serve`: makes a config from options, checks it, and runs what `serve run` runs.
-Never serves anything by itself: `serve_app.front.cli` does, from the start to the end of the last request."""
+Never serves anything by itself: `serve_app.front.cli` does, from the start to the end of the last request. Never
+imports what checks a config before the arguments are read, so that --help need not wait for it."""
 
 from __future__ import annotations
 
 import argparse
 import copy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +15,10 @@ from typing import Any
 
 import yaml
 
-from engine.build.machine import this_machine
 from serve_app.front.command.arguments import BAD_INPUT, Parser
-from serve_app.front.command.base_config import base_config
-from serve_app.front.command.problems import find_problems
 from serve_app.front.command.serve_options import in_options, needs_one_application, serve_parser, set_args, set_http
 from serve_app.front.config_file import read_config
-from serve_app.front.preflight import our_applications
+from serve_app.front.console import Console
 from serve_app.front.signals import exit_on_signals
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -27,30 +26,46 @@ _HEAD = "# Written by `chunkserve serve`. `chunkserve serve {name}` or `serve ru
 
 
 def main(arguments: Sequence[str], prog: str) -> int:
-    """Serve until a signal. Returns 2 for a config that cannot be served; failures of the start end as in `serve`."""
+    """Serve until a signal. Returns 2 for a config that cannot be served; other failures of the start end as in
+    `serve`.
+
+    Raises:
+        Signalled: a signal came while there was nothing to take down.
+    """
     parser = serve_parser(prog)
     options = parser.parse_args(arguments)
     exit_on_signals()  # so that the directory below goes away
+    from serve_app.front.command.problems import find_problems
+
     with TemporaryDirectory(prefix="chunkserve-") as directory:
         path, made = _config(parser, options, Path(directory) / "config.yaml")
         if path is None:
             return BAD_INPUT
         if made and (problems := find_problems(path).problems):
             return _refuse([*in_options(problems, path)])
+        if options.api_keys is not None and not _has_keys(options.api_keys):
+            return _refuse([f"--api-keys: {options.api_keys} has no keys: everybody could use the server"])
         if options.write_config is not None:
             return _write(path, options.write_config)
-        from serve_app.front.cli import main as serve
+        from serve_app.front.cli import serve
 
-        serve(["run", *["--verbose"] * options.verbose, str(path)])
+        def told(text: str) -> str:
+            in_their_words = "\n".join(in_options(text.splitlines(), path)) if made else text
+            return in_their_words.replace(str(path), options.what)
+
+        serve(["run", *["--verbose"] * options.verbose, str(path)], Console(told), refused=BAD_INPUT)
     return 0
 
 
 def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Path | None, bool]:
     """Return the config to serve, and whether it was made here, as `made`. None: the given one is wrong, which is
     reported."""
+    from serve_app.front.command.base_config import base_config
+    from serve_app.front.command.problems import find_problems
+
     given = Path(options.what)
     if not _is_config(given):
-        on_gpu = options.device == "cuda" or (options.device in (None, "auto") and bool(this_machine().gpus))
+        on_gpu = options.device == "cuda" or (options.device in (None, "auto") and _has_gpus())
         config = base_config(options.what, on_gpu=on_gpu)
         set_args(config["applications"][0]["args"], options)
     else:
@@ -60,6 +75,8 @@ def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Pa
         original = read_config(given).content
         config = copy.deepcopy(original)
         if needs_one_application(options):
+            if options.device == "auto":  # what the config says is to be replaced, too
+                options.device = "cuda" if _has_gpus() else "cpu"
             set_args(_only_application(parser, config), options)
     set_http(config, options)
     if _is_config(given) and config == original:
@@ -68,12 +85,20 @@ def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Pa
     return made, True
 
 
+def _has_gpus() -> bool:
+    from engine.build.machine import this_machine
+
+    return bool(this_machine().gpus)
+
+
 def _is_config(path: Path) -> bool:
     return path.suffix in _SUFFIXES or (path.is_file() and path.suffix != ".gguf")
 
 
 def _only_application(parser: Parser, config: dict[str, Any]) -> dict[str, Any]:
     """Return the `args` of this project's application in a config. Exits if there are several, or none."""
+    from serve_app.front.preflight import our_applications
+
     ours = [app for app in config["applications"] if [*our_applications({"applications": [app]})]]
     if len(ours) != 1:
         parser.error(f"the config has {len(ours)} applications of this project, and options are for one: edit the file")
@@ -82,10 +107,18 @@ def _only_application(parser: Parser, config: dict[str, Any]) -> dict[str, Any]:
     return args
 
 
+def _has_keys(path: Path) -> bool:
+    from serve_app.auth.keys import Keys
+    from serve_app.settings.auth import AuthSettings
+
+    return Keys.load(AuthSettings(keys_file=str(path))).are_needed
+
+
 def _write(path: Path, to: Path) -> int:
+    name = shlex.quote(str(to)) if str(to).isprintable() else "FILE"  # it stands in a comment of one line
     try:
         with to.open("x", encoding="utf-8") as file:
-            file.write(_HEAD.format(name=to) + path.read_text(encoding="utf-8"))
+            file.write(_HEAD.format(name=name) + path.read_text(encoding="utf-8"))
     except FileExistsError:
         return _refuse([f"--write-config: {to} is there already: choose another name, or remove it"])
     except OSError as error:

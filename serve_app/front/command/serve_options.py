@@ -57,7 +57,7 @@ def serve_parser(prog: str) -> Parser:
         help="the model that clients ask for, instead of its path; may be given several times",
     )
     parser.add_argument(
-        "--api-keys", type=Path, metavar="FILE", help="file of API keys, as `chunkserve keys` makes them"
+        "--api-keys", type=_of_any_directory, metavar="FILE", help="file of API keys, as `chunkserve keys` makes them"
     )
     parser.add_argument(
         "--replicas",
@@ -83,6 +83,13 @@ def serve_parser(prog: str) -> Parser:
     )
     parser.add_argument("--verbose", action="store_true", help="show the logs of Ray and all replicas")
     return parser
+
+
+def _of_any_directory(text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:  # `~ann`, without a user of that name
+        return Path(text).absolute()
 
 
 def _number_of(hint: Any) -> type[int] | type[float]:
@@ -119,8 +126,8 @@ def set_args(args: dict[str, Any], options: argparse.Namespace) -> None:
         args["engine"] = {**(args.get("engine") or {}), **engine}
     if options.served_model_name is not None:
         args["served_model_name"] = options.served_model_name
-    if options.api_keys is not None:  # engines and ingress replicas may have another current directory
-        args["auth"] = {**(args.get("auth") or {}), "keys_file": str(options.api_keys.expanduser().absolute())}
+    if options.api_keys is not None:  # absolute: engines and ingress replicas may have another current directory
+        args["auth"] = {**(args.get("auth") or {}), "keys_file": str(options.api_keys)}
     if options.replicas is not None:
         _set_replicas(args, options.replicas)
 

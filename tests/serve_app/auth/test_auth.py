@@ -197,6 +197,8 @@ async def test_keys_of_a_file_are_added_to_those_of_the_config(tmp_path: Path, d
         ("sk-secret", "valid tuple"),
         ("[sk-secret]", "0: Input should be a valid dictionary"),
         ("[sk-secret: {", "neither YAML nor JSON"),
+        ("[" * 100_000, "neither YAML nor JSON"),
+        ("sk-secret\xff", "is not text in UTF-8"),
         (None, "No such file"),
     ],
 )
@@ -205,11 +207,16 @@ def test_a_keys_file_that_cannot_be_used_is_refused_without_showing_it(
 ) -> None:
     path = tmp_path / "keys.yaml"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, encoding="latin-1")
     with pytest.raises(KeysFileError, match=r"keys\.yaml") as caught:
         Keys.load(AuthSettings(keys_file=str(path)))
     assert reason in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_what_is_no_path_of_a_keys_file_is_refused() -> None:
+    with pytest.raises(KeysFileError, match="expected the path of a file"):
+        Keys.load(AuthSettings(keys_file="a\0b"))
 
 
 def test_one_key_for_two_tenants_is_refused() -> None:

@@ -54,6 +54,8 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
             "c.yaml, line 4: applications.0.route_prefix: expected a path that b",
         ),
         (b"\xff\xfe\x00", "c.yaml is not text in UTF-8"),
+        ("applications: &a\n- *a\n", "c.yaml: expected a Serve config, but it is nested too deeply, or a part of it"),
+        ("[" * 100_000, "c.yaml: expected a Serve config, but it is nested too deeply"),
         ("aplications: []\n", "c.yaml, line 1: unknown key aplications: did you mean applications?"),
         ("http_options: {}\n", "c.yaml, line 1: applications: expected a list of at least one application"),
         (f"{APPLICATION}qqq: 1\n", "c.yaml, line 4: unknown key qqq: expected one of proxy_location, http_options,"),

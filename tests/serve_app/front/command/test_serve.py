@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -22,6 +23,7 @@ from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
 from tests.support.serve_process import members_of
 
 MODEL = "smollm2-135m-instruct"
+FAKE = {"applications": [{"import_path": "serve_app.app:build", "args": {"engine": {"executor": "fake"}}}]}
 
 
 def made(tmp_path: Path, *words: str) -> dict[str, Any]:
@@ -196,6 +198,48 @@ def test_a_wrong_config_is_refused_in_its_own_words(settings: dict[str, Any], li
     assert line in refusal("serve", "c.yaml", "--port", "8001", cwd=tmp_path)
 
 
+def test_an_address_that_is_not_free_or_not_known_is_refused_in_options(tmp_path: Path) -> None:
+    """The config that is made of them is a temporary file, whose name and lines tell nothing."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(FAKE))
+    own = {"RAY_ADDRESS": "local"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refusal("serve", "c.yaml", "--host", "127.0.0.1", "--port", str(port), cwd=tmp_path, env=own)
+    assert line.startswith(f"--port {port} on 127.0.0.1 is not free: Address already in use.")
+    line = refusal("serve", "c.yaml", "--host", "a..b", "--port", "8001", cwd=tmp_path, env=own)
+    assert line == "--host: not a host name (given: 'a..b')"
+
+
+def test_a_file_without_keys_is_refused_because_the_server_would_be_open(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").touch()
+    line = refusal("serve", MODEL, "--api-keys", "keys.yaml", cwd=tmp_path)
+    assert line == f"--api-keys: {tmp_path / 'keys.yaml'} has no keys: everybody could use the server"
+
+
+def test_the_home_of_a_user_that_there_is_not_is_a_directory_that_there_is_not(tmp_path: Path) -> None:
+    assert "~nobody-has-this-name/keys: No such file" in refusal(
+        "serve", MODEL, "--api-keys", "~nobody-has-this-name/keys"
+    )
+
+
+def test_device_auto_replaces_the_device_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = yaml.safe_load(yaml.safe_dump(FAKE))
+    config["applications"][0]["args"] |= {"engine_num_gpus": 1, "engine": {"device": "cuda"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    changed = args(made(tmp_path, str(tmp_path / "c.yaml"), "--device", "auto"))
+    assert (changed["engine_num_gpus"], changed["engine"]["device"]) == (0, "cpu")
+
+
+@pytest.mark.parametrize("name", ["my config.yaml", "two\nlines.yaml", "--odd"])
+def test_a_config_with_an_odd_name_can_be_read_again(name: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(FAKE))
+    done = chunkserve("serve", "c.yaml", f"--write-config={name}", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = chunkserve("check", "--", name, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_options_of_one_application_are_refused_for_several(tmp_path: Path) -> None:
     one = {"import_path": "serve_app.app:build", "args": {"engine": {"executor": "fake"}}}
     config = {"applications": [one | {"name": "a"}, one | {"name": "b", "route_prefix": "/b"}]}
@@ -242,11 +286,11 @@ def test_a_server_answers_is_shown_and_ends_cleanly_at_sigterm() -> None:
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_a_start_that_fails_ends_as_serve_run_does(tmp_path: Path) -> None:
-    """What only the engine's own check finds is found before Ray starts, as for `serve run`."""
+def test_what_only_the_engines_own_check_refuses_is_refused_before_ray_starts(tmp_path: Path) -> None:
     words = [*COMMAND, "serve", MODEL, "--port", str(free_port()), "--max-model-len", "100000"]
     own = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(tmp_path / "ray")}
     done = subprocess.run(words, env=environment(own), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "max_model_len is 100000, but the checkpoint serves at most" in done.stderr
+    assert done.returncode == 2
+    assert "args.engine: max_model_len is 100000, but the checkpoint serves at most" in done.stderr
+    assert "config.yaml" not in done.stdout + done.stderr, "that file is gone"
     assert not (tmp_path / "ray" / "ray").exists()
