@@ -27,6 +27,10 @@ APPLICATION_KEYS = (
     "logging_config", "external_scaler_enabled",
 )
 # fmt: on
+_SECTIONS = ("grpc_options", "controller_options", "logging_config", "tracing_config")
+PROXIES = ("Disabled", "HeadOnly", "EveryNode")
+_UNIQUE = {"name": "default", "route_prefix": "/"}
+"""Keys whose value may stand in one application only, with what Ray takes without them."""
 _ANCHORS = "x-"
 """The prefix of top-level keys with YAML anchors for the rest of the file, as in Compose files."""
 ARGS = "args"
@@ -111,6 +115,8 @@ def read_config(path: Path) -> ServeConfig:
         raise ConfigRefused(_not_yaml(path, error)) from None
     except RecursionError:
         raise ConfigRefused(_TOO_DEEP.format(path=path)) from None
+    except ValueError as error:  # from a value with the form of a date or number that is none, such as 2026-02-30
+        raise ConfigRefused(f"{path}: not YAML: {error}. A value with special characters needs quotes.") from None
     if root is None or content is None:
         raise ConfigRefused(f"{path} is empty: {EXPECTED}.")
     if not isinstance(content, dict):
@@ -151,6 +157,12 @@ def _problems(config: ServeConfig) -> Iterator[str]:
     served = {key: value for key, value in content.items() if not str(key).startswith(_ANCHORS)}
     unknown = list(_unknown(config, (), served, TOP_KEYS))
     yield from unknown
+    for section in _SECTIONS:
+        if not isinstance(content.get(section) or {}, dict):
+            yield f"{config.where(section)}: {section}: expected a mapping (given: {content[section]!r})"
+    if (proxies := content.get("proxy_location")) not in (None, *PROXIES):
+        expected = f"expected one of {', '.join(PROXIES)}"
+        yield f"{config.where('proxy_location')}: proxy_location: {expected} (given: {proxies!r})"
     http = content.get("http_options") or {}
     if not isinstance(http, dict):
         yield f"{config.where('http_options')}: http_options: expected a mapping with `port:` (given: {http!r})"
@@ -169,6 +181,16 @@ def _problems(config: ServeConfig) -> Iterator[str]:
         return
     for number, application in enumerate(applications):
         yield from _in_application(config, number, application)
+    for key, default in _UNIQUE.items():
+        yield from _repeated(config, key, [app.get(key, default) for app in applications if isinstance(app, dict)])
+
+
+def _repeated(config: ServeConfig, key: str, values: list[Any]) -> Iterator[str]:
+    for number, value in enumerate(values):
+        if value is not None and value in values[:number]:
+            other = f"application {values.index(value)} has it already: expected another for each application"
+            where = config.where("applications", number, key)
+            yield f"{where}: applications.{number}.{key}: {other} (given: {value!r})"
 
 
 def _in_http_options(config: ServeConfig, http: dict[str, Any]) -> Iterator[str]:
@@ -186,9 +208,11 @@ def _in_application(config: ServeConfig, number: int, application: Any) -> Itera
         yield f"{config.where(*place)}: applications.{number}: expected a mapping with `import_path:`"
         return
     yield from _unknown(config, place, application, APPLICATION_KEYS)
-    if not isinstance(application.get("import_path"), str):
+    path = application.get("import_path")
+    if not isinstance(path, str) or not _is_import_path(path):
         example = "expected `module:attribute`, such as serve_app.app:build"
-        yield f"{config.where(*place, 'import_path')}: applications.{number}.import_path: {example}"
+        given = "" if path is None else f" (given: {path!r})"
+        yield f"{config.where(*place, 'import_path')}: applications.{number}.import_path: {example}{given}"
     prefix = application.get("route_prefix")
     if prefix is not None and not _is_prefix(prefix):
         expected = "expected a path that begins with `/` and does not end with one, such as /v2, or `/` alone"
@@ -196,6 +220,12 @@ def _in_application(config: ServeConfig, number: int, application: Any) -> Itera
         yield f"{where}: applications.{number}.route_prefix: {expected} (given: {prefix!r})"
     if not isinstance(application.get("args") or {}, dict):
         yield f"{config.where(*place, 'args')}: applications.{number}.args: expected a mapping of settings"
+
+
+def _is_import_path(path: str) -> bool:
+    """Whether Ray takes this for one."""
+    module, _, attribute = path.rpartition(":" if ":" in path else ".")
+    return bool(module and attribute) and ":" not in module
 
 
 def _is_prefix(prefix: Any) -> bool:

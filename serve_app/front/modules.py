@@ -16,10 +16,12 @@ from serve_app.front.preflight import BUILDER
 
 
 def check_modules(config: ServeConfig, arguments: Arguments) -> None:
-    """Raises ConfigRefused: an application's import_path names a module that does not exist. With a runtime_env a
-    missing module is allowed, because its files may come with it."""
+    """Raises ConfigRefused: an application's import_path names a module that does not exist; a line for each. With a
+    runtime_env a missing module is allowed, because its files may come with it."""
     with _path_of_ray(arguments.app_dir):
-        _check_modules(config, arguments.brings_files)
+        missing = list(_missing(config, arguments.brings_files))
+    if missing:
+        raise ConfigRefused("\n".join(missing))
 
 
 @contextmanager
@@ -34,7 +36,7 @@ def _path_of_ray(app_dir: str) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _check_modules(config: ServeConfig, brings_files: bool) -> None:
+def _missing(config: ServeConfig, brings_files: bool) -> Iterator[str]:
     for number, app in enumerate(config.applications):
         module, _, attribute = app["import_path"].replace(":", ".").rpartition(".")
         own = BUILDER.partition(":")[0]
@@ -43,7 +45,7 @@ def _check_modules(config: ServeConfig, brings_files: bool) -> None:
         ours = (module == own and attribute != "build") or f"{module}.{attribute}" == own
         if ours or not (brings_files or app.get("runtime_env") or _is_there(module)):
             what = f"{module} has no {attribute}" if ours else f"there is no module {module!r}"
-            raise ConfigRefused(
+            yield (
                 f"{config.where('applications', number, 'import_path')}, application {app.get('name', 'default')}: "
                 f"import_path: {what} (given: {app['import_path']!r}); this project's is {BUILDER}"
             )

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from loadtest.server import ROOT
-from serve_app.front.config_file import APPLICATION_KEYS, HTTP_KEYS, TOP_KEYS, ConfigRefused, address_of, read_config
+from serve_app.front.config_file import (
+    APPLICATION_KEYS,
+    HTTP_KEYS,
+    PROXIES,
+    TOP_KEYS,
+    ConfigRefused,
+    address_of,
+    read_config,
+)
 from tests.test_architecture import run_python
 
 APPLICATION = "applications:\n  - name: a\n    import_path: serve_app.app:build\n"
@@ -75,6 +83,29 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
         ("applications: []\n", "c.yaml, line 1: applications: expected a list of at least one application (given: [])"),
         ("applications:\n  - a\n", "c.yaml, line 2: applications.0: expected a mapping with `import_path:`"),
         ("applications:\n  - name: a\n", "c.yaml, line 2: applications.0.import_path: expected `module:attribute`"),
+        (f"{APPLICATION}b: 2026-02-30\n", "c.yaml: not YAML: day is out of range for month. A value with special"),
+        (f"{APPLICATION}b: 0b\n", "c.yaml: not YAML: invalid literal for int()"),
+        (
+            f"proxy_location: All\n{APPLICATION}",
+            "c.yaml, line 1: proxy_location: expected one of Disabled, HeadOnly, Ev",
+        ),
+        (f"logging_config: 3\n{APPLICATION}", "c.yaml, line 1: logging_config: expected a mapping (given: 3)"),
+        (
+            f"{APPLICATION}  - name: a\n    route_prefix: /b\n    import_path: b:c\n",
+            "c.yaml, line 4: applications.1.name: application 0 has it already: expected another for each application",
+        ),
+        (
+            f"{APPLICATION}  - name: b\n    import_path: b:c\n",
+            "c.yaml, line 4: applications.1.route_prefix: application 0 has it already: expected another for each "
+            "application (given: '/')",
+        ),
+        *(
+            (
+                f"applications:\n  - import_path: '{path}'\n",
+                f"`module:attribute`, such as serve_app.app:build (given: '{path}')",
+            )
+            for path in ("", ":", "a", "a:", ".a", "a:b:c")
+        ),
         (f"{APPLICATION}    args: 3\n", "c.yaml, line 4: applications.0.args: expected a mapping of settings"),
         (f"{APPLICATION}    name: b\n", "c.yaml, line 4: name stands on line 2 already: expected it once"),
     ],
@@ -123,6 +154,20 @@ def test_a_value_is_found_by_its_line_and_an_absent_one_by_what_it_would_be_in()
 @pytest.mark.parametrize("name", ["config.yaml", "config.gpu.yaml"])
 def test_the_configs_of_this_project_are_ones(name: str) -> None:
     assert read_config(ROOT / name).applications[0]["name"] == "chunkserve"
+
+
+def test_applications_without_a_route_may_be_several(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    more = (f"  - {{name: {name}, route_prefix: null, import_path: b.c}}\n" for name in "bc")
+    path.write_text(f"proxy_location: EveryNode\n{APPLICATION}{''.join(more)}")
+    assert len(read_config(path).applications) == 3
+
+
+def test_the_places_of_proxies_are_those_of_ray_serve() -> None:
+    code = (
+        "import json; from ray.serve.config import ProxyLocation; print(json.dumps([at.value for at in ProxyLocation]))"
+    )
+    assert set(json.loads(run_python(code))) == set(PROXIES)
 
 
 def test_the_keys_are_those_of_ray_serve() -> None:

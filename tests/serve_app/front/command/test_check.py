@@ -137,12 +137,13 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path, capsys: pytest.Captur
     config["applications"] += [
         {"name": "b", "route_prefix": "/b", "import_path": "serve_app.app:build", "args": {"pooling": "most"}},
         {"name": "c", "route_prefix": "/c", "import_path": "no_such_module:app"},
+        {"name": "d", "route_prefix": "/d", "import_path": "nor_this_one:app"},
     ]
     assert main([written(tmp_path, config)], "chunkserve check") == 2
     lines = capsys.readouterr().err.splitlines()
-    for field in ("engine.block_size", "engine.dtype", "modle", "pooling", "no_such_module"):
+    for field in ("engine.block_size", "engine.dtype", "modle", "pooling", "no_such_module", "nor_this_one"):
         assert sum(field in line for line in lines) == 1, (field, lines)
-    assert len(lines) == 5
+    assert len(lines) == 6
 
 
 def test_files_are_looked_for_in_every_application_that_is_right_itself(
