@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,11 @@ def _resolve(model: str, weights: bool, wanted: Wanted) -> Path:
             return download_from_hub(name.repo, name.revision, wanted.progress)
 
 
-def parser(prog: str = "python -m engine.checkpoints.prepare") -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def parser(
+    prog: str = "python -m engine.checkpoints.prepare",
+    kind: Callable[..., argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> argparse.ArgumentParser:
+    made = kind(
         prog=prog,
         description="Download or convert a model if necessary, and print its directory. A prepared model is not "
         "prepared again.",

@@ -7,14 +7,18 @@ import argparse
 import json
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _KEY_BYTES = 32
 
 
-def main(arguments: Sequence[str], prog: str = "python -m serve_app.auth") -> int:
-    """Print a new key, and the entry for the config. prog: the command's name in its help."""
-    parser = argparse.ArgumentParser(
+def main(
+    arguments: Sequence[str],
+    prog: str = "python -m serve_app.auth",
+    kind: Callable[..., argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> int:
+    """Print a new key, and the entry for the config. prog: the command's name in its help. kind: makes its parser."""
+    parser = kind(
         prog=prog,
         description="Make a random key, and print it with the lines that make it an API key or the admin key in a "
         "config.",

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serve_app.auth import __main__ as auth
+from serve_app.front.command.arguments import Parser
 
 
 def main(arguments: Sequence[str], prog: str) -> int:
-    return auth.main(arguments, prog)
+    return auth.main(arguments, prog, Parser)

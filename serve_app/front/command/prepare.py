@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from engine.checkpoints import prepare
 from engine.checkpoints.model_name import ready_directory
-from serve_app.front.command.arguments import BAD_INPUT
+from serve_app.front.command.arguments import BAD_INPUT, Parser
 
 
 def main(arguments: Sequence[str], prog: str) -> int:
     """Return 2 for a name that no model can have, and what the other command returns for a failure after that."""
-    options = prepare.parser(prog).parse_args(arguments)
+    options = prepare.parser(prog, Parser).parse_args(arguments)
     try:
         ready_directory(options.model, thorough=False)
     except prepare.ModelError as error:

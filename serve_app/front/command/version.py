@@ -3,7 +3,6 @@ Never imports what it names: a release is read from the installed package's meta
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import subprocess
@@ -11,14 +10,14 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
+from serve_app.front.command.arguments import Parser
+
 _ROOT = Path(__file__).parents[3]
 _GIT_TIMEOUT_S = 5
 
 
 def main(arguments: Sequence[str], prog: str) -> int:
-    argparse.ArgumentParser(
-        prog=prog, description="Show the versions of chunkserve, Python, torch and Ray, one in a line."
-    ).parse_args(arguments)
+    Parser(prog, "Show the versions of chunkserve, Python, torch and Ray, one in a line.").parse_args(arguments)
     commit = commit_of(_ROOT)
     print(f"chunkserve {release('chunkserve')}" + (f", commit {commit}" if commit else ""))
     print(f"Python {platform.python_version()}")
