@@ -40,14 +40,14 @@ class Subcommand(Protocol):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status. A signal, and a reader of the output that has left, end it without a
     traceback."""
+    _open_what_is_closed()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr, where a locale is not UTF-8
     try:
         try:
             return _run(list(sys.argv[1:] if arguments is None else arguments))
         finally:
-            if sys.stdout is not None:  # None: closed, as by `>&-`
-                sys.stdout.flush()  # here, where it can be caught, and not when Python ends
+            sys.stdout.flush()  # here, where it can be caught, and not when Python ends
     except KeyboardInterrupt:
         return _BY_SIGNAL + SIGINT
     except Signalled as end:
@@ -55,6 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
         return _BY_SIGNAL + SIGPIPE
+
+
+def _open_what_is_closed() -> None:
+    """Put the null device where the shell closed input or output, as by `>&-`: the next file or socket would get that
+    number, and with it what is meant for the terminal."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _run(given: list[str]) -> int:

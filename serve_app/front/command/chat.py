@@ -116,8 +116,6 @@ def _shown(thought: str, content: str, thoughts: bool) -> bool:
 
 def _converse(conversation: Conversation) -> int:
     status = 0
-    if sys.stdin is None:  # closed, as by `<&-`
-        return status
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     prompt = _PROMPT if sys.stdin.isatty() else ""

@@ -210,6 +210,15 @@ def test_an_address_that_is_not_free_or_not_known_is_refused_in_options(tmp_path
     assert line == "--host: not a host name (given: 'a..b')"
 
 
+def test_a_closed_terminal_changes_neither_the_status_nor_what_is_said(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(FAKE))
+    env = environment({"RAY_ADDRESS": "local"})
+    for closed, said in (("<&- >&-", "--host: not a host name (given: 'a..b')\n"), ("2>&-", "")):
+        shell = ["sh", "-c", f'"$@" {closed}', "sh", *COMMAND, "serve", "c.yaml", "--host", "a..b", "--port", "8001"]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=120, env=env, cwd=tmp_path, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_a_file_without_keys_is_refused_because_the_server_would_be_open(tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").touch()
     line = refusal("serve", MODEL, "--api-keys", "keys.yaml", cwd=tmp_path)
@@ -282,6 +291,30 @@ def test_a_server_answers_is_shown_and_ends_cleanly_at_sigterm() -> None:
         assert chunkserve("status", "--url", server.url, env=own).returncode == 1
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_ray_runs_ends_it_quietly_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """SIGINT's own number as a status would say that the options are wrong."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"proxy_location": "HeadOnly", **FAKE}))
+    words = [*COMMAND, "serve", "c.yaml", "--port", str(free_port()), "--host", "127.0.0.1"]
+    own = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(own), cwd=tmp_path, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("starting c.yaml; ")
+        assert [*tmp_path.glob("chunkserve-*/config.yaml")]
+        process.send_signal(number)
+        assert process.communicate(timeout=60) == ("", "")
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + number
+    assert not [*tmp_path.glob("chunkserve-*/config.yaml")]
 
 
 @pytest.mark.server
