@@ -67,7 +67,8 @@ def _combine(
             values = tl.load(parts + (cell * HEAD_DIM)[:, None] + i[None, :], mask=inside, other=0.0)
             total += weights[:, None] * values
         to = out + ((begin + number).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + i[None, :]
-        tl.store(to, (total / mass[:, None]).to(out.dtype.element_ty), mask=inside)
+        divisor = tl.where(real, mass, 1.0)  # heads that a program has too many have no mass
+        tl.store(to, (total / divisor[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 def combine(

@@ -114,7 +114,7 @@ def test_rows_that_fill_a_gpu_have_fewer_splits() -> None:
     ("decodes", "chunks", "split"), [(1, 0, 128), (3, 0, SPLIT), (1, 1, SPLIT), (9, 0, FEW_SPLITS)]
 )
 def test_a_plan_has_the_splits_of_its_decodes_and_kv_heads(decodes: int, chunks: int, split: int) -> None:
-    """Of the rows themselves, and of the most decodes that a captured step may have."""
+    """They follow from the rows themselves, and in a captured step from the most decodes that it may have."""
     case = paged_case([5] * decodes, [(3, 4)] * chunks, kv_heads=8, group=2, block_size=4)
     assert prepare_attention(case.rows, 8, case.q.dtype).split == split
     captured = replace(on_device(case.rows, torch.device("cpu")), contexts=(), counts=())
