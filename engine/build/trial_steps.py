@@ -14,8 +14,8 @@ SHORT_CONTEXT = 256
 """Tokens of each row in the other trial decode step: so few that no kernel splits a row's keys where many rows decode,
 as a different kernel would."""
 CHUNK_SPLIT, MOST_SPLITS, MOST_PARTIALS = 512, 16, 256
-"""What Triton's attention has: the fewest keys of a chunk's split, the most splits of a chunk, and the most partial results,
-its tokens times its splits. kernels.triton.attention.splits has them, which needs Triton; a test compares."""
+"""What Triton's attention has: the fewest keys of a chunk's split, the most splits of a chunk, and the most partial
+results, its tokens times its splits. kernels.triton.attention.splits has them, and needs Triton; a test compares."""
 
 # Controls need a copy of the logits in float32.
 _CONTROLS = LogitControls(
