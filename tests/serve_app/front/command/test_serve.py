@@ -274,10 +274,10 @@ def test_a_server_answers_is_shown_and_ends_cleanly_at_sigterm() -> None:
     try:
         with launched([*COMMAND, *words], port, environment(own), temp / "log") as server:
             server.wait_until_ready()
-            status = chunkserve("status", env=own)
+            status = chunkserve("status", "--url", server.url, env=own)
             assert status.returncode == 0, status.stderr
             assert status.stdout.startswith(f"{server.url} is healthy\nmodels: m\n")
-            chat = chunkserve("chat", env=own, said="What is the capital of France?\n")
+            chat = chunkserve("chat", "--url", server.url, env=own, said="What is the capital of France?\n")
             assert (chat.returncode, chat.stdout) == (0, "It is Paris.\n"), chat.stderr
             directories = [*temp.glob("chunkserve-*/config.yaml")]
             assert len(directories) == 1
