@@ -38,12 +38,17 @@ class Machine:
 def this_machine() -> Machine:
     flags = cpu_flags()
     return Machine(
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         processor=_processor(Path("/proc/cpuinfo")),
         instructions=tuple(name for flag, name in _INSTRUCTIONS.items() if flag in flags),
         memory=host_memory(),
         gpus=gpus(os.environ),
     )
+
+
+def usable_cores() -> int:
+    """Return how many of the machine's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
@@ -52,9 +57,8 @@ def gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
     devices = sorted(root.glob("dev/nvidia[0-9]*"))
     if _VISIBLE in environ:
         listed = [part.strip() for part in environ[_VISIBLE].split(",")]
-        hidden = [
-            number for number, part in enumerate(listed) if part in ("", "-1")
-        ]  # what follows is not shown either
+        # What follows one of these is not shown either.
+        hidden = [number for number, part in enumerate(listed) if part in ("", "-1")]
         devices = devices[: min([len(listed), *hidden])]
     told = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
     names = [_value(path.read_text(encoding="utf-8"), "Model") for path in told]

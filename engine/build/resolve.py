@@ -3,7 +3,6 @@ Never allocates or loads anything: it reads a few small files and the machine's 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, kept_on_cpu
+from engine.build.machine import usable_cores
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
@@ -256,7 +256,7 @@ def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
 def _num_threads(config: EngineConfig) -> tuple[int, str]:
     if config.num_threads is not None:
         return config.num_threads, "num_threads in the config, or this replica's share of the machine's cores"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     quota = _cpu_quota()
     if quota is not None and quota < cores:
         # More threads than the container's quota would be paused in the middle of every parallel region.

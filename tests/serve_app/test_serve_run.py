@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from loadtest.server import START_TIMEOUT_S, Server
-from tests.support.serve_process import PYTHON_PROXY, listening, members_of, serve_run, starting
+from tests.support.serve_process import PYTHON_PROXY, left_of, listening, members_of, serve_run, starting
 
 pytestmark = pytest.mark.server
 
@@ -298,14 +298,6 @@ def read_stream(server: Server, max_tokens: int) -> list[str]:
 
 def fake(**overrides: Any) -> dict[str, Any]:
     return {"engine": {"executor": "fake", "fake": {"step_delay_ms": 20}}, **overrides}
-
-
-def left_of(server: Server, timeout_s: float = 20) -> dict[int, str]:
-    """Return the processes left of a `serve run` that has ended, once they had time to follow it."""
-    deadline = time.monotonic() + timeout_s
-    while (left := members_of(server.process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
 
 
 def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() -> None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from loadtest.server import ROOT, SERVE, START_TIMEOUT_S, Server, starting
-from tests.support.serve_process import members_of
+from tests.support.serve_process import left_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -96,10 +96,7 @@ def test_an_application_that_fails_ends_the_command_with_a_line_and_leaves_nothi
         assert "nothing_of_that_name" in server.output
         assert "Traceback" not in server.output
         assert len(lines) <= 4
-        deadline = time.monotonic() + 20
-        while (left := members_of(server.process.pid)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left
+        assert not left_of(server)
 
 
 def test_an_engine_that_refuses_to_start_ends_the_command_at_its_first_try(own_temp: Path) -> None:

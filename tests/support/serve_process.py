@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +44,14 @@ def members_of(session: int) -> dict[int, str]:
         with suppress(OSError):  # ended meanwhile
             found[int(process.name)] = (process / "comm").read_text().strip()
     return found
+
+
+def left_of(server: Server, timeout_s: float = 20) -> dict[int, str]:
+    """Return the processes left of a `serve run` that has ended, once they had time to follow it."""
+    deadline = time.monotonic() + timeout_s
+    while (left := members_of(server.process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def listening(pids: list[int]) -> list[tuple[str, int]]:

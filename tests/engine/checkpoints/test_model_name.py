@@ -15,18 +15,6 @@ from engine.checkpoints.model_name import Form, read_name, ready_directory
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
 from loadtest.server import ROOT
-from tests.support.tiny_gguf import write_gguf
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def gguf_path(tmp_path: Path, cache: Path) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,6 @@ PREPARED = [
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def gguf_path(tmp_path: Path, cache: Path) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf")
-
-
-@pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Record the files that were converted, in order."""
     made: list[Path] = []

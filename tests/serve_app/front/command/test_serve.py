@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from serve_app.front.command.base_config import base_config
 from serve_app.front.command.serve import main
 from serve_app.settings.application import AppSettings
 from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
-from tests.support.serve_process import members_of
+from tests.support.serve_process import left_of
 
 MODEL = "smollm2-135m-instruct"
 FAKE = {"applications": [{"import_path": "serve_app.app:build", "args": {"engine": {"executor": "fake"}}}]}
@@ -284,10 +283,7 @@ def test_a_server_answers_is_shown_and_ends_cleanly_at_sigterm() -> None:
             assert server.end(signal.SIGTERM) == 0, server.output
             assert "letting running requests finish" in server.output
             assert not directories[0].parent.exists()
-            deadline = time.monotonic() + 20
-            while (left := members_of(server.process.pid)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert not left
+            assert not left_of(server)
         assert chunkserve("status", "--url", server.url, env=own).returncode == 1
     finally:
         shutil.rmtree(temp, ignore_errors=True)
