@@ -36,7 +36,8 @@ WARM_UP = 3
 TRAFFIC = {
     "steady": "every seat decodes, so nobody is admitted",
     "churn": "one answer in 64 ends in each step, and a waiting request takes its place",
-    "by time": "as churn, and targets in time limit each step and order the prompts",
+    "steady by time": "as steady, with targets in time",
+    "churn by time": "as churn, and targets in time limit each step and order the prompts",
     "crowded": "memory is full, and admission_order bypass asks every waiting request whether it fits",
 }
 STORM = "memory runs out while all grow by a block at once, and sixteen are preempted in one step"
@@ -97,14 +98,14 @@ class TimedCore(EngineCore):
     def __init__(self, traffic: str, running: int, draw: random.Random) -> None:
         config = _storm_config(running) if traffic == "storm" else _config(traffic, running)
         self._canned = CannedExecutor()
-        model = StepTimeModel(COSTS, deviation=0.1) if traffic == "by time" else None
+        model = StepTimeModel(COSTS, deviation=0.1) if traffic.endswith("by time") else None
         super().__init__(self._canned, config, step_times=model)
         self.times: Milliseconds = defaultdict(list)
         self._scheduler = timed = _TimedScheduler(config, self._blocks, model)
         self._applier = Applier(timed, self._canned)
         timed.times = self.times
         self._draw = draw
-        self._churns = traffic in ("churn", "by time")
+        self._churns = traffic.startswith("churn")
         self._num_sent = 0
 
     @property
@@ -148,7 +149,7 @@ class TimedCore(EngineCore):
 def _config(traffic: str, running: int) -> ResolvedConfig:
     """Return a config with memory for all tokens of every running request, plus a block each for rounding. `crowded`
     has seats to spare, and no block beyond the running requests' tokens."""
-    crowded, by_time = traffic == "crowded", traffic == "by time"
+    crowded, by_time = traffic == "crowded", traffic.endswith("by time")
     seats = running + (64 if crowded else 0)
     whole_life = SchedulerConfig(reserve_mode="full", preempt_policy="none", admission_order="bypass")
     asked = EngineConfig(

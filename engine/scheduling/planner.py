@@ -396,7 +396,7 @@ class _Planner:
             aside = (request.tpot_s for request in self._view.decoding.values() if request.stands_aside)
             target_s = min([target_s, *aside])
         work = _decode_work(self._rows, self._decode_tokens)
-        return TimeBudget(prediction, target_s, work, lateness=self._lateness())
+        return TimeBudget(prediction, target_s, work, self._lateness)
 
     def _lateness(self) -> float:
         """Return how long the prompt that has begun first has waited since it came, or else the one that waits for

@@ -66,9 +66,9 @@ class Prediction:
             scale * costs.token_s(tokens), scale * costs.sample_s, scale * costs.key_s, scale * costs.attended_s
         )
 
-    def tokens_within(self, seconds: float, beside: StepWork, start: int, most: int) -> int:
-        """See StepCosts.tokens_within."""
-        return self.costs.tokens_within((seconds - self.extra_s) / self.scale, beside, start, most)
+    def fitted(self, seconds: float) -> float:
+        """Return what the fitted costs say of a step that is predicted to take `seconds`."""
+        return (seconds - self.extra_s) / self.scale
 
     def prefill_seconds(self, start: int, end: int, step_tokens: int) -> float:
         """Return how long the positions [start, end) of a prompt take in steps of their own of `step_tokens`."""

@@ -103,16 +103,16 @@ class StepCosts:
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted duration."""
-        return self._curve(self.sizes.padded(work.tokens, mixed=work.mixed > 0)) + self._rest(work)
+        return self._curve(self.sizes.padded(work.tokens, mixed=work.mixed > 0)) + self.rest_s(work)
 
-    def tokens_within(self, seconds: float, beside: StepWork, start: int, most: int) -> int:
-        """Return how many tokens of a prompt, after `start` others, fit into a step of `seconds` beside other work: 0
-        to `most`. A bisection, so that it agrees with `seconds` to the token."""
-        rest = seconds - self._rest(beside) - self.sample_s
+    def tokens_within(self, left_s: float, beside: int, start: int, most: int) -> int:
+        """Return how many tokens of a prompt, after `start` others, fit into a step beside `beside` tokens: 0 to
+        `most`. `left_s` is the step's time without what its rows cost besides their number of tokens. A bisection, so
+        that it agrees with `seconds` to the token."""
+        curve, padded = self._curve, self.sizes.padded
 
         def fits(count: int) -> bool:
-            reading = self.key_s * (start + count) + self.attended_s * num_pairs(start, start + count)
-            return self._curve(self.sizes.padded(beside.tokens + count, mixed=True)) + reading <= rest
+            return curve(padded(beside + count, mixed=True)) + self.reading_s(start, count) <= left_s
 
         if fits(most):
             return most
@@ -125,10 +125,14 @@ class StepCosts:
                 most = middle
         return least
 
-    def padding_beside(self, work: StepWork) -> int:
-        """Return how many tokens of a prompt take no longer than one beside other work, but for what they read: those
-        that a step of this work and one token is padded to. At least 1."""
-        return self.sizes.padded(work.tokens + 1, mixed=True) - work.tokens
+    def reading_s(self, start: int, count: int) -> float:
+        """Return what the tokens of a chunk cost besides their number: what they read and attend to."""
+        return self.key_s * (start + count) + self.attended_s * num_pairs(start, start + count)
+
+    def padding_beside(self, tokens: int) -> int:
+        """Return how many tokens of a prompt take no longer than one beside so many others, but for what they read:
+        those that a step of these and one more is padded to. At least 1."""
+        return self.sizes.padded(tokens + 1, mixed=True) - tokens
 
     def token_s(self, tokens: int) -> float:
         """Return what one token more takes in a step of so many: the slope of the curve there."""
@@ -142,7 +146,8 @@ class StepCosts:
         y0, y1 = self.curve_s[right - 1], self.curve_s[right]
         return max(y0 + (y1 - y0) * (tokens - x0) / (x1 - x0), 0.0)
 
-    def _rest(self, work: StepWork) -> float:
+    def rest_s(self, work: StepWork) -> float:
+        """Return what a step's work costs besides its number of tokens."""
         return (
             self.sample_s * work.samples
             + self.key_s * work.keys

@@ -3,8 +3,10 @@ Never reads a clock, and never knows a request: it is told of rows by their size
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.scheduling.step_prediction import Prediction
-from engine.scheduling.step_time import StepWork, chunk_work
+from engine.scheduling.step_time import StepWork
 
 MARGIN = 2.5
 """Deviations of the prediction that are kept free below the target."""
@@ -28,23 +30,30 @@ def step_limit(target_s: float, decode_s: float, lateness: float = 0.0) -> float
 class TimeBudget:
     """The time of one step that carries decode rows."""
 
-    def __init__(self, prediction: Prediction, target_s: float, decodes: StepWork, *, lateness: float = 0.0) -> None:
+    def __init__(
+        self, prediction: Prediction, target_s: float, decodes: StepWork, lateness: Callable[[], float] | None = None
+    ) -> None:
         """`target_s`: the longest that the decode rows may wait for their next tokens. `decodes`: their work.
-        `lateness`: see step_limit."""
-        self._prediction = prediction
-        self._work = decodes
+        `lateness`: see step_limit; asked only where the decode rows leave so little that it matters."""
         target_s /= 1 + MARGIN * prediction.deviation
-        self._limit_s = step_limit(target_s, prediction.seconds(decodes), lateness)
+        decode_s = prediction.seconds(decodes)
+        late = lateness() if lateness is not None and decode_s > (1 - MOST_SHARE) * target_s else 0.0
+        limit_s = step_limit(target_s, decode_s, late)
+        self._costs = costs = prediction.costs
+        self._tokens = decodes.tokens
+        # Kept as one number: a step has dozens of chunks, and is planned while the device waits.
+        self._left_s = prediction.fitted(limit_s) - costs.rest_s(decodes)
 
     def most(self, start: int, tokens: int) -> int:
         """Return how many tokens of a prompt after `start` others the step can still take: 0 to `tokens`."""
-        return self._prediction.tokens_within(self._limit_s, self._work, start, tokens)
+        return self._costs.tokens_within(self._left_s - self._costs.sample_s, self._tokens, start, tokens)
 
     @property
     def least(self) -> int:
         """How many tokens of a prompt the step takes if it takes any: with fewer, it would be padded to as many."""
-        return self._prediction.costs.padding_beside(self._work)
+        return self._costs.padding_beside(self._tokens)
 
     def take(self, start: int, count: int, *, last: bool) -> None:
         """Note that the step has a chunk of `count` tokens from `start`; `last` if it completes its prompt."""
-        self._work = self._work.plus(chunk_work(start, count, last=last))
+        self._tokens += count
+        self._left_s -= self._costs.reading_s(start, count) + (self._costs.sample_s if last else 0.0)

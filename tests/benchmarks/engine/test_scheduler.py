@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from benchmarks.engine.scheduler import main, settle
+from benchmarks.engine.scheduler import TRAFFIC, main, settle
 
 
 def test_the_last_line_is_one_document_with_a_cell_for_each_load_and_phase(
@@ -23,12 +23,12 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_load_and_phase(
     lines = capsys.readouterr().out.splitlines()
     document = json.loads(lines[-1])
     cells = document["cells"]
-    loads = product(("steady", "churn", "by time", "crowded"), ((2, 3), (12, 5)), ("plan", "commit", "apply"))
+    loads = product(TRAFFIC, ((2, 3), (12, 5)), ("plan", "commit", "apply"))
     seen = [(c["traffic"], (c["running"], c["waiting"]), c["phase"]) for c in cells if "traffic" in c]
-    assert seen[:24] == list(loads)
+    assert seen[:30] == list(loads)
     storms = product((1, 3), ("plan", "commit", "apply", "step"))
     assert [(c["tenants"], c["phase"]) for c in cells if c.get("traffic") == "storm"] == list(storms)
-    assert seen[24:] == [
+    assert seen[30:] == [
         ("storm", (160, 30), phase) for _, phase in product((1, 3), ("plan", "commit", "apply", "step"))
     ]
     assert [(c["phase"], c["rows"], c["tokens"]) for c in cells if "rows" in c] == [

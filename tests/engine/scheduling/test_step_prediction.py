@@ -97,7 +97,8 @@ def test_a_step_without_a_prediction_or_without_a_time_teaches_nothing() -> None
 
 def test_the_tokens_that_fit_are_those_of_the_corrected_time() -> None:
     now, beside = Prediction(COSTS, scale=1.5, extra_s=0.003), decode_work(4, 100)
-    count = now.tokens_within(0.1, beside, 64, 500)
+    left_s = now.fitted(0.1) - COSTS.rest_s(beside) - COSTS.sample_s
+    count = COSTS.tokens_within(left_s, beside.tokens, 64, 500)
     assert now.seconds(beside.plus(chunk_work(64, count, last=True))) <= 0.1
     assert now.seconds(beside.plus(chunk_work(64, count + 1, last=True))) > 0.1
 

@@ -108,9 +108,9 @@ def test_a_step_takes_as_long_as_one_of_the_size_that_it_is_padded_to() -> None:
 
 def test_a_chunk_fills_what_its_step_is_padded_to() -> None:
     """Its first token takes as long as all of them."""
-    assert PADDED.padding_beside(decode_work(4, 10)) == 60
-    assert PADDED.padding_beside(StepWork(64, mixed=60)) == 64
-    assert PADDED.padding_beside(StepWork(320, mixed=300)) == COSTS.padding_beside(decode_work(4, 10)) == 1
+    assert PADDED.padding_beside(4) == 60
+    assert PADDED.padding_beside(64) == 64
+    assert PADDED.padding_beside(320) == COSTS.padding_beside(4) == 1
 
 
 @pytest.mark.parametrize("costs", [COSTS, PADDED])
@@ -125,7 +125,7 @@ def test_the_tokens_that_fit_are_as_many_as_the_prediction_allows(
     costs: StepCosts, seconds: float, rows: int, start: int, most: int
 ) -> None:
     beside = decode_work(rows, 500)
-    count = costs.tokens_within(seconds, beside, start, most)
+    count = costs.tokens_within(seconds - costs.rest_s(beside) - costs.sample_s, beside.tokens, start, most)
     assert 0 <= count <= most
     assert not count or costs.seconds(beside.plus(chunk_work(start, count, last=True))) <= seconds * (1 + 1e-12)
     if count < most:
@@ -133,7 +133,7 @@ def test_the_tokens_that_fit_are_as_many_as_the_prediction_allows(
 
 
 def test_where_tokens_cost_nothing_all_of_them_fit() -> None:
-    assert StepCosts((1, 2), (0.0, 0.0)).tokens_within(1.0, StepWork(0), 0, 10**6) == 10**6
+    assert StepCosts((1, 2), (0.0, 0.0)).tokens_within(1.0, 0, 0, 10**6) == 10**6
 
 
 # --- the fit ----------------------------------------------------------------------------------------------------------
