@@ -70,6 +70,7 @@ PROGRAMS = (
     "benchmarks.engine.step",
     "benchmarks.engine.step_model",
     "benchmarks.engine.targets",
+    "benchmarks.engine.shapes",
     "benchmarks.engine.scheduler",
     "benchmarks.engine.speculation",
     "benchmarks.versions",

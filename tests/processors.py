@@ -63,6 +63,7 @@ FILES = (
     "tests/engine/models/test_vision_family.py",
     "tests/golden/test_adapters.py",
     "tests/golden/test_families.py",
+    "tests/golden/test_vision.py",
 )
 """The tests that compare bits of what a library multiplied, or greedy texts with those of transformers."""
 

@@ -271,9 +271,11 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def _print(cell: dict[str, Any]) -> None:
-    inputs = "{rows} rows, {tokens} tokens" if "rows" in cell else "{traffic:14} {running:5} running {waiting:6} waiting"
+    inputs = (
+        "{rows} rows, {tokens} tokens" if "rows" in cell else "{traffic:14} {running:5} running {waiting:6} waiting"
+    )
     figures = "  {phase:12}  p50 {ms_p50:7.3f} ms  min {ms_min:7.3f}  max {ms_max:7.3f}"
-    print(f"{inputs.format(**cell):38}{figures.format(**cell)}", flush=True)
+    print(f"{inputs.format(**cell):44}{figures.format(**cell)}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,17 +12,15 @@ from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import torch_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.models.computed import Model
-from engine.models.config import CheckpointError, read_json
+from engine.models.config import pixels_of
 from engine.models.contents import Contents
 from engine.models.description import ModelConfig
 from engine.models.encoding import EncodingModel
 from engine.models.native_encoding import NativeEncodingModel
 from engine.models.vision import VisionEncoder
-from engine.models.vision_config import PixelConfig, VisionConfig, image_kind, read_pixels
+from engine.models.vision_config import image_kind
 from engine.models.vision_weights import allocate_vision, vision_table
 from kernels.eager.ops import TABLES, TORCH_CPU, Ops
-
-PROCESSOR_FILE = "preprocessor_config.json"
 
 
 def encoder_builder(
@@ -41,7 +39,7 @@ def encoder_builder(
     assert model.vision is not None
     ops = TORCH_CPU if native is not None else TABLES[resolved.kernels]
     weights = allocate_vision(model.vision, torch_dtype(resolved.dtype))
-    contents = Contents(VisionEncoder(model.vision, _pixels(model_dir, model.vision), weights, ops))
+    contents = Contents(VisionEncoder(model.vision, pixels_of(model_dir, model.vision), weights, ops))
     return ModelBuilder(
         model_dir=model_dir,
         model=model,
@@ -58,15 +56,6 @@ def _runner(contents: Contents, ops: Ops, block_size: int, native: Mapping[str, 
     return lambda decoder, cache, _: EncodingModel(decoder, contents, ops, cache, block_size)
 
 
-def _pixels(model_dir: Path, vision: VisionConfig) -> PixelConfig:
-    """Read the checkpoint's description of images; its file may be missing."""
-    path = model_dir / PROCESSOR_FILE
-    try:
-        return read_pixels(read_json(path) if path.exists() else {}, vision)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
 def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig) -> ResolvedConfig:
     """Add the limits on images, and how many encoded image tokens are kept. resolved: the decoder's config alone.
 
@@ -75,7 +64,7 @@ def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resol
         ConfigError: the engine's limits leave no room for an image.
     """
     assert model.vision is not None
-    pixels = _pixels(model_dir, model.vision)
+    pixels = pixels_of(model_dir, model.vision)
     token_bytes = model.vision.output_size * torch_dtype(resolved.dtype).itemsize
     kept = int(config.encoder_cache_memory_gib * 2**30) // token_bytes
     limits = {

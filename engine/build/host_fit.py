@@ -13,6 +13,7 @@ from engine.config import ConfigError, EngineConfig, max_drafting_tokens
 from engine.features import DRAFTS, find_conflict
 from engine.host.shares import SPARED, Room
 from engine.models.adapter_files import adapter_bytes
+from engine.models.config import pixels_of
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import blocks_in
 from engine.models.narrow import Keep
@@ -41,13 +42,15 @@ class HostUse:
     step: int
     """Estimate of the activations and logits of the largest step."""
     encoder_cache: int = 0
+    encoding: int = 0
+    """Estimate of what encoding the largest image takes. Images are encoded one at a time."""
     adapters: int = 0
     drafts: int = 0
     """What drafted tokens give to recurrent states, kept until it is known which are accepted."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.step + self.encoder_cache + self.adapters + self.drafts
+        return self.weights + self.step + self.encoder_cache + self.encoding + self.adapters + self.drafts
 
     def text(self) -> str:
         """Return every part in GiB, named by the setting that determines it."""
@@ -55,6 +58,7 @@ class HostUse:
             "weights": self.weights,
             "a step of max_num_batched_tokens": self.step,
             "encoder_cache_memory_gib": self.encoder_cache,
+            "encoding the largest image": self.encoding,
             "max_loras adapters": self.adapters,
             "num_speculative_tokens drafts": self.drafts,
         }
@@ -145,10 +149,12 @@ def host_use(model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: t
     Raises:
         CheckpointError: the checkpoint's files cannot be read.
     """
+    cache = 0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB)
     return HostUse(
         weights=weights_on_host(model_dir, model, config, dtype, native=native) + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),
-        encoder_cache=0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB),
+        encoder_cache=cache,
+        encoding=_encoding_bytes(model_dir, model, cache, dtype),
         adapters=config.max_loras
         * (packed_adapter_bytes if native else adapter_bytes)(model, config.max_lora_rank, dtype),
         drafts=_draft_bytes(model, config, dtype) if native else 0,
@@ -193,6 +199,17 @@ def _vision_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
         return 0
     with META:
         return sum(tensor.nbytes for tensor in vision_table(allocate_vision(model.vision, dtype)).values())
+
+
+def _encoding_bytes(model_dir: Path, model: ModelConfig, cache: int, dtype: torch.dtype) -> int:
+    """cache: bytes of the encoder cache, which must hold an image."""
+    if model.vision is None:
+        return 0
+    from engine.models.vision import encoding_bytes  # not needed for text models
+
+    trained = pixels_of(model_dir, model.vision).max_pixels // model.vision.side**2
+    kept = cache // (model.vision.output_size * dtype.itemsize)
+    return encoding_bytes(model.vision, min(trained, kept), dtype)
 
 
 def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""Owns the reader of a checkpoint's config.json, by the family that it names.
+"""Owns the reader of a checkpoint's config.json, by the family that it names, and of preprocessor_config.json.
 Never guesses: an unsupported setting that would change answers is refused by name."""
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from engine.models.family import ModelFamily
 from engine.models.quantization import read_quantization
 from engine.models.registry import FAMILIES
 from engine.models.values import sequence
+from engine.models.vision_config import PixelConfig, VisionConfig, read_pixels
+
+PROCESSOR_FILE = "preprocessor_config.json"
 
 
 class CheckpointError(ModelError):
@@ -75,3 +78,16 @@ def _family(raw: Mapping[str, Any]) -> ModelFamily:
             return FAMILIES[name]
     found = ", ".join(map(str, names)) or "none"
     raise ValueError(f"architecture {found} is not supported; supported are {', '.join(FAMILIES)}.")
+
+
+def pixels_of(model_dir: Path, vision: VisionConfig) -> PixelConfig:
+    """Read the checkpoint's description of images; its file may be missing.
+
+    Raises:
+        CheckpointError: it asks for what the encoder does not do.
+    """
+    path = model_dir / PROCESSOR_FILE
+    try:
+        return read_pixels(read_json(path) if path.exists() else {}, vision)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error

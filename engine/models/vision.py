@@ -16,6 +16,18 @@ from kernels.forward import Linear
 NORM_EPS = 1e-6
 
 
+def encoding_bytes(config: VisionConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Estimate the bytes that encoding an image of so many tokens takes at most, besides its weights: the most of what
+    its pixels, an attention and an MLP take (in hidden sizes and intermediate sizes of a patch, counted on tensors that
+    live at once)."""
+    patch = max(
+        2 * torch.float32.itemsize * config.patch_values,
+        13 * config.hidden_size * dtype.itemsize,
+        (2 * config.hidden_size + 4 * config.intermediate_size) * dtype.itemsize,
+    )
+    return tokens * config.merge_size**2 * patch
+
+
 class VisionEncoder:
     """x = patches; each layer: x += attention(norm(x)); x += mlp(norm(x)); tokens = merger(x)."""
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from benchmarks import versions
 from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
+from benchmarks.engine import shapes as bench_shapes
 from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
 from benchmarks.engine import step_model as bench_step_model
@@ -43,6 +44,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "beside": ("targets.md", "beside.json", beside),
     "llama.cpp": ("llama-cpp.md", "llama_cpp.json", llama_cpp),
     "agreement": ("llama-cpp.md", "agreement.json", agreement),
+    "shapes": ("llama-cpp.md", "llama_cpp_shapes.json", bench_shapes),
     "drafts": ("drafts.md", "speculation.json", bench_speculation),
     "transport": ("transport.md", "transport.json", transport),
     "versions": ("between-commits.md", "versions.json", versions),

@@ -180,6 +180,13 @@ def test_greedy_text_is_the_same_after_a_preemption_computes_it_again(bench: Vis
     assert got == bench.want[:2]
 
 
+@pytest.mark.parametrize("settings", [budget(3), budget(16), WHOLE], ids=["3", "16", "whole"])
+def test_greedy_text_is_the_same_where_steps_overlap(bench: VisionBench, settings: dict[str, Any]) -> None:
+    """A step is planned, and its images are encoded, before the tokens of the one before are known."""
+    got = bench.serve(PROMPTS, overlap=True, num_speculative_tokens=0, enable_prefix_caching=False, **settings)
+    assert got == bench.want
+
+
 def test_greedy_text_goes_on_at_another_engine_that_is_shown_the_images_again(bench: VisionBench) -> None:
     for cut in (1, 7):
         rest = dataclasses.replace(GREEDY, max_tokens=NEW_TOKENS - cut)
@@ -205,9 +212,7 @@ def test_log_probabilities_are_the_same_with_drafts(bench: VisionBench) -> None:
 
 
 @needs_compiler
-def test_in_bfloat16_the_native_kernels_give_the_same_bits_beside_any_neighbours_and_after_a_prefix_cache_hit(
-    tmp_path: Path,
-) -> None:
+def test_in_bfloat16_the_native_kernels_give_the_same_bits_whatever_happens(tmp_path: Path) -> None:
     bench = VisionBench(tmp_path, "native")
     bench.executor, bench.resolved = make_executor(tmp_path, "bfloat16", num_threads=1, batch_invariant=True)
     scored = dataclasses.replace(GREEDY, logprobs=0)
@@ -218,6 +223,11 @@ def test_in_bfloat16_the_native_kernels_give_the_same_bits_beside_any_neighbours
     for settings, rounds in ((budget(16), 1), (budget(16), 2), (WHOLE, 2)):
         assert (bench.serve(PROMPTS, scored, rounds=rounds, **settings), bench.logprobs) == (texts, logprobs)
     assert bench.cached["0"] >= 64, "with the image"
+    policy = SchedulerConfig(reserve_mode="prompt", preempt_policy="lifo", watermark_blocks=0)
+    blocks = sum(-(-len(prompt.token_ids) // 16) for prompt in PROMPTS[:2])
+    tight = WHOLE | {"scheduler": policy, "num_kv_blocks": blocks, "enable_prefix_caching": False}
+    assert (bench.serve(PROMPTS[:2], scored, **tight), bench.logprobs) == (texts[:2], logprobs[:2])
+    assert bench.preemptions > 0
 
 
 def test_the_reference_kernels_give_the_same(bench: VisionBench) -> None:

@@ -17,8 +17,14 @@ from engine.host.shares import Room
 from engine.models.adapter_files import read_adapter
 from engine.models.config import read_model_config
 from engine.models.parameters import num_bytes
+from engine.models.vision import VisionEncoder, encoding_bytes
+from engine.models.vision_config import PixelConfig, VisionConfig
+from engine.models.vision_weights import allocate_vision, vision_table
+from kernels.eager.ops import TORCH_CPU
+from tests.support.live_tensors import LiveTensors
 from tests.support.tiny_adapters import ATTENTION, FUSED, MLP, RANK, save_adapter
 from tests.support.tiny_models import save_model
+from tests.support.tiny_vision import save_vision_model
 
 GIB, MIB = 2**30, 2**20
 USE = HostUse(weights=2 * GIB, step=GIB // 4)
@@ -120,6 +126,53 @@ def test_weights_take_what_they_were_said_to(kind: str, tmp_path: Path) -> None:
     weights = executor.model.decoder.weights  # type: ignore[attr-defined]
     said = host_use(tmp_path, model, settings(), torch.float32, native=False).weights
     assert said == num_bytes(model, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "inner", "patch"),
+    [(128, 160, 4), (128, 600, 4), (64, 80, 14)],
+    ids=["attention", "MLP", "pixels"],
+)
+def test_encoding_an_image_takes_what_it_was_said_to(hidden: int, inner: int, patch: int, dtype: torch.dtype) -> None:
+    """Each shape has its peak in another part of the encoder."""
+    vision = VisionConfig(
+        depth=2,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=2,
+        channels=3,
+        patch_size=patch,
+        temporal_patch_size=2,
+        merge_size=2,
+        window_size=8 * patch,
+        full_attention=(1,),
+        output_size=96,
+        rope_theta=10000.0,
+        token_id=3,
+        position_sections=(2, 3, 3),
+    )
+    weights = allocate_vision(vision, dtype)
+    table = list(vision_table(weights).values())
+    for tensor in table:
+        tensor.zero_()
+    encoder = VisionEncoder(vision, PixelConfig(), weights, TORCH_CPU)
+    with torch.no_grad(), LiveTensors(table) as live:
+        encoder.encode((1, 16, 12), bytes(16 * 12 * vision.side**2 * vision.channels))
+    assert live.most <= encoding_bytes(vision, 16 * 12, dtype) <= 1.5 * live.most
+
+
+def test_the_largest_image_that_the_encoder_cache_holds_is_counted(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    model = read_model_config(tmp_path)
+
+    def said(**changes: Any) -> int:
+        return host_use(tmp_path, model, settings(**changes), torch.float32, native=False).encoding
+
+    assert model.vision is not None
+    assert said() == encoding_bytes(model.vision, 64, torch.float32)  # as its preprocessor_config.json says
+    assert said(encoder_cache_memory_gib=8 * 96 * 4 / GIB) == encoding_bytes(model.vision, 8, torch.float32)
+    assert "encoding the largest image" in HostUse(weights=0, step=0, encoding=GIB).text()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,12 @@ ANN, BOB = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    engine = {"executor": "fake", "fake": {"step_delay_ms": 10}, "targets": {"tpot_ms": 50}}
+    engine = {
+        "executor": "fake",
+        "fake": {"step_delay_ms": 10, "token_delay_ms": 0.05},
+        "targets": {"tpot_ms": 50},
+        "max_num_seqs": 8,
+    }
     keys = [{"tenant": name, "sha256": hashlib.sha256(name.encode()).hexdigest()} for name in ("ann", "bob")]
     settings = {"engine": engine, "engine_replicas": 2, "ingress_replicas": 2, "auth": {"keys": keys}}
     with serve_run(settings) as running:
@@ -87,3 +92,37 @@ def test_streams_whose_engine_is_killed_name_their_migration_first(server: Serve
     for one in moved:
         assert one["slowed_by"][0]["cause"] == "migration"
     assert all(one["slowed_by"][0]["cause"] != "migration" for one in told if not one["migrations"])
+
+
+def test_in_a_burst_those_who_waited_for_a_seat_are_told_so(server: Server) -> None:
+    """Two engines of eight seats are sent 64 at once, whose answers take a second."""
+    names = [f"burst-{number}" for number in range(64)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: ask(server, name, max_tokens=60), names))
+    told = sorted((timing(server, name) for name in names), key=lambda one: float(one["wall_ms"]))
+    assert {one["slowed_by"][0]["cause"] for one in told[32:]} <= {"queue", "gate"}
+
+
+def test_a_stream_beside_long_prompts_names_them_first(server: Server) -> None:
+    """Prompts of 3,000 tokens, 150 ms each, come one after the other to both engines while one stream runs."""
+    prompt = [7] * 3000
+    with ThreadPoolExecutor(5) as pool:
+        stream = pool.submit(ask, server, "beside", max_tokens=120, stream=True)
+        until(server, lambda series: total(series, "vllm:num_requests_running") > 0)
+        while not stream.done():
+            list(pool.map(lambda _: ask(server, "long", prompt=prompt, max_tokens=1), range(4)))
+    assert timing(server, "beside")["slowed_by"][0]["cause"] == "decode_beside_prompts"
+
+
+def test_a_body_that_comes_slowly_is_named_first(server: Server) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 2}).encode()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:10]
+        time.sleep(1.5)  # the injected cause
+        yield body[10:]
+
+    headers = ANN | {"x-request-id": "slow-body", "content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=slowly(), headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert timing(server, "slow-body")["slowed_by"][0]["cause"] == "upload"
