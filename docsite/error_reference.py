@@ -101,6 +101,12 @@ ENTRIES: dict[str, Entry] = {
     ),
     "method_not_allowed": Entry((405,), "The route exists, but not for this method.", "See the routes."),
     "missing_required_parameter": Entry((400,), "A field is missing.", "`param` names it."),
+    "model_asleep": Entry(
+        (503,),
+        "The model sleeps, and no engine of it was ready within its `wake_timeout_s`.",
+        "Try again: the next request wakes it, too. If it persists, no sleeping model can make room, or it takes longer "
+        "to load; see Several models.",
+    ),
     "model_not_found": Entry(
         (404,),
         "The server has no model or adapter of this name.",

@@ -23,6 +23,7 @@ from serve_app.settings.images import ImageSettings
 from serve_app.settings.responses_store import ResponsesStoreSettings
 from serve_app.settings.routing import RoutingSettings
 from serve_app.settings.scaling import AutoscalingSettings
+from serve_app.settings.several import ModelAdmissionSettings, ModelEntry
 from serve_app.settings.tracing import TracingSettings
 
 
@@ -39,6 +40,8 @@ class _Row:
 
 SECTIONS: dict[type, str] = {
     AppSettings: "`args`: the application",
+    ModelEntry: "`args.models`: one of several models",
+    ModelAdmissionSettings: "`args.models.admission`: a model's part in what is admitted",
     AutoscalingSettings: "`args.autoscaling`: how many engines",
     RoutingSettings: "`args.routing`: which engine takes a request",
     AdmissionSettings: "`args.admission`: what is admitted, and what waits",

@@ -1,5 +1,5 @@
-"""Builds the application of `serve run config.yaml`: an ingress deployment over an engine deployment, and with several
-ingress replicas a store of responses that they share.
+"""Builds the application of `serve run config.yaml`: an ingress deployment over an engine deployment for each model,
+and with several ingress replicas a store of responses that they share.
 Never does work at import or build time; models are read in the replicas that need them."""
 
 # No `from __future__ import annotations` here: Ray reads the builder's annotation to validate `args:`.
@@ -22,16 +22,19 @@ def build(args: AppSettings) -> Application:
     """Build the application. config.yaml names it by `import_path: serve_app.app:build`; `args` are its settings."""
     check_exporter(args.tracing)  # here, so that whoever starts the server sees the error
     shutdown_s = args.drain_timeout_s + _DRAIN_MARGIN_S
-    engine = serve.deployment(
-        name="Engine",
-        max_ongoing_requests=args.engine_capacity + CONTROL_CALLS,
-        graceful_shutdown_timeout_s=shutdown_s,
-        request_router_config=router_config(args.routing, args.engine),
-        health_check_period_s=args.health_check_period_s,
-        health_check_timeout_s=args.health_check_timeout_s,
-        ray_actor_options=args.engine_resources,
-        **deployment_options(args),
-    )(EngineReplica)
+    engines = [
+        serve.deployment(
+            name=name,
+            max_ongoing_requests=model.engine_capacity + CONTROL_CALLS,
+            graceful_shutdown_timeout_s=shutdown_s,
+            request_router_config=router_config(model.routing, model.engine),
+            health_check_period_s=args.health_check_period_s,
+            health_check_timeout_s=args.health_check_timeout_s,
+            ray_actor_options=model.engine_resources,
+            **deployment_options(model),
+        )(EngineReplica).bind(model, args.total_engines)
+        for name, model in zip(args.engine_names, args.each_model(), strict=True)
+    ]
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=args.ingress_replicas,
@@ -39,7 +42,7 @@ def build(args: AppSettings) -> Application:
         graceful_shutdown_timeout_s=shutdown_s,
         ray_actor_options={"num_cpus": args.ingress_num_cpus},
     )(serve.ingress()(IngressReplica))
-    return ingress.bind(args, engine.bind(args), _shared_store(args) if args.shares_responses else None)
+    return ingress.bind(args, engines, _shared_store(args) if args.shares_responses else None)
 
 
 def _shared_store(args: AppSettings) -> Application:

@@ -60,30 +60,43 @@ def _front(doc: Doc) -> _Problems:
 
 def _capacity(doc: Doc, settings: AppSettings) -> _Problems:
     """Check that the nodes can hold the replicas, at the minimum and at the maximum of both; each replica needs one
-    node."""
+    node. Of several models, each has to fit by itself, and those that never sleep have to fit together."""
     workers = groups(doc)[1:]
-    if settings.autoscaling is not None and not at(doc, "spec.rayClusterConfig.enableInTreeAutoscaling"):
-        yield "spec.rayClusterConfig.enableInTreeAutoscaling", "must be true where the engines scale"
-    most = sum(group.spec["maxReplicas"] * _engines_on(group, settings) for group in workers)
-    if most < settings.most_engines:
-        yield (
-            f"{FIELD}: args.autoscaling.max_replicas",
-            f"is {settings.most_engines}, but the workers hold {most} engines",
-        )
-    few = settings.engine_replicas if settings.autoscaling is None else settings.autoscaling.min_replicas
-    fewest = sum(group.spec["minReplicas"] * _engines_on(group, settings) for group in workers)
-    if few > fewest:
-        yield (
-            f"{FIELD}: args.autoscaling.min_replicas",
-            f"is {few}, but the least number of workers holds {fewest} engines",
-        )
-    cpus = sum(group.spec["minReplicas"] * float(group.start_params.get("num-cpus", "0")) for group in workers)
-    needed = few * settings.engine_num_cpus + settings.ingress_replicas * settings.ingress_num_cpus
+    needed = settings.ingress_replicas * settings.ingress_num_cpus
+    gpus_needed = 0.0
+    for number, model in enumerate(settings.each_model()):
+        place = f"{FIELD}: args.models.{number}" if settings.models else f"{FIELD}: args"
+        if model.autoscaling is not None and not at(doc, "spec.rayClusterConfig.enableInTreeAutoscaling"):
+            yield "spec.rayClusterConfig.enableInTreeAutoscaling", "must be true where the engines scale"
+        most = sum(group.spec["maxReplicas"] * _engines_on(group, model) for group in workers)
+        if most < model.most_engines:
+            yield (
+                f"{place}.autoscaling.max_replicas",
+                f"is {model.most_engines}, but the workers hold {most} engines",
+            )
+        few = model.engine_replicas if model.autoscaling is None else model.autoscaling.min_replicas
+        fewest = sum(group.spec["minReplicas"] * _engines_on(group, model) for group in workers)
+        if few > fewest:
+            yield (
+                f"{place}.autoscaling.min_replicas",
+                f"is {few}, but the least number of workers holds {fewest} engines",
+            )
+        needed += few * model.engine_num_cpus
+        gpus_needed += few * model.engine_num_gpus
+    gpus = _fewest(workers, "num-gpus")
+    if settings.models and gpus_needed > gpus:
+        yield f"{FIELD}: args.models", f"with the fewest engines need {gpus_needed:g} GPUs, the workers have {gpus:g}"
+    cpus = _fewest(workers, "num-cpus")
     if needed > cpus:
         yield (
             f"{FIELD}: args.ingress_replicas",
             f"with the fewest engines needs {needed:g} CPUs, the fewest workers have {cpus:g}",
         )
+
+
+def _fewest(workers: list[Group], resource: str) -> float:
+    """Return how much of a resource the least number of workers has."""
+    return sum((group.spec["minReplicas"] * float(group.start_params.get(resource, "0")) for group in workers), 0.0)
 
 
 def _engines_on(group: Group, settings: AppSettings) -> int:
@@ -159,13 +172,15 @@ def _images(doc: Doc) -> _Problems:
 
 
 def _model(doc: Doc, docs: list[Doc], settings: AppSettings) -> _Problems:
-    """Check that the same model is served, awaited and downloaded, and that engines only read it."""
+    """Check that the models that are awaited and downloaded are served, and that engines only read them."""
+    models = [model.model for model in settings.each_model()]
+    served = ", ".join(models)
     for group in groups(doc)[1:]:
         path = f"{group.path}.template.spec"
         for i, container in enumerate(group.pod.get("initContainers", [])):
             awaited = at(container, "command", [""])[-1]
-            if container.get("name") == "await-model" and awaited != settings.model:
-                yield f"{path}.initContainers[{i}].command", f"waits for {awaited}, but {settings.model} is served"
+            if container.get("name") == "await-model" and awaited not in models:
+                yield f"{path}.initContainers[{i}].command", f"waits for {awaited}, but {served} is served"
         for i, mount in enumerate(at(group.ray_container, "volumeMounts", [])):
             if mount["name"] == "models" and mount.get("readOnly") is not True:
                 yield f"{path}.containers[0].volumeMounts[{i}].readOnly", "must be true: engines only read the cache"
@@ -173,8 +188,8 @@ def _model(doc: Doc, docs: list[Doc], settings: AppSettings) -> _Problems:
             yield f"{path}.containers[0].env", "HF_HUB_OFFLINE must be 1: engines start from the cache alone"
     for job in of_kind(docs, "Job"):
         filled = at(job, "spec.template.spec.containers[0].command", [""])[-1]
-        if filled != settings.model:
-            yield f"{FIELD}: args.model", f"is {settings.model}, but {name_of(job)} downloads {filled}"
+        if filled not in models:
+            yield f"{FIELD}: args.model", f"is {served}, but {name_of(job)} downloads {filled}"
 
 
 def _check_references(doc: Doc, docs: list[Doc]) -> _Problems:

@@ -1,4 +1,4 @@
-"""Owns the models that one ingress replica knows, by the names that clients ask for: the model, adapters, aliases.
+"""Owns what one model serves in an ingress replica, by the names that clients ask for: itself, adapters, aliases.
 Never loads an adapter: engines do, and each request tells them what it needs."""
 
 from __future__ import annotations
@@ -29,18 +29,35 @@ class AdapterNames:
         self._known = {adapter.name: adapter for adapter in known}
         self._aliases = Aliases(aliases or {})
 
+    @property
+    def base(self) -> ServedModel:
+        """The model itself."""
+        return self._base
+
+    def become(self, base: ServedModel) -> None:
+        """Replace what is known of the model, whose id stays."""
+        self._base = base
+
     def served(self, asked: str) -> ServedModel:
-        """Find the model or adapter that answers to a name. Answers never give an alias as the model's name.
+        """Find the model or adapter that answers to a name.
 
         Raises:
             ApiError: 404, nothing has that name.
         """
-        model = self._named(asked)
-        if model is None and (target := self._aliases.target(asked)) is not None:
-            model = self._named(target)
-        if model is None:
+        if (model := self.find(asked)) is None:
             raise model_not_found(asked, self._base.id)
         return model
+
+    def find(self, asked: str) -> ServedModel | None:
+        """Find the model or adapter that answers to a name. Answers never give an alias as the model's name."""
+        model = self.named(asked)
+        if model is None and (target := self._aliases.target(asked)) is not None:
+            model = self.named(target)
+        return model
+
+    def has_alias(self, asked: str) -> bool:
+        """Whether a name is an alias without wildcards."""
+        return asked in self._aliases.names
 
     def get(self, name: str) -> AdapterRef | None:
         return self._known.get(name)
@@ -62,10 +79,11 @@ class AdapterNames:
         which they were added, and the aliases without wildcards whose targets still exist."""
         targets = {name: name for name in (*self._own_names, *self._known)}
         targets = targets | {alias: target for alias, target in self._aliases.names.items() if alias not in targets}
-        models = ((name, self._named(target)) for name, target in targets.items())
+        models = ((name, self.named(target)) for name, target in targets.items())
         return [(name, model) for name, model in models if model is not None]
 
-    def _named(self, name: str) -> ServedModel | None:
+    def named(self, name: str) -> ServedModel | None:
+        """Find the model or adapter that has a name itself, and not by an alias."""
         if name in self._own_names:
             return self._base
         for prefix in ("", *(f"{own}:" for own in self._own_names)):

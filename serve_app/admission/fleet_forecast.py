@@ -1,4 +1,4 @@
-"""Owns what the engines predict about prompts, by their last reports, for the gate before them.
+"""Owns what the engines predict about prompts, by their last reports and by deployment, for the gates before them.
 Never asks an engine: the router writes it. It is a module of its own for the same reason as engines.engine_count."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine.protocol import PrefillCosts, Submission
+from serve_app.settings.engine_names import ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +57,14 @@ class FleetForecast:
         )
 
 
-_known: FleetForecast | None = None  # written by the router's thread, read by any: one reference, so no lock
+_known: dict[str, FleetForecast | None] = {}  # written by the routers' thread, read by any, as in engine_count
 
 
-def fleet_forecast() -> FleetForecast | None:
+def fleet_forecast(deployment: str = ENGINE) -> FleetForecast | None:
     """Return the forecast; None before all engines have reported one, and while there is no engine."""
-    return _known
+    return _known.get(deployment)
 
 
-def set_fleet_forecast(forecast: FleetForecast | None) -> None:
+def set_fleet_forecast(forecast: FleetForecast | None, deployment: str = ENGINE) -> None:
     """Set the forecast; called by the router, on its thread."""
-    global _known
-    _known = forecast
+    _known[deployment] = forecast

@@ -14,6 +14,7 @@ from types import TracebackType
 from engine.protocol import SURELY_LATE, EngineError, ErrorCode, RequestRejected, Submission, why_late
 from serve_app.admission.backlog import Backlog, bounded
 from serve_app.admission.fleet_forecast import FleetForecast
+from serve_app.admission.room import Account, Room
 from serve_app.errors.api_error import overloaded, rate_limited
 from serve_app.settings.limits import ANYBODY, GatePolicy, Tenant
 
@@ -38,13 +39,20 @@ class GateSnapshot:
     """The measured drain rates of requests and, below, of prompt tokens."""
     tokens_per_s: float
 
-
-class _Account:
-    """Holds the counts of the deployment, or of one tenant."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.requests = Backlog(clock)
-        self.tokens = Backlog(clock)
+    @classmethod
+    def total(cls, snapshots: Sequence[GateSnapshot]) -> GateSnapshot:
+        """Add up the gates of several models."""
+        capacities = [one.capacity for one in snapshots]
+        return cls(
+            draining=any(one.draining for one in snapshots),
+            num_live=sum(one.num_live for one in snapshots),
+            num_waiting=sum(one.num_waiting for one in snapshots),
+            num_dispatched=sum(one.num_dispatched for one in snapshots),
+            capacity=None if None in capacities else sum(filter(None, capacities)),
+            num_queued_tokens=sum(one.num_queued_tokens for one in snapshots),
+            requests_per_s=sum(one.requests_per_s for one in snapshots),
+            tokens_per_s=sum(one.tokens_per_s for one in snapshots),
+        )
 
 
 class Gate:
@@ -58,16 +66,20 @@ class Gate:
         clock: Callable[[], float] = time.monotonic,
         forecast: Callable[[], FleetForecast | None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
+        room: Room | None = None,
     ) -> None:
         """`num_engines`: how many engines are known now; None and 0 count as one, so that a first request can start an
-        engine. `clock` gives monotonic seconds. `forecast`: what the engines predict, by `wall_clock`, if they do."""
+        engine. `clock` gives monotonic seconds. `forecast`: what the engines predict, by `wall_clock`, if they do.
+        `room`: what the gates of several models share, besides the limits that each has."""
         self._policy = policy
         self._forecast = forecast
         self._wall_clock = wall_clock
         self._known_engines = num_engines
         self._clock = clock
-        self._all = _Account(clock)
-        self._accounts: dict[str, _Account] = {}  # by tenant, so at most as many as the keys name
+        self._all = Account(clock)
+        self._place = None if room is None else room.join(self._all)
+        # By tenant, so at most as many as the keys name.
+        self._accounts: dict[str, Account] = {} if room is None else room.tenants
         # The waiting requests: a queue for each tenant, first that of the tenant whose turn it is.
         self._queues: OrderedDict[str, OrderedDict[AdmissionTicket, None]] = OrderedDict()
         self._num_dispatched = 0
@@ -107,7 +119,7 @@ class Gate:
             RequestRejected: the deployment drains.
         """
         self.check_open()
-        account = self._accounts.get(tenant.name) or self._accounts.setdefault(tenant.name, _Account(self._clock))
+        account = self._accounts.get(tenant.name) or self._accounts.setdefault(tenant.name, Account(self._clock))
         ticket = AdmissionTicket(self, tenant, account)
         self._check_requests(ticket)
         self._check_tokens(ticket, 1)  # every prompt has at least one token, so the body need not be tokenized for this
@@ -180,6 +192,9 @@ class Gate:
         limit = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
         if limit is not None and (excess := _excess(self._all.requests, 1, limit)):
             raise overloaded("requests", limit, self._wait_s(self._all.requests.wait_s(excess)))
+        shared = None if self._place is None else self._place.requests()
+        if shared is not None and shared[1]:
+            raise overloaded("requests", shared[0], self._wait_s(self._all.requests.wait_s(shared[1])))
 
     def _check_tokens(self, ticket: AdmissionTicket, num_tokens: int) -> None:
         limit = self._policy.of_tenant(ticket.tenant).max_queued_tokens
@@ -189,6 +204,9 @@ class Gate:
         limit = self._policy.of_deployment(self._num_engines()).max_queued_tokens
         if limit is not None and (excess := _excess(self._all.tokens, num_tokens, limit)):
             raise overloaded("tokens", limit, self._wait_s(self._all.tokens.wait_s(excess)))
+        shared = None if self._place is None else self._place.tokens(num_tokens)
+        if shared is not None and shared[1]:
+            raise overloaded("tokens", shared[0], self._wait_s(self._all.tokens.wait_s(shared[1])))
 
     # --- called by AdmissionTicket only -----------------------------------------------------------------------------
 
@@ -238,7 +256,7 @@ class AdmissionTicket:
     """Takes one request through the gate: it enters, waits for places with the engines (one per answer), gets its first
     event, gives the places back, and leaves. Leaving the block ends all of this at any stage."""
 
-    def __init__(self, gate: Gate, tenant: Tenant, account: _Account) -> None:
+    def __init__(self, gate: Gate, tenant: Tenant, account: Account) -> None:
         self.tenant = tenant
         self.account = account
         self._gate = gate

@@ -3,6 +3,7 @@ Never touches tokens or text itself, and knows neither Ray nor how the engine ru
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,13 +21,12 @@ from starlette.types import Receive, Scope, Send
 
 from engine.protocol import EngineError, RequestRejected
 from serve_app.adapters.names import AdapterNames
-from serve_app.admission.gate import AdmissionTicket, Gate
+from serve_app.admission.gate import AdmissionTicket, Gate, GateSnapshot
 from serve_app.api.admin.activity import activity_route
 from serve_app.api.admin.adapters import AdapterRoutes
 from serve_app.api.admin.control import Admin
 from serve_app.api.anthropic.count import CountTokens
 from serve_app.api.anthropic.form import read_messages
-from serve_app.api.generation.chat_reader import make_parsers, needs_reader, prompt_end
 from serve_app.api.generation.completion import Completion
 from serve_app.api.generation.constraint import Patiently
 from serve_app.api.generation.field_grammars import refused
@@ -34,7 +34,6 @@ from serve_app.api.generation.live import Lifecycle, LiveRequests
 from serve_app.api.generation.logprobs import json_chars, score_chars
 from serve_app.api.generation.sealing import Seal
 from serve_app.api.generation.submission import Prepared, prepare_chat, prepare_completion
-from serve_app.api.generation.thoughts import ThoughtCounter
 from serve_app.api.http.asgi import RequestGuard, read_json_body, unless_client_leaves
 from serve_app.api.http.cors import cors_middleware
 from serve_app.api.http.generation_response import GenerationResponses
@@ -43,6 +42,8 @@ from serve_app.api.http.json_text import json_response
 from serve_app.api.http.offload import run_sized
 from serve_app.api.http.turns import TenantTurns
 from serve_app.api.measuring import FACTS, TIMES, MeasuresRequests
+from serve_app.api.models.lane import Lane
+from serve_app.api.models.lanes import Lanes
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.openai.forms import Answering, ParsedRequest, RequestT, read_chat, read_completion
@@ -59,8 +60,6 @@ from serve_app.api.requests.schema import ChatRequest
 from serve_app.api.requests.session import HEADER as SESSION_HEADER
 from serve_app.api.requests.session import session_of
 from serve_app.api.requests.targets import targets_of
-from serve_app.api.text.content_stops import ContentStops
-from serve_app.api.text.stop_strings import StopStrings
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.api.timing.recent import RecentTimes
 from serve_app.api.timing.routes import PATH as TIMING_PATH
@@ -74,7 +73,6 @@ from serve_app.metrics.exposition import CONTENT_TYPE, expose
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.page.route import page_route
-from serve_app.parsing.reasoning_parsers import reasoning_parser
 from serve_app.settings.cors import CorsSettings
 from serve_app.settings.instance import instance_headers
 from serve_app.store.memory import AnswerMemory
@@ -91,21 +89,21 @@ SSE_KEEP_ALIVE_S = 15.0
 FLOAT_CHARS = 20
 """Approximate length of a vector's number as JSON."""
 
-Read = Callable[[bytes, str], Awaitable[ParsedRequest[RequestT]]]
-"""Reads a body, given the name of the tenant that sent it."""
+Read = Callable[[Lane, bytes, str], Awaitable[ParsedRequest[RequestT]]]
+"""Reads a body for a model, given the name of the tenant that sent it."""
 Prepare = Callable[[RequestT, str, Tokenizer, ServedModel, Patiently], Awaitable[list[list[Prepared]]]]
 
 
 def _at_once(read: Callable[[bytes], ParsedRequest[RequestT]]) -> Read[RequestT]:
     """One that needs nothing but the body."""
-    return _for_tenant(lambda body, _tenant: read(body))
+    return _for_tenant(lambda _lane, body, _tenant: read(body))
 
 
-def _for_tenant(read: Callable[[bytes, str], ParsedRequest[RequestT]]) -> Read[RequestT]:
+def _for_tenant(read: Callable[[Lane, bytes, str], ParsedRequest[RequestT]]) -> Read[RequestT]:
     """One that looks nothing up."""
 
-    async def read_body(body: bytes, tenant: str) -> ParsedRequest[RequestT]:
-        return await run_sized(len(body), lambda: read(body, tenant))
+    async def read_body(lane: Lane, body: bytes, tenant: str) -> ParsedRequest[RequestT]:
+        return await run_sized(len(body), lambda: read(lane, body, tenant))
 
     return read_body
 
@@ -128,9 +126,11 @@ class _Generate(Generic[RequestT]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = now()
-        gate = self._context.gate
         body = await read_json_body(scope, receive, self._context.max_body_bytes)
         scope[TIMES].has_body()
+        lane = await self._context.lanes.of_body(body)
+        gate, facts = lane.gate, scope[FACTS]
+        facts.model_id, facts.recorder = lane.model.id, lane.recorder
         # A fresh id even if the client names its request: the engine needs unique ids of live requests.
         request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         try:
@@ -138,27 +138,29 @@ class _Generate(Generic[RequestT]):
                 gate.enter(tenant_of(scope)) as ticket,
                 self._context.live.track(request_id, scope[REQUEST_ID]) as lifecycle,
             ):
-                admitted = _Admitted(request_id, arrived, ticket, lifecycle, scope[TIMES], scope[FACTS])
+                admitted = _Admitted(request_id, arrived, lane, ticket, lifecycle, scope[TIMES], facts)
                 await unless_client_leaves(receive, self._answer(admitted, body, scope, receive, send))
         except EngineError as error:
             raise to_api_error(error, gate.retry_after_s()) from error
 
     async def _answer(self, admitted: _Admitted, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        asked = await self._read(body, admitted.ticket.tenant.name)
+        headers, lane = Headers(scope=scope), admitted.lane
+        with admitted.lifecycle.bound(), admitted.times.at_gate():
+            await lane.known()
+        asked = await self._read(lane, body, admitted.ticket.tenant.name)
         request = asked.request
         admitted.until(deadline_of(admitted.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         admitted.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)
         facts = admitted.facts
         facts.request, facts.session, facts.answer_id = request, session, admitted.request_id
-        model = self._context.adapters.served(request.model)
+        model = self._context.lanes.served_by(lane, request.model)
         facts.targets = targets_of(headers, request, model.targets)
         try:
             choices = facts.choices = await self._start(request, admitted, session, model)
         except ApiError as error:
             raise asked.renamed(error) from error
-        answering = Answering(admitted.request_id, self._context.tokenizer, model, choices, scope[REQUEST_ID])
+        answering = Answering(admitted.request_id, lane.tokenizer, model, choices, scope[REQUEST_ID])
         try:
             await self._send(asked, answering, scope, receive, send)
         except RequestRejected as error:
@@ -187,15 +189,16 @@ class _Generate(Generic[RequestT]):
 
     async def _start(self, request: RequestT, admitted: _Admitted, session: str | None, model: ServedModel) -> Choices:
         """Prepare the request, and wait for places with the engines."""
-        context, ticket, lifecycle = self._context, admitted.ticket, admitted.lifecycle
-        patiently = partial(context.turns.run, ticket.tenant.name)
+        lane, ticket, lifecycle = admitted.lane, admitted.ticket, admitted.lifecycle
+        patiently = partial(self._context.turns.run, ticket.tenant.name)
         with lifecycle.bound():
-            groups = await self._prepare(request, admitted.request_id, context.tokenizer, model, patiently)
+            groups = await self._prepare(request, admitted.request_id, lane.tokenizer, model, patiently)
         prompts = [group[0].submission for group in groups]
         if (deadline := lifecycle.deadline) is not None:
-            context.gate.check_deadline(prompts, deadline.left_s(), deadline.timeout_ms / 1000)
+            lane.gate.check_deadline(prompts, deadline.left_s(), deadline.timeout_ms / 1000)
         num_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
         with lifecycle.bound(), admitted.times.at_gate():
+            await lane.awake()
             await ticket.dispatched(num_tokens, sum(map(len, groups)))
         if session is None and request.num_choices > 1:
             session = admitted.request_id  # the same engine for all answers to a prompt, so that they share its blocks
@@ -207,11 +210,13 @@ class _Generate(Generic[RequestT]):
         facts, tenant = admitted.facts, admitted.ticket.tenant.name
         submission = replace(ready.submission, timeout_s=left_s, tenant=tenant, **facts.targets)
         ready = replace(ready, submission=submission)
-        request, client = facts.request, self._context.client
+        request, lane = facts.request, admitted.lane
         thoughts, stops = None, None
         if isinstance(request, ChatRequest):
-            thoughts, stops = self._context.thoughts(ready), self._context.stops(request, ready)
-        return Completion(client, ready, admitted.lifecycle, admitted.ticket, admitted.times, session, thoughts, stops)
+            thoughts, stops = lane.thoughts(ready), lane.stops(request, ready)
+        return Completion(
+            lane.client, ready, admitted.lifecycle, admitted.ticket, admitted.times, session, thoughts, stops
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +225,7 @@ class _Admitted:
 
     request_id: str
     arrived: float
+    lane: Lane
     ticket: AdmissionTicket
     lifecycle: Lifecycle
     times: RequestTimes
@@ -234,48 +240,27 @@ class _Admitted:
 class _Context:
     """Holds what the routes share, and has the small routes themselves."""
 
-    client: EngineClient
-    tokenizer: Tokenizer
-    model: ServedModel
+    lanes: Lanes
     max_body_bytes: int
-    gate: Gate
     live: LiveRequests
-    adapters: AdapterNames
-    engine_load: Callable[[], EngineLoad | None]
     turns: TenantTurns = field(default_factory=TenantTurns)
     """For work on grammars."""
 
-    def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
-        """Make the counter of a chat answer's thoughts; None if the model does not mark its thoughts."""
-        if self.model.reasoning_parser is None:
-            return None
-        end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
-        return ThoughtCounter(reasoning_parser(self.model.reasoning_parser, end))
-
-    def stops(self, request: ChatRequest, ready: Prepared) -> ContentStops | None:
-        """Make the stop strings' reader for a chat answer that may have thoughts or calls; None if it has no stop
-        strings, or is only text."""
-        if not (ready.stops and needs_reader(request, self.model)):
-            return None
-        end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
-        stops = StopStrings(ready.stops, shown=ready.shows_stop)
-        return ContentStops(stops, *make_parsers(request, self.model, end))
-
     async def list_models(self, request: Request) -> Response:
-        listed = models_json(self.adapters.listed())
+        listed = models_json(self.lanes.listed())
         # Codex sends `client_version`, and treats a list without `models` as an error. An empty list is enough: an
         # entry would have to contain Codex's own instructions.
         return JSONResponse(listed | {"models": []} if "client_version" in request.query_params else listed)
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
-        return JSONResponse(model_json(name, self.adapters.served(name)))
+        return JSONResponse(model_json(name, self.lanes.served(name)))
 
     async def health(self, _: Request) -> Response:
-        """Liveness: an engine answers. A draining server is alive, because a restart would cut off what is
-        finishing."""
+        """Liveness: an engine of each model answers, but for those that may sleep. A draining server is alive, because
+        a restart would cut off what is finishing."""
         try:
-            await self.client.check_health()
+            await asyncio.gather(*(lane.client.check_health() for lane in self.lanes))
         except Exception as error:
             # Always 503, whatever the error: a load balancer must see one status.
             cause = to_api_error(error)
@@ -284,23 +269,37 @@ class _Context:
 
     async def ready(self, request: Request) -> Response:
         """Readiness: the server is alive, and lets new requests in."""
-        self.gate.check_open()
+        for lane in self.lanes:
+            lane.gate.check_open()
         return await self.health(request)
 
     async def load(self, _: Request) -> Response:
-        engines = [asdict(snapshot) for snapshot in await self.client.load()]
-        return JSONResponse({"engines": engines, "ingress": asdict(self.gate.snapshot())})
+        found = await asyncio.gather(*(lane.client.load() for lane in self.lanes))
+        gates = [lane.gate.snapshot() for lane in self.lanes]
+        loads: list[dict[str, Any]] = [
+            {"engines": [asdict(snapshot) for snapshot in engines], "ingress": asdict(gate)}
+            for engines, gate in zip(found, gates, strict=True)
+        ]
+        if not self.lanes.are_several:
+            return JSONResponse(loads[0])
+        models = {lane.model.id: load for lane, load in zip(self.lanes, loads, strict=True)}
+        engines = [engine for load in loads for engine in load["engines"]]
+        return JSONResponse({"engines": engines, "ingress": asdict(GateSnapshot.total(gates)), "models": models})
 
     def load_report(self) -> Mapping[str, float] | None:
-        """Implements LoadReport. Requests at this replica's gate wait for the engines, too, so they are counted."""
-        if (load := self.engine_load()) is None:
+        """Implements LoadReport. Requests at this replica's gates wait for the engines, too, so they are counted. Of
+        several models, the fullest counts."""
+        loads = [load for lane in self.lanes if (load := lane.engine_load()) is not None]
+        if not loads:
             return None
-        waiting = load.num_waiting + self.gate.num_waiting
-        return {"kv_cache_usage_perc": round(load.kv_cache_usage, 4), "num_requests_waiting": waiting}
+        waiting = sum(load.num_waiting for load in loads) + sum(lane.gate.num_waiting for lane in self.lanes)
+        usage = max(load.kv_cache_usage for load in loads)
+        return {"kv_cache_usage_perc": round(usage, 4), "num_requests_waiting": waiting}
 
     async def metrics(self, _: Request) -> Response:
-        scrape = await self.client.metrics()
-        text = await run_sized(scrape.num_chars, lambda: expose(scrape, self.model.id))
+        found = await asyncio.gather(*(lane.client.metrics() for lane in self.lanes))
+        scrapes = {lane.model.id: scrape for lane, scrape in zip(self.lanes, found, strict=True)}
+        text = await run_sized(sum(scrape.num_chars for scrape in found), lambda: expose(scrapes))
         return Response(text, media_type=CONTENT_TYPE)
 
 
@@ -328,53 +327,77 @@ def create_app(
     tokenizer: Tokenizer,
     model: ServedModel,
     *,
+    gate: Gate | None = None,
+    recorder: IngressRecorder | None = None,
+    engine_load: Callable[[], EngineLoad | None] = lambda: None,
+    adapters: AdapterNames | None = None,
+    allow_lora_updates: bool = False,
+    **shared: Any,
+) -> Starlette:
+    """Build the app of a single model. Without `gate` it lets everything in; without `engine_load` load balancers are
+    told nothing. `adapters` may change later, through the adapter routes or from other replicas. `shared`: as for
+    create_app_of."""
+    gate = gate or Gate()
+    names, recorder = adapters or AdapterNames(model), recorder or IngressRecorder(gate)
+    lane = Lane(client, tokenizer, names, gate, recorder, engine_load, allow_lora_updates)
+    return create_app_of([lane], **shared)
+
+
+def create_app_of(
+    served: Sequence[Lane],
+    *,
     max_body_bytes: int = MAX_BODY_BYTES,
     client_stall_timeout_s: float = CLIENT_STALL_TIMEOUT_S,
     sse_keep_alive_s: float = SSE_KEEP_ALIVE_S,
     names_responses: bool = True,
-    gate: Gate | None = None,
     keys: Keys | None = None,
     live: LiveRequests | None = None,
     recent_times: RecentTimes | None = None,
-    recorder: IngressRecorder | None = None,
     trace: Trace | None = None,
-    engine_load: Callable[[], EngineLoad | None] = lambda: None,
-    adapters: AdapterNames | None = None,
-    allow_lora_updates: bool = False,
     strict: bool = False,
     drop_billing_header: bool = True,
     seal: Seal | None = None,
     memory: AnswerMemory | None = None,
     cors: CorsSettings | None = None,
 ) -> Starlette:
-    """Build the app. It has no state besides its arguments, so that replicas are interchangeable. Without `gate` it
-    lets everything in; without `keys` anybody may use it, and nobody may use the admin routes; without `trace` no
-    request is traced; without `engine_load` load balancers are told nothing. `adapters` may change later, through the
-    adapter routes or from other replicas. `strict`: refuse hints that have no effect. `drop_billing_header`: keep
+    """Build the app. It has no state besides its arguments, so that replicas are interchangeable. `served`: the models;
+    requests that name none are for the first. Without `keys` anybody may use it, and nobody may use the admin routes;
+    without `trace` no request is traced. `strict`: refuse hints that have no effect. `drop_billing_header`: keep
     Claude Code's billing header out of prompts. `seal`: encrypts a response's thoughts; without it they are not
     returned encrypted. `memory`: keeps responses; without it none is kept. `cors`: the web pages of other servers that
     may use the API."""
-    keys, gate, adapters = keys or Keys(), gate or Gate(), adapters or AdapterNames(model)
-    context = _Context(client, tokenizer, model, max_body_bytes, gate, live or LiveRequests(), adapters, engine_load)
-    recorder, recent_times = recorder or IngressRecorder(gate), recent_times or RecentTimes()
+    lanes, keys = Lanes(served), keys or Keys()
+    context = _Context(lanes, max_body_bytes, live or LiveRequests())
+    first, recent_times = lanes.first, recent_times or RecentTimes()
     guard = [Middleware(NeedsKey, keys=keys)]
-    reading = [*guard, Middleware(TellsHints, strict=strict, count=recorder.ignored)]
+    reading = [*guard, Middleware(TellsHints, strict=strict, count=first.recorder.ignored)]
     generating = [
-        Middleware(TellsHints, strict=strict, count=recorder.ignored),
+        Middleware(TellsHints, strict=strict, count=first.recorder.ignored),
         Middleware(GenerationResponses, keep_alive_s=sse_keep_alive_s, report=context.load_report),
         *guard,
-        Middleware(MeasuresRequests, recorder=recorder, recent=recent_times, trace=trace),
+        Middleware(MeasuresRequests, recorder=first.recorder, recent=recent_times, trace=trace),
     ]
-    read_message = partial(
-        read_messages, tokenizer=tokenizer, model=model, seal=seal, drop_billing_header=drop_billing_header
-    )
+
+    def read_message(lane: Lane, body: bytes, tenant: str) -> ParsedRequest[ChatRequest]:
+        return read_messages(
+            body,
+            tenant,
+            tokenizer=lane.tokenizer,
+            model=lane.model,
+            seal=seal,
+            drop_billing_header=drop_billing_header,
+        )
+
+    async def read_response(lane: Lane, body: bytes, tenant: str) -> ParsedRequest[ChatRequest]:
+        reader = ResponseReader(lane.model, lane.tokenizer, seal, memory, max_body_bytes, context.turns)
+        return await reader.read(body, tenant)
+
     chat = _Generate(context, _at_once(read_chat), prepare_chat, "chatcmpl-")
     completions = _Generate(context, _at_once(read_completion), prepare_completion, "cmpl-")
     messages = _Generate(context, _for_tenant(read_message), prepare_chat, "msg_")
-    reader = ResponseReader(model, tokenizer, seal, memory, max_body_bytes, context.turns)
-    responses = _Generate(context, reader.read, prepare_chat, "resp_")
+    responses = _Generate(context, read_response, prepare_chat, "resp_")
     embeddings = _Generate(context, _at_once(read_embeddings), prepare_embeddings, "embd-")
-    count = CountTokens(tokenizer, model, max_body_bytes, adapters, seal, drop_billing_header).answer
+    count = CountTokens(lanes, max_body_bytes, seal, drop_billing_header).answer
     app = Starlette(
         routes=[
             *_versioned("/chat/completions", chat, generating, "POST"),
@@ -383,20 +406,20 @@ def create_app(
             *_versioned("/messages", messages, generating, "POST"),
             *_versioned("/embeddings", embeddings, generating, "POST"),
             *_versioned("/messages/count_tokens", count, reading, "POST"),
-            *_versioned(TIMING_PATH, TimingRoute(client, recent_times).get_timing, guard),
+            *_versioned(TIMING_PATH, TimingRoute(first.client, recent_times).get_timing, guard),
             *_versioned("/models", context.list_models, guard),
             *_versioned("/models/{model_id:path}", context.get_model, guard),
             Route("/health", context.health),
             Route("/ready", context.ready),
             Route("/metrics", context.metrics),
             Route("/load", context.load, middleware=guard),
-            activity_route(client, model.id),
+            activity_route(lanes),
             page_route(),
             *KeptRoutes(memory, max_body_bytes).routes(reading),
-            *TextRoutes(tokenizer, model, max_body_bytes, adapters).routes(guard, reading),
+            *TextRoutes(lanes, max_body_bytes).routes(guard, reading),
             *about_routes(keys),
-            *Admin(client, context.gate, context.live).routes(keys),
-            *AdapterRoutes(client, adapters, allow_lora_updates).routes(keys),
+            *Admin(lanes, context.live).routes(keys),
+            *AdapterRoutes(lanes).routes(keys),
         ],
         middleware=[
             cors_middleware(cors or CorsSettings(), needs_keys=keys.are_needed),

@@ -27,7 +27,8 @@ FACTS = "chunkserve.facts"
 
 
 class MeasuresRequests:
-    """Middleware of a route that runs the model, and that notes its progress in its RequestTimes and RequestFacts."""
+    """Middleware of a route that runs the model, and that notes its progress in its RequestTimes and RequestFacts.
+    `recorder`: for requests that end before it is known which model they ask for."""
 
     def __init__(
         self, app: ASGIApp, recorder: IngressRecorder, recent: RecentTimes, trace: Trace | None = None
@@ -54,7 +55,7 @@ class MeasuresRequests:
         self._ended(request, "complete" if request.times.is_answered else "incomplete")
 
     def _ended(self, request: _Request, outcome: Outcome, error: Exception | None = None) -> None:
-        self._recorder.ended(request.times, outcome, error)
+        (request.facts.recorder or self._recorder).ended(request.times, outcome, error)
         facts, now = request.facts, request.times.now()
         record, leader = (None, None) if facts.choices is None else facts.choices.last_records
         ended = EndedTimes(facts.answer_id, request.scope[REQUEST_ID], outcome, request.times, now, record, leader)

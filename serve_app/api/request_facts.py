@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from serve_app.api.timing.split import EndedTimes
-from serve_app.metrics.ingress_recorder import Outcome
+from serve_app.metrics.ingress_recorder import IngressRecorder, Outcome
 from serve_app.metrics.request_times import RequestTimes
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ class RequestFacts:
     session: str | None = None
     answer_id: str | None = None
     choices: Choices | None = None
+    model_id: str | None = None
+    """The model that was asked for."""
+    recorder: IngressRecorder | None = None
+    """That model's."""
     targets: Mapping[str, Any] = field(default_factory=dict)
     """The request's own service-level targets, as fields of Submission."""
 

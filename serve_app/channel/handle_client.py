@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from grpc.aio import AioRpcError
@@ -34,6 +35,7 @@ from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.gather import gather
 from serve_app.metrics.timing import FoundTiming, Timing
 from serve_app.metrics.values import ReplicaSamples
+from serve_app.settings.engine_names import ENGINE
 
 T = TypeVar("T")
 
@@ -64,10 +66,13 @@ class HandleClient:
         *,
         may_sleep: bool = False,
         large: DeploymentHandle | None = None,
+        deployment: str = ENGINE,
+        model_id: str | None = None,
     ) -> None:
         """`ingress`: the handle of the deployment that this replica belongs to. `num_waiting`: how many requests wait
         at this replica's gate. `may_sleep`: having no engine replica is healthy, because a request starts one.
-        `large`: a handle for calls that are too large for `engine`; None if `engine` takes any."""
+        `large`: a handle for calls that are too large for `engine`; None if `engine` takes any. `deployment`: the
+        engines'. `model_id`: which of several models other ingress replicas are asked about; None if there is one."""
         self._engine = engine
         self._large = large or engine
         self._ingress = ingress
@@ -75,6 +80,8 @@ class HandleClient:
         self._migration = migration
         self._num_waiting = num_waiting
         self._may_sleep = may_sleep
+        self._deployment = deployment
+        self._which = () if model_id is None else (model_id,)
         self._ended = False
         self._attempts: set[_HandleAttempt] = set()
 
@@ -94,6 +101,10 @@ class HandleClient:
             return self._start(rest, session, avoid, record, may_move=len(record.moves) < most)
 
         return self._migration.stream(submission, start, record)
+
+    def serves(self, max_model_len: int) -> None:
+        """Take the limit of a request's prompt and answer together, in tokens."""
+        self._migration = replace(self._migration, max_model_len=max_model_len)
 
     def _start(
         self,
@@ -156,7 +167,7 @@ class HandleClient:
         return [adapter for known in await _broadcast(self._engine, "adapters") for adapter in known]
 
     async def load_adapter(self, name: str, path: str) -> AdapterRef:
-        if num_engines() == 0:
+        if self._has_no_engine():
             await self._wake()
         before = next((known for known in await self.adapters() if known.name == name), None)
         try:
@@ -166,11 +177,11 @@ class HandleClient:
             with suppress(EngineError):  # a replica that does not answer now loads what its requests need
                 await _broadcast(self._engine, "restore_adapter", name, before)
             raise
-        await _broadcast(self._ingress, "set_adapter", name, adapter)
+        await _broadcast(self._ingress, "set_adapter", name, adapter, *self._which)
         return adapter
 
     async def unload_adapter(self, name: str) -> None:
-        await _broadcast(self._ingress, "set_adapter", name, None)
+        await _broadcast(self._ingress, "set_adapter", name, None, *self._which)
         await self._ask_engines("unload_adapter", name)
 
     async def _wake(self) -> None:
@@ -183,24 +194,29 @@ class HandleClient:
 
     async def metrics(self) -> Scrape:
         (engines, no_engine), (ingresses, no_ingress) = await asyncio.gather(
-            self._gather_engines("metrics", ReplicaSamples), gather(self._ingress, "metrics", ReplicaSamples)
+            self._gather_engines("metrics", ReplicaSamples),
+            gather(self._ingress, "metrics", ReplicaSamples, *self._which),
         )
         return Scrape(engines, ingresses, {"engine": no_engine, "ingress": no_ingress})
 
     async def activity(self, after: Mapping[str, int]) -> FleetActivity:
         (engines, no_engine), (ingresses, no_ingress) = await asyncio.gather(
             self._gather_engines("activity", EngineActivity, dict(after)),
-            gather(self._ingress, "activity", IngressActivity),
+            gather(self._ingress, "activity", IngressActivity, *self._which),
         )
         return FleetActivity(engines, ingresses, no_engine + no_ingress)
 
     async def _gather_engines(self, method: str, kind: type[T], *arguments: object) -> tuple[list[T], int]:
         # Without an engine, a broadcast would wait for the first to start.
-        return ([], 0) if num_engines() == 0 else await gather(self._engine, method, kind, *arguments)
+        return ([], 0) if self._has_no_engine() else await gather(self._engine, method, kind, *arguments)
 
     async def _ask_engines(self, method: str, *arguments: object) -> list[Any]:
         # Without an engine, a broadcast would wait for the first to start.
-        return [] if num_engines() == 0 else await _broadcast(self._engine, method, *arguments)
+        return [] if self._has_no_engine() else await _broadcast(self._engine, method, *arguments)
+
+    def _has_no_engine(self) -> bool:
+        """Whether there is none. Where there may be none, nothing known counts as none."""
+        return num_engines(self._deployment) in ((0, None) if self._may_sleep else (0,))
 
     def end(self) -> None:
         """End every current and later stream with a DRAINING error, after the events that it already has."""

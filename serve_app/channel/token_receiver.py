@@ -30,6 +30,7 @@ from serve_app.channel.sockets import listen, send_now
 from serve_app.engines import liveness
 from serve_app.errors.api_error import ApiError
 from serve_app.metrics.channel_counts import ChannelCounts
+from serve_app.settings.engine_names import ENGINE
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class TokenStream:
     """The engine replica that answers, once it has answered."""
     counts: ChannelCounts = field(default_factory=ChannelCounts)
     """The receiver's counts."""
+    deployment: str = ENGINE
+    """The deployment of the engines."""
     peer: bytes | None = None
     """That replica's identity on the channel."""
     finished: bool = False
@@ -67,7 +70,7 @@ class TokenStream:
     @property
     def engine(self) -> str | None:
         """The replica that answers, or to which the call was sent; None while the call has no replica yet."""
-        return self.replica_id or liveness.placed_at(self.stream_id)
+        return self.replica_id or liveness.placed_at(self.stream_id, self.deployment)
 
     @property
     def missing(self) -> tuple[int, int] | None:
@@ -152,9 +155,12 @@ class TokenReceiver:
         counts: ChannelCounts | None = None,
         *,
         engine_silence_s: float = math.inf,
+        deployment: str = ENGINE,
     ) -> None:
-        """Listen on a free port of `host`, an address at which engine replicas reach this process. When an engine is
-        silent for `engine_silence_s`, its streams fail, if they may move and there is another engine."""
+        """Listen on a free port of `host`, an address at which the replicas of an engine `deployment` reach this
+        process. When an engine is silent for `engine_silence_s`, its streams fail, if they may move and there is
+        another engine."""
+        self._deployment = deployment
         self._max_unread = max_unread_tokens
         self._silence = Silence(engine_silence_s)
         self._counts = counts or ChannelCounts()
@@ -166,9 +172,16 @@ class TokenReceiver:
 
     def open(self, request_id: str, *, may_move: bool = False) -> TokenStream:
         """Open a stream for a call that is about to be made; `close` ends it."""
-        stream = TokenStream(request_id, next(self._ids), self._max_unread, counts=self._counts, may_move=may_move)
+        stream = TokenStream(
+            request_id,
+            next(self._ids),
+            self._max_unread,
+            counts=self._counts,
+            may_move=may_move,
+            deployment=self._deployment,
+        )
         self._streams[stream.stream_id] = stream
-        liveness.open_call(stream.stream_id)
+        liveness.open_call(stream.stream_id, self._deployment)
         return stream
 
     def close(self, stream: TokenStream, reason: FinishReason = FinishReason.ABORT) -> bool:
@@ -179,7 +192,7 @@ class TokenReceiver:
             Whether the message to the engine was sent.
         """
         stream.closed = True
-        liveness.close_call(stream.stream_id)
+        liveness.close_call(stream.stream_id, self._deployment)
         if not self._streams.pop(stream.stream_id, None) or stream.finished or stream.peer is None:
             return False
         return self._reply(stream.peer, Reply([stream.stream_id], reason))
@@ -187,7 +200,7 @@ class TokenReceiver:
     @property
     def unheard(self) -> frozenset[str]:
         """The engine replicas that the router knows, but that do not beat here."""
-        return liveness.engines() - (self._silence.known - self._silence.silent)
+        return liveness.engines(self._deployment) - (self._silence.known - self._silence.silent)
 
     def shutdown(self) -> None:
         for task in self._tasks:
@@ -252,16 +265,16 @@ class TokenReceiver:
 
     def look(self) -> None:
         """Find the silent engines, let the router avoid them, and let their streams continue elsewhere."""
-        expected = liveness.engines_with_calls()
+        expected = liveness.engines_with_calls(self._deployment)
         for engine in expected:
             self._silence.expect(engine)
         self._silence.look()
-        self._silence.keep(liveness.engines() | expected)
-        silent, before = self._silence.silent, liveness.silent_engines()
+        self._silence.keep(liveness.engines(self._deployment) | expected)
+        silent, before = self._silence.silent, liveness.silent_engines(self._deployment)
         if silent != before:
             _log_changes(silent - before, before - silent)
-            liveness.set_silent_engines(silent)
-        if silent and liveness.engines() - silent:  # otherwise streams can only wait
+            liveness.set_silent_engines(silent, self._deployment)
+        if silent and liveness.engines(self._deployment) - silent:  # otherwise streams can only wait
             for stream in list(self._streams.values()):
                 if stream.may_move and stream.engine in silent:
                     stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The engine replica is silent."))

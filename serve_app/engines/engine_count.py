@@ -1,28 +1,30 @@
-"""Owns the number of engine replicas that this process's router knows, for the code that admits requests.
-Never asks an engine: the router writes it. It is a module of its own because Serve pickles the router by value: where
+"""Owns the number of engine replicas that this process's routers know, by deployment, for the code that admits.
+Never asks an engine: a router writes it. It is a module of its own because Serve pickles the router by value: where
 requests are routed, the router's module is another copy, with globals of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from serve_app.settings.engine_names import ENGINE
+
 _listeners: list[Callable[[], None]] = []
-_known: int | None = None  # written by the router's thread, read by any: one reference, so no lock
+_known: dict[str, int] = {}  # written by the routers' thread, read by any: items are only replaced, so no lock
 
 
-def num_engines() -> int | None:
+def num_engines(deployment: str = ENGINE) -> int | None:
     """Return how many engine replicas get requests now; None before the router has heard of any deployment."""
-    return _known
+    return _known.get(deployment)
 
 
-def set_num_engines(count: int) -> None:
+def set_num_engines(count: int, deployment: str = ENGINE) -> None:
     """Set the number; called by the router, on its thread."""
-    global _known
-    changed, _known = count != _known, count
+    changed = count != _known.get(deployment)
+    _known[deployment] = count
     for listener in _listeners if changed else ():
         listener()
 
 
 def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` after each change of the number, on the router's thread. It must not block."""
+    """Call `listener` after each change of a number, on the router's thread. It must not block."""
     _listeners.append(listener)

@@ -1,58 +1,73 @@
-"""Owns what one process's router and its end of the token channel share: which engines there are, which of them are
-silent, and which engine each call went to.
+"""Owns what one process's router and its end of the token channel share about a deployment: which engines there are,
+which of them are silent, and which engine each call went to.
 Never decides which are silent. It is a module of its own for the same reason as engine_count."""
 
 from __future__ import annotations
 
-# No lock is needed between the two threads: each value is a single reference, or an item of a dictionary, that is
-# replaced and never modified.
-_engines: frozenset[str] = frozenset()
-_silent: frozenset[str] = frozenset()
-_placed: dict[int, str | None] = {}
+from dataclasses import dataclass, field
+
+from serve_app.settings.engine_names import ENGINE
 
 
-def engines() -> frozenset[str]:
+@dataclass(slots=True)
+class _Known:
+    """No lock is needed between the two threads: each value is a single reference, or an item of a dictionary, that is
+    replaced and never modified."""
+
+    engines: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
+    placed: dict[int, str | None] = field(default_factory=dict)
+
+
+_deployments: dict[str, _Known] = {}
+
+
+def _known(deployment: str) -> _Known:
+    # `setdefault` is one step, whichever of the two threads comes first.
+    return _deployments.get(deployment) or _deployments.setdefault(deployment, _Known())
+
+
+def engines(deployment: str = ENGINE) -> frozenset[str]:
     """Return the engine replicas that the router knows."""
-    return _engines
+    return _known(deployment).engines
 
 
-def set_engines(engine_ids: frozenset[str]) -> None:
+def set_engines(engine_ids: frozenset[str], deployment: str = ENGINE) -> None:
     """Set the known engine replicas; called by the router."""
-    global _engines
-    _engines = engine_ids
+    _known(deployment).engines = engine_ids
 
 
-def silent_engines() -> frozenset[str]:
+def silent_engines(deployment: str = ENGINE) -> frozenset[str]:
     """Return the engine replicas that get no new requests."""
-    return _silent
+    return _known(deployment).silent
 
 
-def set_silent_engines(engine_ids: frozenset[str]) -> None:
+def set_silent_engines(engine_ids: frozenset[str], deployment: str = ENGINE) -> None:
     """Set the silent engine replicas; called by the channel."""
-    global _silent
-    _silent = engine_ids
+    _known(deployment).silent = engine_ids
 
 
-def open_call(stream_id: int) -> None:
+def open_call(stream_id: int, deployment: str = ENGINE) -> None:
     """Note that a call is about to be made; `close_call` ends it."""
-    _placed[stream_id] = None
+    _known(deployment).placed[stream_id] = None
 
 
-def place_call(stream_id: int, engine_id: str) -> None:
+def place_call(stream_id: int, engine_id: str, deployment: str = ENGINE) -> None:
     """Note where a call was sent; called by the router. Ignored for a call that was closed meanwhile."""
-    if stream_id in _placed:
-        _placed[stream_id] = engine_id
+    placed = _known(deployment).placed
+    if stream_id in placed:
+        placed[stream_id] = engine_id
 
 
-def placed_at(stream_id: int) -> str | None:
+def placed_at(stream_id: int, deployment: str = ENGINE) -> str | None:
     """Return the engine replica to which an open call was sent; None while it has none yet."""
-    return _placed.get(stream_id)
+    return _known(deployment).placed.get(stream_id)
 
 
-def engines_with_calls() -> frozenset[str]:
+def engines_with_calls(deployment: str = ENGINE) -> frozenset[str]:
     """Return the engine replicas to which open calls were sent."""
-    return frozenset(_placed.copy().values()) - {None}  # type: ignore[return-value]
+    return frozenset(_known(deployment).placed.copy().values()) - {None}  # type: ignore[return-value]
 
 
-def close_call(stream_id: int) -> None:
-    _placed.pop(stream_id, None)
+def close_call(stream_id: int, deployment: str = ENGINE) -> None:
+    _known(deployment).placed.pop(stream_id, None)

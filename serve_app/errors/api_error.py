@@ -27,6 +27,8 @@ _LONG_WORD = re.compile(r"\S{121,}")
 INVALID_REQUEST = "invalid_request_error"
 _KINDS = {"requests": "requests at a time", "tokens": "queued prompt tokens"}
 _SETTINGS = {"requests": "admission.max_concurrent_requests", "tokens": "admission.max_queued_tokens"}
+_RETRY_WAKING_S = 10.0
+"""After a model could not be woken: whatever is in its way takes longer than a queue."""
 _RETRY_SOON_S = 1.0
 """For refusals without a measured drain rate."""
 
@@ -148,6 +150,15 @@ def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wai
     return ApiError(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
+def cannot_wake(model: str, waited_s: float, why: str | None = None) -> ApiError:
+    """Refuse a request for a sleeping model that could not be woken. `why`: unless it only took too long."""
+    name = clip(model, MAX_PARAM_CHARS)
+    reason = f"no engine of it was ready within {waited_s:g} s (wake_timeout_s)" if why is None else why
+    text = f"The model `{name}` sleeps and could not be woken: {reason}."
+    headers = retry_headers(_RETRY_WAKING_S)
+    return ApiError(503, text, type="service_unavailable", param="model", code="model_asleep", headers=headers)
+
+
 def aborted() -> ApiError:
     """Report an abort. Not a 503, which clients and proxies retry: somebody wanted this request to end."""
     text = "The request was aborted by an administrator."
@@ -165,9 +176,10 @@ def context_length_exceeded(
     return ApiError(400, message, param=param, code="context_length_exceeded", details=details)
 
 
-def model_not_found(requested: str, served: str) -> ApiError:
-    name = clip(requested, MAX_PARAM_CHARS)
-    message = f"The model `{name}` does not exist. Could not find it here; this server serves `{served}`."
+def model_not_found(requested: str, *served: str) -> ApiError:
+    """`served`: the models that there are."""
+    name, known = clip(requested, MAX_PARAM_CHARS), ", ".join(f"`{model}`" for model in served)
+    message = f"The model `{name}` does not exist. Could not find it here; this server serves {known}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 

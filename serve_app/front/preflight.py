@@ -4,7 +4,7 @@ Never starts anything. Without it, a Ray task would find a misspelt setting, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,23 +14,36 @@ from serve_app.front.config_file import ConfigRefused, ServeConfig
 from serve_app.settings.application import AppSettings
 
 BUILDER = "serve_app.app:build"
-DEPLOYMENTS = ("Ingress", "Engine", "ResponsesStore")
-"""What the builder makes, the last with several ingress replicas that keep responses. A test compares it."""
+INGRESS, STORE = "Ingress", "ResponsesStore"
+"""What the builder makes besides the engines' deployments, the last with several ingress replicas that keep responses.
+A test compares it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """One of this project's applications in a config. `number`: its index among all applications."""
+    """One of this project's applications in a config, or one of its models. `number`: its index among all
+    applications. `place`: the path below `args` at which a model's own settings stand. `total_engines`: the most
+    engines of all models of the application."""
 
     config: ServeConfig
     number: int
     name: str
     route_prefix: str
     settings: AppSettings
+    place: tuple[str | int, ...] = ()
+    total_engines: int = 1
 
     def refused(self, problem: str, *setting: str) -> ConfigRefused:
-        """Make a refusal with file, line and application before the problem. `setting`: the path below `args`."""
-        return ConfigRefused(f"{_where(self.config, self.number, self.name, setting)}: {problem}")
+        """Make a refusal with file, line and application before the problem, which begins with the setting's name.
+        `setting`: its path below `args`, or below the model's own settings."""
+        where = _where(self.config, self.number, self.name, (*self.place, *setting))
+        return ConfigRefused(f"{where}: {'.'.join(map(str, ('args', *self.place)))}.{problem}")
+
+    def each_model(self) -> list[Application]:
+        """Return the application once for each of its models, as if that were served alone."""
+        alone = self.settings.each_model()
+        places = [("models", number) for number in range(len(alone))] if self.settings.models else [()]
+        return [replace(self, settings=one, place=place) for one, place in zip(alone, places, strict=True)]
 
 
 def preflight(config: ServeConfig) -> list[Application]:
@@ -41,8 +54,9 @@ def preflight(config: ServeConfig) -> list[Application]:
     """
     applications = read_applications(config)
     for application in applications:
-        if application.settings.engine.executor == "torch":
-            _prepare(application)
+        for model in application.each_model():
+            if model.settings.engine.executor == "torch":
+                _prepare(model)
     return applications
 
 
@@ -65,14 +79,16 @@ def read_applications(config: ServeConfig) -> list[Application]:
 
 def _read_one(config: ServeConfig, number: int, app: dict[str, Any]) -> Iterator[Application]:
     for name, prefix, args in our_applications({"applications": [app]}):
-        application = Application(config, number, name, prefix, _validated(config, number, name, args))
+        settings = _validated(config, number, name, args)
+        application = Application(config, number, name, prefix, settings, total_engines=settings.total_engines)
         _check_deployments(application, app.get("deployments") or ())
         yield application
 
 
 def _check_deployments(application: Application, deployments: Any) -> None:
     """Ray would only miss one when it deploys the application."""
-    made = DEPLOYMENTS if application.settings.shares_responses else DEPLOYMENTS[:-1]
+    settings = application.settings
+    made = [INGRESS, *settings.engine_names, *([STORE] if settings.shares_responses else [])]
     for number, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
         name = deployment.get("name") if isinstance(deployment, dict) else deployment
         if name not in made:
@@ -121,4 +137,4 @@ def _prepare(application: Application) -> None:
             if model is not None:
                 prepare_model(model, weights=settings.engine.load_format != "dummy", **settings.gguf_form)
         except ModelError as error:
-            raise application.refused(f"args.{setting}: {error}", *setting.split(".")) from error
+            raise application.refused(f"{setting}: {error}", *setting.split(".")) from error

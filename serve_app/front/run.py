@@ -189,19 +189,21 @@ def _lines_or_warning(application: Application) -> list[str]:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    try:
-        return _lines_of_engine(application)
-    except (RayError, RayServeException, TimeoutError) as error:
-        return [f"warning  no engine of {application.name} reports its configuration: {in_a_line(error)}"]
+    lines = []
+    for model, engine in zip(application.each_model(), application.settings.engine_names, strict=True):
+        try:
+            lines += _lines_of_engine(model, engine)
+        except (RayError, RayServeException, TimeoutError) as error:
+            lines.append(f"warning  no engine of {application.name} reports its configuration: {in_a_line(error)}")
+    return lines
 
 
-def _lines_of_engine(application: Application) -> list[str]:
+def _lines_of_engine(application: Application, deployment: str) -> list[str]:
     """Ask an engine for its configuration, unless none may be running: the question would start one."""
-    bounds = application.settings.autoscaling
-    if bounds is not None and bounds.min_replicas == 0:
+    if application.settings.may_sleep:
         return [f"model    {application.settings.model_id}: an engine starts at the first request"]
     from ray import serve
 
-    engine = serve.get_deployment_handle("Engine", application.name)
+    engine = serve.get_deployment_handle(deployment, application.name)
     engine._init(_run_router_in_separate_loop=True)  # here is no event loop for RUN_ROUTER_IN_SEPARATE_LOOP=0
     return engine_lines(application, engine.resolved_config.remote().result(timeout_s=_ENGINE_ANSWER_S))

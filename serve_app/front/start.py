@@ -148,11 +148,11 @@ def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str
 
 def ready_lines(application: Application, url: str, took_s: float) -> str:
     """Say how to use the server."""
-    settings = application.settings
+    settings, first = application.settings, application.settings.each_model()[0]
     messages = '[{"role": "user", "content": "What is the capital of France?"}]'
     key = " -H 'Authorization: Bearer <your key>'" if settings.auth.keys or settings.auth.keys_file else ""
     return (
         f"chunkserve is ready after {took_s:.0f} s: {url}/v1 is the API, {url}/ is a page to try it\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-        f"""    -d '{{"model": "{settings.model_id}", "temperature": 0, "messages": {messages}}}'"""
+        f"""    -d '{{"model": "{first.model_id}", "temperature": 0, "messages": {messages}}}'"""
     )

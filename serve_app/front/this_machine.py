@@ -39,7 +39,7 @@ def checking(config: ServeConfig, applications: list[Application], arguments: Ar
         _check_ingress(application)
     checks: list[EngineCheck] = []
     try:
-        checks += map(EngineCheck.start, applications)
+        checks += [EngineCheck.start(model) for application in applications for model in application.each_model()]
         yield checks
     finally:
         for check in checks:
@@ -73,28 +73,35 @@ def _check_ingress(application: Application) -> None:
     """Check what an ingress replica would only find when it starts."""
     for refusal in missing_files(application):
         raise refusal
-    settings = application.settings
-    if settings.engine.executor == "torch":
-        check_tokenizer(
-            application, prepare_model(settings.model, weights=False, progress=False, **settings.tokenizer_form)
-        )
+    for model in application.each_model():
+        for refusal in missing_adapters(model):
+            raise refusal
+        settings = model.settings
+        if settings.engine.executor == "torch":
+            check_tokenizer(
+                model, prepare_model(settings.model, weights=False, progress=False, **settings.tokenizer_form)
+            )
 
 
 def missing_files(application: Application) -> Iterator[ConfigRefused]:
-    """Yield a refusal for each file, directory or library that an ingress replica would miss when it starts."""
+    """Yield a refusal for each file or library that an ingress replica would miss when it starts."""
     settings = application.settings
     try:
         check_exporter(settings.tracing)
     except MissingExporter as error:
-        yield application.refused(f"args.tracing.exporter: {error}", "tracing", "exporter")
+        yield application.refused(f"tracing.exporter: {error}", "tracing", "exporter")
     try:
         Keys.load(settings.auth)
     except KeysFileError as error:
-        yield application.refused(f"args.{error}", "auth", "keys_file")
+        yield application.refused(str(error), "auth", "keys_file")
+
+
+def missing_adapters(model: Application) -> Iterator[ConfigRefused]:
+    """Yield a refusal for each directory of an adapter that is not there."""
+    settings = model.settings
     for name, directory in settings.lora_adapters.items():
         if settings.engine.executor == "torch" and not Path(directory).is_dir():
-            problem = f"args.lora_adapters.{name}: there is no directory {directory}"
-            yield application.refused(problem, "lora_adapters", name)
+            yield model.refused(f"lora_adapters.{name}: there is no directory {directory}", "lora_adapters", name)
 
 
 def check_tokenizer(application: Application, model_dir: Path) -> None:
@@ -102,7 +109,7 @@ def check_tokenizer(application: Application, model_dir: Path) -> None:
     try:
         Tokenizer.from_dir(model_dir)
     except (FileNotFoundError, ValueError) as error:
-        raise application.refused(f"args.model: {error}", "model") from error
+        raise application.refused(f"model: {error}", "model") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ class EngineCheck:
         settings = application.settings
         hidden = {} if settings.engine_num_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # as Ray hides GPUs from such engines
         with TemporaryFile() as request:
-            pickle.dump((settings.model, settings.replica_engine, settings.most_engines), request)
+            pickle.dump((settings.model, settings.replica_engine, application.total_engines), request)
             request.seek(0)
             process = subprocess.Popen(
                 COMMAND,
@@ -140,12 +147,12 @@ class EngineCheck:
             lines = problem.strip().splitlines()
             last = lines[-1] if lines else f"the check of the engine ended with status {status}"
             setting = last.split()[0] if status == REFUSED else ""  # most refusals begin with the setting's name
-            raise self.application.refused(f"args.engine: {last}", "engine", *setting.split("."))
+            raise self.application.refused(f"engine: {last}", "engine", *setting.split("."))
         resolved: ResolvedConfig = pickle.loads(bytes.fromhex(said.splitlines()[-1]))
         settings = self.application.settings
         refusal = refused_images(settings.images, settings.model_id)
         if refusal and "image" not in [kind.name for kind in resolved.inputs]:
-            raise self.application.refused(f"args.{refusal}", "images")
+            raise self.application.refused(refusal, "images")
         return resolved
 
     def end(self) -> None:

@@ -31,21 +31,26 @@ class Scrape:
         return sum(1000 * len(replica.samples) for replica in (*self.engines, *self.ingresses))
 
 
-def expose(scrape: Scrape, model_name: str) -> str:
-    """Write the text. Samples that are not in the catalogue, from replicas of another version, are left out."""
-    lines = [*_families(ENGINE, scrape.engines, model_name), *_families(INGRESS, scrape.ingresses, model_name)]
+def expose(scrapes: Mapping[str, Scrape]) -> str:
+    """Write the text. `scrapes`: by the model's name. Samples that are not in the catalogue, from replicas of another
+    version, are left out."""
+    engines = [(model, replica) for model, scrape in scrapes.items() for replica in scrape.engines]
+    ingresses = [(model, replica) for model, scrape in scrapes.items() for replica in scrape.ingresses]
+    lines = [*_families(ENGINE, engines), *_families(INGRESS, ingresses)]
     lines += _head(MISSING, MISSING_HELP, "gauge")
-    for deployment in ("engine", "ingress"):
-        labels = [("model_name", model_name), ("deployment", deployment)]
-        lines.append(_line(MISSING, labels, scrape.missing.get(deployment, 0)))
+    for model, scrape in scrapes.items():
+        for deployment in ("engine", "ingress"):
+            labels = [("model_name", model), ("deployment", deployment)]
+            lines.append(_line(MISSING, labels, scrape.missing.get(deployment, 0)))
     return "\n".join([*lines, ""])
 
 
-def _families(metrics: Iterable[Metric], replicas: Sequence[ReplicaSamples], model_name: str) -> Iterator[str]:
+def _families(metrics: Iterable[Metric], replicas: Sequence[tuple[str, ReplicaSamples]]) -> Iterator[str]:
+    """Write each metric once, with the series of all replicas. `replicas`: with the model's name."""
     for metric in metrics:
         name = f"{metric.name}_total" if metric.kind == "counter" else metric.name
         yield from _head(name, metric.help, metric.kind)
-        for replica in replicas:
+        for model_name, replica in replicas:
             for sample in replica.samples:
                 if sample.name == metric.name and _fits(sample, metric):
                     own = zip(metric.labels, sample.labels, strict=True)

@@ -15,6 +15,7 @@ from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.metrics.store_counts import StoreCounts
 from serve_app.metrics.values import Histogram, Sample
+from serve_app.settings.engine_names import ENGINE
 
 Outcome = Literal["complete", "error", "incomplete", "client_gone"]
 _OUTCOMES: tuple[Outcome, ...] = ("complete", "error", "incomplete", "client_gone")
@@ -23,8 +24,16 @@ _REFUSALS = ("queue_full", "rate_limit_exceeded", "draining", "engine_dead")
 
 
 class IngressRecorder:
-    def __init__(self, gate: Gate, channel: ChannelCounts | None = None, store: StoreCounts | None = None) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        channel: ChannelCounts | None = None,
+        store: StoreCounts | None = None,
+        deployment: str = ENGINE,
+    ) -> None:
+        """For the requests of one model. `deployment`: its engines'."""
         self._gate = gate
+        self._deployment = deployment
         self._channel = channel or ChannelCounts()
         self._store = store or StoreCounts()
         self._outcomes: Counter[str] = Counter(dict.fromkeys(_OUTCOMES, 0))
@@ -67,7 +76,8 @@ class IngressRecorder:
         return (*self._plain(), *outcomes, *refused, *ignored, *histograms)
 
     def _plain(self) -> list[Sample]:
-        gate, channel, (prompt_tokens, overlap_tokens) = self._gate.snapshot(), self._channel, overlap.totals()
+        gate, channel = self._gate.snapshot(), self._channel
+        prompt_tokens, overlap_tokens = overlap.totals(self._deployment)
         values = {
             "num_requests_live": gate.num_live,
             "num_requests_waiting": gate.num_waiting,

@@ -6,9 +6,9 @@ const cards = new Map();  // engine -> its card
 let timer = 0, wait = POLL_MS, polling = new AbortController();
 
 class Card {
-  constructor(name) {
+  constructor(name, model) {
     this.element = $("engine").content.firstElementChild.cloneNode(true);
-    this.element.querySelector("h3").textContent = `engine ${name}`;
+    this.element.querySelector("h3").textContent = model ? `engine ${name} of ${model}` : `engine ${name}`;
     $("engines").append(this.element);
     this.chart = new Chart(this.element.querySelector("canvas"), this.element.querySelector(".reading"));
     this.steps = [];
@@ -46,12 +46,24 @@ function showFleet(text, bad = false) {
   $("fleet").classList.toggle("bad", bad);
 }
 
+/** Name the model, or let one be chosen if there are several; the name that shows is the one that is asked. */
+function offer(told) {
+  const names = (told.models ?? []).map((one) => one.model);
+  const chosen = names.includes($("model").textContent) ? $("model").textContent : told.model;
+  if ($("model").textContent !== chosen) $("model").textContent = chosen;
+  $("model").hidden = names.length > 1;
+  $("models").hidden = !$("model").hidden;
+  if (names.join() === [...$("models").options].map((one) => one.value).join()) return;
+  $("models").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+}
+
 function show(told) {
-  if ($("model").textContent !== told.model) $("model").textContent = told.model;
+  offer(told);
+  const owners = new Map((told.models ?? []).flatMap(({ model, engines }) => engines.map((name) => [name, model])));
   const there = new Set(told.engines.map((one) => one.engine));
   for (const [name, card] of cards) if (!there.has(name)) { card.element.remove(); cards.delete(name); }
   for (const engine of told.engines) {
-    if (!cards.has(engine.engine)) cards.set(engine.engine, new Card(engine.engine));
+    if (!cards.has(engine.engine)) cards.set(engine.engine, new Card(engine.engine, owners.get(engine.engine)));
     cards.get(engine.engine).show(engine);
   }
   const waiting = sum(told.ingresses.map((one) => one.num_waiting));

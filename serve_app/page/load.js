@@ -8,7 +8,7 @@ async function modelLength() {
   const headers = apiKey() ? { Authorization: `Bearer ${apiKey()}` } : {};
   const response = await fetch(at("v1/models"), { headers });
   if (!response.ok) throw await failureOf(response);
-  return (await response.json()).data[0].max_model_len;
+  return (await response.json()).data.find((one) => one.id === $("model").textContent).max_model_len;
 }
 
 /** Text that no prefix cache has seen, and longer than the tokens that are kept of it. */

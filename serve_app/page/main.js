@@ -9,6 +9,7 @@ $("composer").addEventListener("keydown", (event) => {
   send();
 });
 $("stop").addEventListener("click", () => running?.abort());
+$("models").addEventListener("change", () => { $("model").textContent = $("models").value; });
 $("new-chat").addEventListener("click", newChat);
 $("load").addEventListener("click", toggleLoad);
 $("timing").addEventListener("submit", (event) => {

@@ -7,54 +7,42 @@ import asyncio
 import dataclasses
 import logging
 import os
+from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
-from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig
 from engine.protocol import AdapterRef, EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
 from serve_app.adapters.named_adapters import NamedAdapters
-from serve_app.adapters.names import AdapterNames
-from serve_app.admission.fleet_forecast import fleet_forecast
-from serve_app.admission.gate import Gate
+from serve_app.admission.room import Room
 from serve_app.api.generation.live import LiveRequests
-from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.api.timing.recent import RecentTimes
 from serve_app.auth.keys import Keys
-from serve_app.channel.handle_client import HandleClient
-from serve_app.channel.migration import Migration
-from serve_app.channel.roll_call import call_the_roll
-from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
-from serve_app.engines.engine_client import ServedModel
-from serve_app.engines.engine_count import num_engines, on_change
+from serve_app.engines.engine_count import on_change
 from serve_app.engines.engine_load import engine_load
-from serve_app.images.intake import ImageIntake
 from serve_app.metrics.activity import IngressActivity
-from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.engine_recorder import EngineRecorder
-from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.store_counts import StoreCounts
 from serve_app.metrics.timing import FoundTiming
 from serve_app.metrics.values import ReplicaSamples, encode
-from serve_app.parsing.choice import chosen_parser
-from serve_app.parsing.reasoning_parsers import suggest_reasoning_parser
-from serve_app.parsing.tools import suggest_tool_parser
+from serve_app.replicas.cluster import RayCluster
 from serve_app.replicas.interpreter import spare_garbage_collections, take_short_turns
+from serve_app.replicas.model import OpenModel, open_model, read_text_side
+from serve_app.replicas.room_maker import RoomMaker, Sleepy
+from serve_app.replicas.sleeper import EngineSleeper
 from serve_app.replicas.watchdog import Watchdog
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings.application import AppSettings
-from serve_app.settings.features import refused_images
 from serve_app.store.memory import AnswerMemory, LocalMemory
 from serve_app.store.shared import SharedMemory
 from serve_app.tracing.export import make_tracer
@@ -104,10 +92,11 @@ async def warm_up(engine: AsyncEngine) -> None:
 class EngineReplica:
     """Runs one engine in a process of its own. Takes and returns token ids."""
 
-    async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: AppSettings, num_sharing: int) -> None:  # type: ignore[misc]
+        """`num_sharing`: the most engines of all models, which may share this machine."""
         log_as_serve_does()
-        engine = share_threads(settings.replica_engine, settings.most_engines)
-        self._engine = await asyncio.to_thread(build_engine, settings.model, engine, settings.most_engines)
+        engine = share_threads(settings.replica_engine, num_sharing)
+        self._engine = await asyncio.to_thread(build_engine, settings.model, engine, num_sharing)
         await warm_up(self._engine)
         self._adapters = NamedAdapters(self._engine)
         await self._adapters.load_all(settings.lora_adapters)
@@ -138,7 +127,8 @@ class EngineReplica:
         costs = self._engine.load().prefill_costs
         self._signals.submitted(request_id, num_tokens, call.channel.endpoint, call.num_waiting, costs)
         try:
-            return await self._sender.generate(call)
+            with self._signals.in_use():
+                return await self._sender.generate(call)
         except EngineError as error:
             if error.code is ErrorCode.QUEUE_FULL:
                 self._signals.refused(request_id)
@@ -157,6 +147,14 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the report for the EngineRouter of each ingress replica; called by Serve."""
         return await self._routing.report()
+
+    async def idle_s(self) -> float | None:
+        """Return the seconds since the last request; None while there is one. Broadcast to every engine replica."""
+        return self._signals.idle_s()
+
+    async def sleep_if_idle(self) -> bool:
+        """Let the autoscaler end this replica for another model, if it has no request; broadcast to all."""
+        return self._signals.sleep_if_idle()
 
     async def resolved_config(self) -> ResolvedConfig:
         return self._engine.config
@@ -214,87 +212,67 @@ class IngressReplica:
     """Runs the HTTP side, with an ASGI app of its own in each replica."""
 
     async def __init__(  # type: ignore[misc]
-        self, settings: AppSettings, engine: DeploymentHandle, store: DeploymentHandle | None = None
+        self, settings: AppSettings, engines: Sequence[DeploymentHandle], store: DeploymentHandle | None = None
     ) -> None:
-        """`store`: of responses, where all ingress replicas share one."""
+        """`engines`: one handle for each model. `store`: of responses, where all ingress replicas share one."""
         log_as_serve_does()
         self._settings = settings
-        self._tokenizer, created = await asyncio.to_thread(_load_tokenizer, settings)
+        alone = settings.each_model()
+        texts = [await asyncio.to_thread(read_text_side, model) for model in alone]
         await asyncio.to_thread(import_module, HTTP_API)
-        resolved: ResolvedConfig = await engine.resolved_config.remote()
-        counts = ChannelCounts()
-        receiver = TokenReceiver(
-            ray.util.get_node_ip_address(),
-            settings.max_unread_tokens,
-            counts,
-            engine_silence_s=settings.engine_silence_s,
-        )
-        longest = resolved.max_request_tokens
-        migration = Migration(settings.max_migrations, settings.migration_timeout_s, longest, counts)
         here = serve.get_replica_context()
         self._replica_id = here.replica_id.unique_id
         others = serve.get_deployment_handle(here.deployment, here.app_name)
-        # Calls by value use gRPC, which takes two thirds of the time of Ray's streaming actor calls to set up.
-        calls = engine.options(_by_reference=False)
-        may_sleep = settings.autoscaling is not None and settings.autoscaling.min_replicas == 0
-        self._client = HandleClient(
-            calls, others, receiver, migration, lambda: self._gate.num_waiting, may_sleep=may_sleep, large=engine
-        )
-        self._gate = Gate(settings.gate_policy, num_engines, forecast=fleet_forecast)
         stored = StoreCounts()
         self._memory = _memory(settings, store, stored)
-        self._recorder = IngressRecorder(self._gate, counts, stored)
+        room = Room(settings.room_policy) if settings.models else None
+        self._models = {
+            model.model_id: open_model(
+                model, text, engine, others, policy, room, stored if model is alone[0] else StoreCounts()
+            )
+            for model, text, engine, policy in zip(alone, texts, engines, settings.gate_policies, strict=True)
+        }
+        self._first = next(iter(self._models.values()))
+        self._sleepers = _sleepers(settings, self._models.values(), here.app_name)
+        await asyncio.gather(*(_meet(model) for name, model in self._models.items() if name not in self._sleepers))
         self._loop = asyncio.get_running_loop()
-        self._roll_call = asyncio.ensure_future(call_the_roll(engine, receiver))
         self._watchdog = Watchdog(settings.hang_timeout_s)
         on_change(self._use_new_engines)
         self._live = LiveRequests()
         self._recent_times = RecentTimes()
-        self._tracer = make_tracer(settings.tracing, settings.model_id, self._replica_id)
+        self._tracer = make_tracer(settings.tracing, self._first.settings.model_id, self._replica_id)
         self._keys = Keys.load(settings.auth)
-        template = self._tokenizer.chat_template.source if self._tokenizer.chat_template else None
-        self._model = ServedModel(
-            id=settings.model_id,
-            max_model_len=longest,
-            created=created,
-            tool_parser=chosen_parser("tool_parser", settings.tool_parser, template, suggest_tool_parser),
-            pooling=None if settings.pooling == "none" else settings.pooling,
-            reasoning_parser=chosen_parser(
-                "reasoning_parser", settings.reasoning_parser, template, suggest_reasoning_parser
-            ),
-            images=_image_intake(settings, resolved),
-            targets=resolved.targets,
-        )
-        self._adapters = AdapterNames(
-            self._model,
-            await self._client.adapters() if resolved.max_loras else (),
-            other_names=settings.model_names[1:],
-            aliases=settings.model_aliases,
-        )
         take_short_turns()
         spare_garbage_collections()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from serve_app.api.generation.sealing import make_seal
-        from serve_app.api.ingress import create_app
+        from serve_app.api.ingress import create_app_of
+        from serve_app.api.models.lane import Lane
 
-        return create_app(
-            self._client,
-            self._tokenizer,
-            self._model,
+        lanes = [
+            Lane(
+                model.client,
+                model.text.tokenizer,
+                model.names,
+                model.gate,
+                model.recorder,
+                engine_load=partial(engine_load, model.deployment),
+                allow_lora_updates=model.settings.allow_lora_updates,
+                sleeper=self._sleepers.get(name),
+            )
+            for name, model in self._models.items()
+        ]
+        return create_app_of(
+            lanes,
             max_body_bytes=self._settings.max_body_bytes,
             client_stall_timeout_s=self._settings.client_stall_timeout_s,
             sse_keep_alive_s=self._settings.sse_keep_alive_s,
             names_responses=False,
-            gate=self._gate,
             keys=self._keys,
             live=self._live,
             recent_times=self._recent_times,
-            recorder=self._recorder,
             trace=self._tracer,
-            engine_load=engine_load,
-            adapters=self._adapters,
-            allow_lora_updates=self._settings.allow_lora_updates,
             strict=self._settings.strict,
             drop_billing_header=self._settings.drop_billing_header,
             cors=self._settings.cors,
@@ -304,15 +282,19 @@ class IngressReplica:
 
     def _use_new_engines(self) -> None:
         """Let waiting requests use an engine that joined; called on the router's thread."""
-        self._loop.call_soon_threadsafe(self._gate.refresh)
+        for model in self._models.values():
+            self._loop.call_soon_threadsafe(model.gate.refresh)
 
-    async def metrics(self) -> bytes:
-        """See EngineClient.metrics; broadcast to every ingress replica."""
-        return encode(ReplicaSamples(self._replica_id, self._recorder.samples()))
+    def _model(self, name: str | None) -> OpenModel:
+        return self._first if name is None else self._models[name]
 
-    async def activity(self) -> bytes:
+    async def metrics(self, model: str | None = None) -> bytes:
+        """See EngineClient.metrics; broadcast to every ingress replica. `model`: which one, if there are several."""
+        return encode(ReplicaSamples(self._replica_id, self._model(model).recorder.samples()))
+
+    async def activity(self, model: str | None = None) -> bytes:
         """See EngineClient.activity; broadcast to every ingress replica."""
-        return encode(IngressActivity.of(self._replica_id, self._gate.snapshot()))
+        return encode(IngressActivity.of(self._replica_id, self._model(model).gate.snapshot()))
 
     async def timing(self, name: str, tenant: str) -> bytes:
         """See EngineClient.timing; broadcast to every ingress replica."""
@@ -322,27 +304,30 @@ class IngressReplica:
         """See EngineClient.abort; broadcast to every ingress replica."""
         return self._live.abort(name) > 0
 
-    async def set_adapter(self, name: str, adapter: AdapterRef | None) -> None:
+    async def set_adapter(self, name: str, adapter: AdapterRef | None, model: str | None = None) -> None:
         """See EngineClient.load_adapter and unload_adapter; broadcast to every ingress replica. None means unloaded."""
         if adapter is None:
-            self._adapters.remove(name)
+            self._model(model).names.remove(name)
         else:
-            self._adapters.put(adapter)
+            self._model(model).names.put(adapter)
 
     async def set_draining(self, draining: bool) -> None:
         """See EngineClient.drain_all; broadcast to every ingress replica."""
-        if draining:
-            self._gate.close()
-        else:
-            self._gate.reopen()
+        for model in self._models.values():
+            if draining:
+                model.gate.close()
+            else:
+                model.gate.reopen()
 
     async def drain(self) -> int:
         """Drain before a shutdown: let requests finish, end the rest with errors, and return how many those were."""
-        num_late = await self._gate.drain(self._settings.drain_timeout_s)
-        self._client.end()
+        timeout_s = self._settings.drain_timeout_s
+        num_late = await asyncio.gather(*(model.gate.drain(timeout_s) for model in self._models.values()))
+        for model in self._models.values():
+            model.client.end()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.flush)
-        return num_late
+        return sum(num_late)
 
     def __del__(self) -> None:
         """Stop the tracer; called by Serve when the replica stops. The constructor may have failed before it
@@ -351,26 +336,34 @@ class IngressReplica:
             tracer.shutdown()
 
 
+async def _meet(model: OpenModel) -> None:
+    """Wait for the model's first engine, and take what it serves."""
+    await model.learn(await model.engine.resolved_config.remote())
+
+
+def _sleepers(settings: AppSettings, models: Iterable[OpenModel], application: str) -> dict[str, EngineSleeper]:
+    """Make what wakes each of several models that may sleep, by its name. A model that is alone has no rival, and is
+    met as one that never sleeps: its first engine starts with the server."""
+    entries = {entry.model_id: entry for entry in settings.models if entry.may_sleep}
+    sleepy = [model for model in models if model.settings.model_id in entries]
+    maker = RoomMaker([Sleepy(one.engine, needs_of(one.settings), one.gate) for one in sleepy], RayCluster(application))
+    return {
+        (name := model.settings.model_id): EngineSleeper(
+            model.engine, name, entries[name].wake_timeout_s, model.learn, partial(maker.make_room, model.deployment)
+        )
+        for model in sleepy
+    }
+
+
+def needs_of(settings: AppSettings) -> dict[str, float]:
+    """Return the resources of an engine by the names that Ray's tables have for them."""
+    kind = settings.engine_accelerator_type
+    needs = {"CPU": settings.engine_num_cpus, "GPU": settings.engine_num_gpus}
+    return needs if kind is None else needs | {f"accelerator_type:{kind}": 0.001}
+
+
 def _memory(settings: AppSettings, store: DeploymentHandle | None, counts: StoreCounts) -> AnswerMemory | None:
     """None: nothing is kept."""
     if store is not None:
         return SharedMemory(store, settings.responses_store, counts)
     return LocalMemory(settings.responses_store, counts) if settings.responses_store.max_bytes else None
-
-
-def _image_intake(settings: AppSettings, resolved: ResolvedConfig) -> ImageIntake | None:
-    kind = next((kind for kind in resolved.inputs if kind.name == "image"), None)
-    if kind is None and (refusal := refused_images(settings.images, settings.model_id)):
-        raise ValueError(refusal)
-    return None if kind is None else ImageIntake(kind, settings.images)
-
-
-def _load_tokenizer(settings: AppSettings) -> tuple[Tokenizer, int]:
-    """Load the model's tokenizer, and return it with the model's creation time, in seconds since 1970: when its GGUF
-    file, or else its config.json, was written. It is the same in replicas that read the same file, and not in those
-    with a cache of their own, or with the packaged default, which has no file but its prepared form."""
-    if settings.engine.executor == "fake":
-        return Tokenizer.byte_level(images=settings.engine.fake.images), 0
-    path = prepare_model(settings.model, weights=settings.engine.load_format != "dummy", **settings.tokenizer_form)
-    written = Path(settings.model).expanduser() if settings.model.endswith(".gguf") else path / "config.json"
-    return Tokenizer.from_dir(path), int(written.stat().st_mtime)

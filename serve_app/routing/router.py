@@ -52,6 +52,7 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         self._random = random or Random()
         self._chooser = Chooser(RoutingSettings(**(routing or {})), block_size, self._random)
         self._fleet = self._chooser.fleet
+        self._name = self._deployment_id.name
         self._expected: dict[str, dict[str, int]] = {}  # attempt -> replica -> prompt tokens cached there, if any
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -65,11 +66,12 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         self._publish_fleet()
 
     def _publish_fleet(self) -> None:
-        liveness.set_engines(frozenset(replica_id.unique_id for replica_id in self.curr_replicas))
-        set_num_engines(len(self.curr_replicas))
-        set_engine_load(self._fleet.engine_load())
+        liveness.set_engines(frozenset(replica_id.unique_id for replica_id in self.curr_replicas), self._name)
+        set_num_engines(len(self.curr_replicas), self._name)
+        set_engine_load(self._fleet.engine_load(), self._name)
         forecasts = self._fleet.forecasts()
-        set_fleet_forecast(FleetForecast(forecasts, self._chooser.most_cached) if forecasts else None)
+        forecast = FleetForecast(forecasts, self._chooser.most_cached) if forecasts else None
+        set_fleet_forecast(forecast, self._name)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -77,7 +79,7 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         """Rank the replicas. Serve tries them until one takes the request; if none does, it waits and asks again."""
         if pending_request is not None:  # otherwise Serve would ask again at once, as long as all are full
             pending_request.routing_context.should_backoff = True
-        silent = liveness.silent_engines()  # if there are no others, the request waits here
+        silent = liveness.silent_engines(self._name)  # if there are no others, the request waits here
         candidate_replicas = [one for one in candidate_replicas if one.replica_id.unique_id not in silent]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ready = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
@@ -116,10 +118,10 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
             expected = self._expected.pop(attempt, None)
         if expected is not None and not is_retry:  # a retry was already counted
             num_tokens = len(pending_request.args[0].submission.prompt_token_ids)
-            overlap.add(num_tokens, expected.get(chosen.replica_id.unique_id, 0))
+            overlap.add(num_tokens, expected.get(chosen.replica_id.unique_id, 0), self._name)
         self._fleet.confirm(attempt, chosen.replica_id.unique_id, time.time())
         if pending_request.args and isinstance(call := pending_request.args[0], EngineCall):
-            liveness.place_call(call.stream_id, chosen.replica_id.unique_id)
+            liveness.place_call(call.stream_id, chosen.replica_id.unique_id, self._name)
         return chosen
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

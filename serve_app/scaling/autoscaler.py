@@ -73,6 +73,8 @@ class Autoscaler:
         need, reason = self._need(seen, known)
         # If none is running, there are no measurements, and no replica is removed.
         wanted = self._settled(seen, need, known) if seen.running else max(seen.target, int(seen.router_queued > 0))
+        if _makes_room(seen, known.reports):
+            wanted, reason = 0, "another model"
         return Decision(min(seen.max_replicas, max(seen.min_replicas, wanted)), reason, need, known.num_stale)
 
     def _note_time(self, seen: Observation) -> None:
@@ -174,6 +176,16 @@ def _has_backlog(settings: ScalingSettings, report: EngineReport) -> bool:
 
 def _whole(need: float) -> int:
     return math.ceil(need - _ROUNDING)
+
+
+def _makes_room(seen: Observation, reports: Sequence[EngineReport]) -> bool:
+    """Whether all replicas were asked to end for another model, and no request runs or waits. What came before does not
+    matter, unlike for a replica that ends because nothing comes."""
+    if not reports or len(reports) < len(seen.running) or seen.min_replicas or seen.router_queued:
+        return False
+    return all(
+        one.asked_to_sleep and not (one.num_running or one.num_waiting or one.num_waiting_outside) for one in reports
+    )
 
 
 def _is_idle(seen: Observation, reports: Sequence[EngineReport]) -> bool:

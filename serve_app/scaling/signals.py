@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields
 from typing import Any
 
@@ -59,6 +60,8 @@ class EngineReport:
     """Predicted seconds until `queued_prefill_tokens` are computed; None from an engine that does not predict."""
     offered_prefill_s_per_s: float | None = None
     """Predicted seconds of prefill that arrive each second, over the same window; None likewise."""
+    asked_to_sleep: float = 0.0
+    """1 if another model needs the engine's resources, and no request has come since that was said."""
 
     @property
     def queue_s(self) -> float:
@@ -189,6 +192,9 @@ class EngineSignals:
         self._offered_s = _Window(OFFERED_WINDOW_S)
         self._judged = _Window(ATTAINMENT_WINDOW_S)
         self._in_time = _Window(ATTAINMENT_WINDOW_S)
+        self._num_running = 0
+        self._last_used_s = clock()
+        self._asked_to_sleep = False
         self._outside: dict[str, tuple[float, int]] = {}  # ingress replica: (when heard of, waiting there)
 
     def submitted(
@@ -209,6 +215,26 @@ class EngineSignals:
         self._offered.add(now_s, prompt_tokens)
         if costs is not None:
             self._offered_s.add(now_s, costs.seconds(0, prompt_tokens))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Note that the engine is used: put it around each request."""
+        self._num_running += 1
+        self._asked_to_sleep = False
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._last_used_s = self._clock()
+
+    def idle_s(self) -> float | None:
+        """Return the seconds since the last request; None while there is one."""
+        return None if self._num_running else self._clock() - self._last_used_s
+
+    def sleep_if_idle(self) -> bool:
+        """Report from now on that the engine may end, until a request comes. False if there is one already."""
+        self._asked_to_sleep = not self._num_running
+        return self._asked_to_sleep
 
     def refused(self, request_id: str) -> None:
         """Count a request that the engine refused for lack of room: offered load that was not served."""
@@ -257,6 +283,7 @@ class EngineSignals:
             ttft_attainment=attainment,
             queued_prefill_s=load.queued_prefill_s,
             offered_prefill_s_per_s=_mean(self._offered_s, now_s) if predicts else None,
+            asked_to_sleep=float(self._asked_to_sleep),
         )
 
     def _waiting_outside(self, now_s: float) -> int:

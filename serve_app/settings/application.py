@@ -1,26 +1,23 @@
 """Defines the settings of one application: the `args:` of serve_app.app:build in config.yaml.
-Never holds a default twice: the engine's own settings are engine.config.EngineConfig, validated here by pydantic."""
+Never holds a default twice: a model's own settings are in serve_app.settings.model."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from engine.checkpoints.gguf_form import gguf_form
-from engine.config import EngineConfig, refuse_conflicts
+from engine.config import refuse_conflicts
 from engine.features import terms_of, turned_on
 from serve_app.settings.admission import AdmissionSettings
 from serve_app.settings.auth import AuthSettings
 from serve_app.settings.cors import CorsSettings
-from serve_app.settings.features import APP_RULES
-from serve_app.settings.images import ImageSettings
-from serve_app.settings.limits import GatePolicy, Limits
-from serve_app.settings.names import NameSettings
+from serve_app.settings.engine_names import ENGINE, engine_names
+from serve_app.settings.features import SHARED_RULES
+from serve_app.settings.limits import GatePolicy, Limits, RoomPolicy
+from serve_app.settings.model import ModelSettings
 from serve_app.settings.responses_store import ResponsesStoreSettings
-from serve_app.settings.routing import RoutingSettings
-from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
+from serve_app.settings.several import ModelEntry, refuse_shared_names
 from serve_app.settings.tracing import TracingSettings
 
 CONTROL_CALLS = 8
@@ -30,12 +27,16 @@ CONTROL_CALLS = 8
 FernetKey = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{43}=$")]
 
 
-class AppSettings(NameSettings):
-    """The model that an application serves, its replicas, and their share of the machine."""
+class AppSettings(ModelSettings):
+    """What an application serves, one model or several, its replicas, and their share of the machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="Settings of each engine.")
+    models: tuple[ModelEntry, ...] = Field(
+        (),
+        description="Several models, each with settings of its own; then none of those may stand beside `models`. "
+        "Clients ask for one by `model`. Unset: one model, whose settings stand here.",
+    )
     strict: bool = Field(
         False,
         description="Refuse hints, which are fields such as `verbosity` that cannot change this server's answer. "
@@ -45,24 +46,6 @@ class AppSettings(NameSettings):
         True,
         description="Remove the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system "
         "prompt. A part of that line changes, so no conversation would find another's prefix in the cache.",
-    )
-    engine_replicas: int = Field(
-        1,
-        description="Number of engines, each a process of its own. With `autoscaling`: how many to start with whenever "
-        "the deployment changes; unset, as many as are running, and min_replicas at first.",
-        ge=1,
-    )
-    autoscaling: AutoscalingSettings | None = Field(
-        None, description="Let the number of engines follow the load. Unset: it is engine_replicas."
-    )
-    engine_num_cpus: float = Field(
-        0.5, description="CPUs that Ray reserves for an engine replica. They do not limit its threads.", ge=0
-    )
-    engine_num_gpus: float = Field(
-        0, description="GPUs that Ray reserves for an engine replica, 0 or 1. The replica sees no other GPU.", ge=0
-    )
-    engine_accelerator_type: str | None = Field(
-        None, description="Kind of GPU that an engine replica needs, by Ray's name for it, such as `H100`. Unset: any."
     )
     ingress_replicas: int = Field(
         1,
@@ -106,9 +89,6 @@ class AppSettings(NameSettings):
         "however often it moves meanwhile; then it fails.",
         gt=0,
     )
-    routing: RoutingSettings = Field(
-        default_factory=RoutingSettings, description="How requests are spread over the engines."
-    )
     max_unread_tokens: int = Field(
         2048,
         description="Most tokens that may wait for a client that reads too slowly; its request is then ended.",
@@ -123,42 +103,10 @@ class AppSettings(NameSettings):
         "it. 0: none.",
         ge=0,
     )
-    tool_parser: Literal[
-        "auto",
-        "none",
-        "hermes",
-        "qwen3_coder",
-        "llama3_json",
-        "pythonic",
-        "mistral",
-        "openai",
-        "deepseek_v3",
-        "deepseek_v31",
-        "glm45",
-        "kimi_k2",
-        "phi4_mini_json",
-    ] = Field(
-        "auto",
-        description="Format in which the model writes tool calls. `auto`: detected from its chat template. `none`: "
-        "calls are not parsed.",
-    )
-    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "kimi_k2", "mistral", "openai_gptoss"] = Field(
-        "auto",
-        description="Format in which the model marks its reasoning, which answers then carry separately. `auto`: "
-        "detected from its chat template. `none`: reasoning stays in the text.",
-    )
-    pooling: Literal["none", "mean", "last"] = Field(
-        "none",
-        description="What /v1/embeddings returns, as the model was trained for it. `mean`: the mean of a text's final "
-        "hidden states. `last`: the last one. `none`: the route is refused.",
-    )
     admission: AdmissionSettings = Field(
         default_factory=AdmissionSettings, description="How many requests are let in, and how many wait in the ingress."
     )
     tracing: TracingSettings = Field(default_factory=TracingSettings, description="OpenTelemetry spans of requests.")
-    images: ImageSettings = Field(
-        default_factory=ImageSettings, description="Images in requests, for models that take them."
-    )
     reasoning_keys: tuple[FernetKey, ...] = Field(
         (),
         description="Keys that encrypt reasoning (`encrypted_content`; `signature` in `/v1/messages`), so that a "
@@ -177,39 +125,41 @@ class AppSettings(NameSettings):
     )
 
     @model_validator(mode="after")
-    def _an_engine_has_one_gpu_or_none(self) -> Self:
-        gpus = self.engine_num_gpus
-        if gpus % 1:
-            raise ValueError(
-                f"engine_num_gpus is {gpus:g}, but an engine measures and takes the memory of a whole GPU: two that "
-                "share one would each take gpu_memory_utilization of it. Use 1, or 0 for the CPU."
-            )
-        if gpus > 1:
-            raise ValueError(
-                f"engine_num_gpus is {gpus:g}, but an engine runs on one GPU: use 1, and engine_replicas for more GPUs."
-            )
+    def _shared_settings_go_together(self) -> Self:
+        refuse_conflicts(turned_on(self, terms_of(SHARED_RULES)), SHARED_RULES)
         return self
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
-        refuse_conflicts(turned_on(self, terms_of(APP_RULES)), APP_RULES)
-        return self
-
-    @model_validator(mode="after")
-    def _starts_within_bounds(self) -> Self:
-        bounds = self.autoscaling
-        if bounds is None or "engine_replicas" not in self.model_fields_set:
+    def _serves_one_model_or_several(self) -> Self:
+        if "models" not in self.model_fields_set:
             return self
-        if not bounds.min_replicas <= self.engine_replicas <= bounds.max_replicas:
-            raise ValueError(
-                f"engine_replicas ({self.engine_replicas}) is the number to start with, and must be in "
-                f"autoscaling.min_replicas ({bounds.min_replicas}) to max_replicas ({bounds.max_replicas})."
-            )
+        if not self.models:
+            raise ValueError("models is empty: expected at least one model, or no `models` at all.")
+        own = [name for name in ModelSettings.model_fields if name in self.model_fields_set]
+        if own:
+            raise ValueError(f"{own[0]} stands beside models, but it is each model's own: put it into an entry there.")
+        refuse_shared_names(self.models)
         return self
+
+    def each_model(self) -> tuple[AppSettings, ...]:
+        """Return the settings of each model as if it were served alone, with what all models share. `admission` is
+        that of all of them; `gate_policies` has each model's own limits."""
+        if not self.models:
+            return (self,)
+        shared = {name: getattr(self, name) for name in self.model_fields_set - {"models"}}
+        own = ModelSettings.model_fields.keys()
+        each = ({name: getattr(one, name) for name in own & one.model_fields_set} for one in self.models)
+        return tuple(AppSettings(**shared, **one) for one in each)
 
     @property
-    def most_engines(self) -> int:
-        return self.engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
+    def total_engines(self) -> int:
+        """The most engines of all models together."""
+        return sum(one.most_engines for one in self.models or (self,))
+
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        """The engine deployment of each model."""
+        return engine_names([one.model_id for one in self.models]) if self.models else (ENGINE,)
 
     @property
     def shares_responses(self) -> bool:
@@ -217,47 +167,34 @@ class AppSettings(NameSettings):
         return self.ingress_replicas > 1 and self.responses_store.max_bytes > 0
 
     @property
-    def signals(self) -> SignalSettings:
-        """The settings of the engines' reports. Engines report even without `autoscaling`, because Serve's own config
-        may scale them."""
-        return self.autoscaling or SignalSettings()
+    def gate_policies(self) -> tuple[GatePolicy, ...]:
+        """The limits of each model. A model that is alone has all that is let in; see `room_policy` for several."""
+        if not self.models:
+            return (self._policy_of(self, self._limits),)
+        own = [(one, one.admission.max_concurrent_requests, one.admission.max_queued_tokens) for one in self.models]
+        return tuple(
+            self._policy_of(one, Limits(max_concurrent_requests=requests, max_queued_tokens=tokens))
+            for one, requests, tokens in own
+        )
 
     @property
-    def replica_engine(self) -> EngineConfig:
-        """`engine`, changed so that a replica with a GPU does not fall back to the CPU."""
-        return dataclasses.replace(self.engine, device="cuda") if self.engine_num_gpus else self.engine
+    def room_policy(self) -> RoomPolicy:
+        """The limits that several models share."""
+        shares = tuple(one.admission.share for one in self.models)
+        return RoomPolicy(limits=self._limits, shares=shares, ingress_replicas=self.ingress_replicas)
 
     @property
-    def gguf_form(self) -> dict[str, bool]:
-        """The form in which a GGUF file is prepared for the engines; see engine.checkpoints.gguf_form."""
-        return gguf_form(self.engine, on_gpu=bool(self.engine_num_gpus))
-
-    @property
-    def tokenizer_form(self) -> dict[str, bool]:
-        """The same for what reads no weights: either form has the tokenizer."""
-        return self.gguf_form | {"either": True}
-
-    @property
-    def engine_resources(self) -> dict[str, float | str]:
-        """The resources that Ray reserves for an engine replica, as its `ray_actor_options`."""
-        options: dict[str, float | str] = {"num_cpus": self.engine_num_cpus, "num_gpus": self.engine_num_gpus}
-        kind = self.engine_accelerator_type
-        return options if kind is None else options | {"accelerator_type": kind}
-
-    @property
-    def engine_capacity(self) -> int:
-        """The most requests that one engine holds, running and waiting; it refuses more by itself, with a reason."""
-        return self.engine.max_num_seqs + self.engine.max_queued_requests
-
-    @property
-    def gate_policy(self) -> GatePolicy:
+    def _limits(self) -> Limits:
         ask = self.admission
+        return Limits(max_concurrent_requests=ask.max_concurrent_requests, max_queued_tokens=ask.max_queued_tokens)
+
+    def _policy_of(self, model: ModelSettings, limits: Limits) -> GatePolicy:
+        ask = self.admission
+        backlog = min(ask.dispatch_backlog, model.engine.max_queued_requests)
         return GatePolicy(
-            dispatch_per_engine=self.engine.max_num_seqs + min(ask.dispatch_backlog, self.engine.max_queued_requests),
-            concurrent_per_engine=self.engine_capacity,
-            deployment=Limits(
-                max_concurrent_requests=ask.max_concurrent_requests, max_queued_tokens=ask.max_queued_tokens
-            ),
+            dispatch_per_engine=model.engine.max_num_seqs + backlog,
+            concurrent_per_engine=model.engine_capacity,
+            deployment=limits,
             tenant=Limits(
                 max_concurrent_requests=ask.tenant_max_concurrent_requests,
                 max_queued_tokens=ask.tenant_max_queued_tokens,
@@ -267,8 +204,11 @@ class AppSettings(NameSettings):
 
     @property
     def ingress_capacity(self) -> int:
-        """The most requests that Serve may pass to an ingress replica: those that its gate lets in, and as many again
+        """The most requests that Serve may pass to an ingress replica: those that its gates let in, and as many again
         to refuse. More would wait in front of the replica without an answer."""
-        most = self.gate_policy.of_deployment(self.most_engines).max_concurrent_requests
-        assert most is not None, "derived if it is not set"
+        most = 0
+        for model, policy in zip(self.models or (self,), self.gate_policies, strict=True):
+            of_model = policy.of_deployment(model.most_engines).max_concurrent_requests
+            assert of_model is not None, "derived if it is not set"
+            most += of_model
         return 2 * most

@@ -22,7 +22,7 @@ IMAGES = Feature("limits of images", Group.SETTING, "images", partial(ne, ImageS
 ENDPOINT = Feature("a collector of traces", Group.SETTING, "tracing.endpoint", partial(is_not, None))
 NO_OTLP = Feature("another exporter than otlp", Group.SETTING, "tracing.exporter", partial(ne, "otlp"))
 
-APP_RULES = (
+MODEL_RULES = (
     Rule((ADAPTERS, ADAPTER_UPDATES), (NO_ADAPTERS,), "adapters need engine.max_loras of 1 or more"),
     Rule(
         (A_GPU,),
@@ -35,8 +35,11 @@ APP_RULES = (
         "Ray hides all GPUs from an engine that reserves none; set engine_num_gpus to 1",
     ),
     Rule((IMAGES,), (TEXT,), "this setting has an effect only with models that take images"),
-    Rule((ENDPOINT,), (NO_OTLP,), "tracing.endpoint has an effect only with tracing.exporter otlp"),
 )
+"""Each model's settings must follow these."""
+SHARED_RULES = (Rule((ENDPOINT,), (NO_OTLP,), "tracing.endpoint has an effect only with tracing.exporter otlp"),)
+"""For the settings that an application's models share."""
+APP_RULES = (*MODEL_RULES, *SHARED_RULES)
 
 
 def refused_images(images: ImageSettings, model_id: str) -> str | None:

@@ -65,3 +65,31 @@ class GatePolicy:
 
     def _share(self, limit: int | None) -> int | None:
         return None if limit is None else -(-limit // self.ingress_replicas)
+
+
+RESERVED = 0.5
+"""The part of a room that is reserved for its models; the rest is for whichever requests come first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomPolicy:
+    """The limits that several models share, of which each ingress replica enforces its share, as with GatePolicy."""
+
+    limits: Limits = UNLIMITED
+    shares: tuple[float, ...] = ()
+    """Each model's, in any unit."""
+    ingress_replicas: int = 1
+
+    def requests(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return the limit of an ingress replica, and how many of them are reserved for each model; None: no limit."""
+        return self._shared(self.limits.max_concurrent_requests)
+
+    def tokens(self) -> tuple[int, tuple[int, ...]] | None:
+        """Return the same for queued prompt tokens."""
+        return self._shared(self.limits.max_queued_tokens)
+
+    def _shared(self, limit: int | None) -> tuple[int, tuple[int, ...]] | None:
+        if limit is None:
+            return None
+        most = -(-limit // self.ingress_replicas)
+        return most, tuple(int(most * RESERVED * share / sum(self.shares)) for share in self.shares)

@@ -3,6 +3,7 @@ Never knows an engine's settings: `serve_app.settings.application` checks them t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -72,6 +73,8 @@ class NameSettings(BaseModel):
         for alias, target in self.model_aliases.items():
             if alias in served:
                 raise ValueError(f"model_aliases has {alias}, which is served under that name itself.")
+            if target in self.model_aliases:
+                raise ValueError(_not_a_name(self.model_aliases, alias))
             if target not in served:
                 known = ", ".join(sorted(served))
                 raise ValueError(f"model_aliases has {alias} for {target}, which is not served; served are: {known}.")
@@ -85,3 +88,14 @@ class NameSettings(BaseModel):
     @property
     def model_names(self) -> tuple[str, ...]:
         return self.served_model_name or (self.model,)
+
+
+def _not_a_name(aliases: Mapping[str, str], alias: str) -> str:
+    """Say that an alias stands for another alias, and whether they stand for each other."""
+    chain = [alias]
+    while (target := aliases.get(chain[-1])) is not None and target not in chain:
+        chain.append(target)
+    if target is not None:
+        return f"model_aliases goes in a circle: {' -> '.join([*chain[chain.index(target) :], target])}."
+    stands = f"{alias} for {aliases[alias]}, which is an alias itself"
+    return f"model_aliases has {stands}; name what that stands for: {chain[-1]}."

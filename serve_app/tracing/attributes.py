@@ -41,9 +41,10 @@ def span_name(path: str, facts: RequestFacts) -> str:
 
 
 def attributes_of(ended: EndedRequest, path: str, model: str) -> Attributes:
-    """Collect all attributes of a request. `model`: the name of the served model."""
+    """Collect all attributes of a request. `model`: the name of the served model, unless the facts have it."""
     common: Attributes = {"gen_ai.operation.name": operation_of(path), "gen_ai.provider.name": PROVIDER}
-    parts = (_of_http(ended, path), _of_request(ended.facts), _of_answer(ended, model), _of_error(ended))
+    answer = _of_answer(ended, ended.facts.model_id or model)
+    parts = (_of_http(ended, path), _of_request(ended.facts), answer, _of_error(ended))
     return reduce(operator.or_, parts, common) | _of_wall_time(ended)
 
 

@@ -16,6 +16,7 @@ from k8s.validate import cross_checks
 from k8s.validate.__main__ import check_objects
 from k8s.validate.builds import rendered
 from k8s.validate.manifests import Doc, name_of
+from serve_app.settings.model import ModelSettings
 from tests.k8s.support import MONITORING_DOCS, needs_crd
 
 SERVICE = "RayService/chunkserve"
@@ -66,6 +67,19 @@ def with_both_envs(cluster: Doc, name: str, value: str) -> Doc:
 def without_autoscaling(cluster: Doc, name: str, value: str) -> Doc:
     put(cluster, "headGroupSpec.template.spec.containers[0].env", env(name, value))
     return {**cluster, "enableInTreeAutoscaling": False}
+
+
+def twice(**bounds: int) -> Callable[[Any], Any]:
+    """Return the Serve config with its model twice, the second time with other bounds of its autoscaling."""
+
+    def change(args: Doc) -> Doc:
+        own = {name: value for name, value in args.items() if name in ModelSettings.model_fields}
+        shared = {name: value for name, value in args.items() if name not in own}
+        first = own | {"served_model_name": "first"}
+        second = own | {"served_model_name": "second", "autoscaling": own["autoscaling"] | bounds}
+        return shared | {"models": [first, second]}
+
+    return served(ARGS, change)
 
 
 def served(path: str, value: Any) -> Callable[[Any], Any]:
@@ -304,6 +318,12 @@ MUTANTS = {
     ),
     "more engines than the fewest GPUs": Mutant(
         "args.autoscaling.min_replicas", served(f"{ARGS}.autoscaling.min_replicas", 3), "holds 2 engines", at=SERVE
+    ),
+    "a model among several with more engines than GPUs": Mutant(
+        "args.models.1.autoscaling.max_replicas", twice(max_replicas=9), "workers hold 8 engines", at=SERVE
+    ),
+    "several models that only fit one by one": Mutant(
+        "args.models", twice(min_replicas=2), "with the fewest engines need 4 GPUs, the workers have 2", at=SERVE
     ),
     "an engine that fits no node": Mutant(
         "args.autoscaling.max_replicas", served(f"{ARGS}.engine_num_cpus", 20), "hold 0 engines", at=SERVE

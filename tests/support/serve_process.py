@@ -37,6 +37,16 @@ def starting(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iter
         yield server
 
 
+@contextmanager
+def serve_several(args: dict[str, Any], *, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """Do as `serve_run`, with nothing of config.yaml but its application: `args` are all of the settings."""
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
+    config["applications"][0]["args"] = args
+    with starting_config(config, env or {}) as server:
+        server.wait_until_ready()
+        yield server
+
+
 def members_of(session: int) -> dict[int, str]:
     """Map the processes in a session to their names: those that a `serve run` started, and itself."""
     found = {}

@@ -3,8 +3,9 @@ Never wakes an engine, and never shows a text, tenant or key."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.engines.engine_client import EngineClient
+from serve_app.api.models.lanes import Lanes
 from serve_app.errors.api_error import ApiError, clip
+from serve_app.metrics.activity import FleetActivity, IngressActivity
 
 PATH = "/activity"
 _AFTER = "after"
@@ -28,12 +30,31 @@ PARAMETER: Mapping[str, Any] = {
 }
 
 
-def activity_route(client: EngineClient, model_id: str) -> Route:
+def activity_route(lanes: Lanes) -> Route:
     async def get_activity(request: Request) -> Response:
-        activity = await client.activity(_read_after(request))
-        return JSONResponse({"model": model_id, **asdict(activity)}, headers={"Cache-Control": "no-store"})
+        after = _read_after(request)
+        found = await asyncio.gather(*(lane.client.activity(after) for lane in lanes))
+        told: dict[str, Any] = {"model": lanes.first.model.id, **asdict(_together(found))}
+        if lanes.are_several:
+            engines = zip(lanes, found, strict=True)
+            told["models"] = [
+                {"model": lane.model.id, "engines": [engine.engine for engine in activity.engines]}
+                for lane, activity in engines
+            ]
+        return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
     return Route(PATH, get_activity)
+
+
+def _together(found: Sequence[FleetActivity]) -> FleetActivity:
+    """Add up what the models' replicas do. Each ingress replica serves all models."""
+    ingresses: dict[str, IngressActivity] = {}
+    for one in (one for activity in found for one in activity.ingresses):
+        known = ingresses.get(one.ingress, IngressActivity(one.ingress, 0, 0))
+        total = IngressActivity(one.ingress, known.num_live + one.num_live, known.num_waiting + one.num_waiting)
+        ingresses[one.ingress] = total
+    engines = [engine for activity in found for engine in activity.engines]
+    return FleetActivity(engines, list(ingresses.values()), sum(activity.num_missing for activity in found))
 
 
 def _read_after(request: Request) -> dict[str, int]:

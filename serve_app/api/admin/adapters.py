@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from serve_app.adapters.names import AdapterNames
 from serve_app.api.admin.control import MAX_BODY_BYTES
 from serve_app.api.http.asgi import read_json_body
+from serve_app.api.models.lane import Lane
+from serve_app.api.models.lanes import Lanes
 from serve_app.api.requests.schema import parse_request
 from serve_app.api.requests.strict_model import StrictModel
 from serve_app.auth.keys import Keys, NeedsAdminKey
-from serve_app.engines.engine_client import EngineClient
 from serve_app.errors.api_error import ApiError
 from serve_app.settings.adapter_name import AdapterName
 
@@ -32,51 +32,68 @@ class LoadAdapterRequest(StrictModel):
     """A directory as PEFT writes it, which every engine replica can read and which must not change."""
     load_inplace: bool = False
     """Replace an adapter that already has the name. Running requests keep the old one until they end."""
+    model: str | None = None
+    """The served model that the adapter belongs to. Needed if the server has several."""
 
 
 class UnloadAdapterRequest(StrictModel):
     lora_name: AdapterName
+    model: str | None = None
+    """As for loading."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoutes:
-    client: EngineClient
-    names: AdapterNames
-    allowed: bool
-    """The setting allow_lora_updates."""
+    lanes: Lanes
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
         asked = parse_request(LoadAdapterRequest, body)
-        self._check_allowed()
-        name = asked.lora_name
-        if self.names.is_own(name):
-            text = f"lora_name is {name}, which is the model's own name."
-            raise ApiError(400, text, param="lora_name", code="invalid_value")
+        lane, name = self._lane(asked.model), asked.lora_name
+        for other in self.lanes:
+            if other.names.is_own(name):
+                text = f"lora_name is {name}, which is the model's own name."
+                raise ApiError(400, text, param="lora_name", code="invalid_value")
         async with self._one_at_a_time:
-            if self.names.get(name) is not None and not asked.load_inplace:
+            for other in self.lanes:
+                if other is not lane and other.names.get(name) is not None:
+                    text = f"The adapter '{name}' has already been loaded for the model {other.model.id}."
+                    raise ApiError(400, text, param="lora_name", code="invalid_value")
+            if lane.names.get(name) is not None and not asked.load_inplace:
                 text = f"The adapter '{name}' has already been loaded: set load_inplace to replace it."
                 raise ApiError(400, text, param="lora_name", code="invalid_value")
-            self.names.put(await self.client.load_adapter(name, asked.lora_path))
+            await lane.awake()
+            lane.names.put(await lane.client.load_adapter(name, asked.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
-        name = parse_request(UnloadAdapterRequest, body).lora_name
-        self._check_allowed()
+        asked = parse_request(UnloadAdapterRequest, body)
+        lane, name = self._lane(asked.model), asked.lora_name
         async with self._one_at_a_time:
-            if self.names.get(name) is None:
+            if lane.names.get(name) is None:
                 text = f"The adapter '{name}' cannot be found: it is not loaded."
                 raise ApiError(404, text, param="lora_name", code="model_not_found")
-            self.names.remove(name)
-            await self.client.unload_adapter(name)
+            lane.names.remove(name)
+            await lane.client.unload_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
-    def _check_allowed(self) -> None:
-        if not self.allowed:
+    def _lane(self, asked: str | None) -> Lane:
+        """Find the model that is meant, and check that its adapters may change.
+
+        Raises:
+            ApiError: 400 or 404, no model is named, or none that there is; 403, they may not.
+        """
+        if asked is None and self.lanes.are_several:
+            models = ", ".join(lane.model.id for lane in self.lanes)
+            text = f"model: name the model that the adapter is for; this server has {models}."
+            raise ApiError(400, text, param="model", code="missing_required_parameter")
+        lane = self.lanes.named(asked)
+        if not lane.allow_lora_updates:
             text = "Adapters are those of the server's config: allow_lora_updates is false there."
             raise ApiError(403, text, type="permission_error", code="lora_updates_disabled")
+        return lane
 
     def routes(self, keys: Keys) -> list[Route]:
         guard = [Middleware(NeedsAdminKey, keys=keys)]

@@ -11,13 +11,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.admission.gate import Gate
 from serve_app.api.generation.live import LiveRequests
 from serve_app.api.http.asgi import read_json_body
+from serve_app.api.models.lanes import Lanes
 from serve_app.api.requests.schema import parse_request
 from serve_app.api.requests.strict_model import StrictModel
 from serve_app.auth.keys import Keys, NeedsAdminKey
-from serve_app.engines.engine_client import EngineClient
 from serve_app.errors.api_error import ApiError
 
 MAX_BODY_BYTES = 4096
@@ -32,33 +31,35 @@ class AbortRequest(StrictModel):
 class Admin:
     """The routes of one ingress replica. Operations on the whole deployment reach the others through the client."""
 
-    client: EngineClient
-    gate: Gate
+    lanes: Lanes
     live: LiveRequests
 
     async def abort(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
         name = parse_request(AbortRequest, body).request_id
         here = self.live.abort(name)
-        if not await self.client.abort(name) and not here:
+        if not await self.lanes.first.client.abort(name) and not here:
             text = "No request of that id is live: it has ended, or it was never here."
             raise ApiError(404, text, param="request_id", code="request_not_found")
         return JSONResponse({"request_id": name, "aborted": True})
 
     async def drain(self, _: Request) -> Response:
-        self.gate.close()
-        return await self._tell()
+        for lane in self.lanes:
+            lane.gate.close()
+        return await self._tell(draining=True)
 
     async def resume(self, _: Request) -> Response:
-        self.gate.reopen()
-        return await self._tell()
+        for lane in self.lanes:
+            lane.gate.reopen()
+        return await self._tell(draining=False)
 
-    async def _tell(self) -> Response:
-        await self.client.drain_all(self.gate.is_draining)
-        return JSONResponse({"draining": self.gate.is_draining})
+    async def _tell(self, *, draining: bool) -> Response:
+        await self.lanes.first.client.drain_all(draining)
+        return JSONResponse({"draining": draining})
 
     async def reset_prefix_cache(self, _: Request) -> Response:
-        return JSONResponse({"dropped_blocks": await self.client.reset_prefix_cache()})
+        dropped = [await lane.client.reset_prefix_cache() for lane in self.lanes]
+        return JSONResponse({"dropped_blocks": [number for engines in dropped for number in engines]})
 
     def routes(self, keys: Keys) -> list[Route]:
         handlers = {

@@ -15,7 +15,8 @@ HEADER = "x-chunkserve-ignored"
 
 
 class TellsHints:
-    """Middleware of a route. `count` is called at a request's end with those of its hints that had no effect."""
+    """Middleware of a route. `count` is called at a request's end with those of its hints that had no effect, unless
+    the request's own `count` is known by then."""
 
     def __init__(self, app: ASGIApp, *, strict: bool, count: Callable[[Iterable[str]], None]) -> None:
         self._app = app
@@ -34,4 +35,4 @@ class TellsHints:
             with keeping(ignored):
                 await self._app(scope, receive, tell)
         finally:
-            self._count(ignored.names)
+            (ignored.count or self._count)(ignored.names)

@@ -284,9 +284,16 @@ class Version(Shape):
     version: str
 
 
+class ModelLoad(Shape):
+    engines: list[LoadSnapshot]
+    ingress: GateSnapshot
+
+
 class Load(Shape):
     engines: list[LoadSnapshot]
     ingress: GateSnapshot
+    models: dict[str, ModelLoad] = {}
+    """The same of each model, by its name; there only if there are several."""
 
 
 class RequestTiming(Shape):
@@ -309,12 +316,21 @@ class RequestTiming(Shape):
     """How often it went on at another engine."""
 
 
+class ModelActivity(Shape):
+    model: str
+    engines: list[str]
+    """The names of its engines."""
+
+
 class Activity(Shape):
     model: str
+    """The first, if there are several."""
     engines: list[EngineActivity]
     ingresses: list[IngressActivity]
     num_missing: int
     """The number of replicas that did not answer."""
+    models: list[ModelActivity] = []
+    """There only if there are several."""
 
 
 class Aborted(Shape):

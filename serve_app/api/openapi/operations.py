@@ -19,6 +19,7 @@ from serve_app.api.openai.responses import answer_schema as responses
 from serve_app.api.openai.responses.includes import Includable
 from serve_app.api.openai.responses.listing import MAX_LISTED, ORDERS
 from serve_app.api.openai.responses.schema import ResponsesRequest
+from serve_app.api.openai.text_routes import MODEL_PARAMETER
 from serve_app.api.requests.deadline import HEADER as DEADLINE_HEADER
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
@@ -153,7 +154,7 @@ def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
 
 
 def _adapters(verb: str, summary: str, body: type[BaseModel]) -> Operation:
-    errors = (*_BODY, 403, 503) if verb == "load" else (*_BODY, 403, 404, 503)
+    errors = (*_BODY, 403, 404, 503)
     path = f"/v1/{verb}_lora_adapter"
     return Operation(
         method="post", path=path, summary=summary, body=body, errors=errors, needs="admin key", media_type="text/plain"
@@ -229,12 +230,12 @@ _VERSIONED: tuple[Operation, ...] = (
     ),
     Operation(
         path="/v1/models",
-        summary="List the served model by all its names, with its adapters and their aliases.",
+        summary="List the served models by all their names, with their adapters and aliases.",
         answer=answers.ModelList,
     ),
     Operation(
         path="/v1/models/{model_id}",
-        summary="Describe the served model, an adapter, or an alias of either.",
+        summary="Describe a served model, an adapter, or an alias of either.",
         answer=answers.Model,
         errors=(404,),
         parameters=(_MODEL_ID,),
@@ -252,7 +253,13 @@ OPERATIONS: tuple[Operation, ...] = (
     _text("/v1/tokenize", _TOKENIZE, TokenizeRequest, answers.Tokens),
     _text("/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
     _text("/v1/detokenize", _DETOKENIZE, DetokenizeRequest, answers.Detokenized),
-    Operation(path="/tokenizer_info", summary="Describe the tokenizer.", answer=answers.TokenizerInfo),
+    Operation(
+        path="/tokenizer_info",
+        summary="Describe a model's tokenizer.",
+        answer=answers.TokenizerInfo,
+        errors=(404,),
+        parameters=(MODEL_PARAMETER,),
+    ),
     Operation(path="/health", summary="Liveness: an engine answers.", needs="nothing", media_type="", errors=(503,)),
     Operation(
         path="/ready",

@@ -3,7 +3,7 @@ Never decides what is a hint: the schemas do, and the code that finds a hint use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -18,6 +18,8 @@ class Hints:
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
+        self.count: Callable[[Iterable[str]], None] | None = None
+        """Called at the request's end; set once it is known which model is asked for."""
         self._names: dict[str, None] = {}
 
     def ignore(self, name: str) -> None:

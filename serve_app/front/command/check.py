@@ -36,9 +36,9 @@ def main(arguments: Sequence[str], prog: str) -> int:
     if options.explain and not problems:
         machine = this_machine()
         print("\n".join(machine_lines(machine)), flush=True)
-        for application in findings.applications:
+        for model in (model for application in findings.applications for model in application.each_model()):
             try:
-                print("\n".join(_explained(application, machine)), flush=True)
+                print("\n".join(_explained(model, machine)), flush=True)
             except (ConfigRefused, ModelError) as refusal:
                 problems += str(refusal).splitlines()
     for problem in problems:
@@ -80,7 +80,7 @@ def machine_lines(machine: Machine) -> list[str]:
 
 
 def _explained(application: Application, machine: Machine) -> Iterator[str]:
-    """Yield what the engines of an application would be, if its models are prepared.
+    """Yield what the engines of an application's model would be, if its files are prepared.
 
     Raises:
         ConfigRefused: the engines could not start.

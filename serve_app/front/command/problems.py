@@ -16,7 +16,7 @@ from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application, read_applications
 from serve_app.front.proxy_env import ENABLE
-from serve_app.front.this_machine import check_tokenizer, missing_files
+from serve_app.front.this_machine import check_tokenizer, missing_adapters, missing_files
 
 _FILES_OF_TLS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
@@ -52,8 +52,10 @@ def find_problems(path: Path) -> Findings:
         collect(lambda: check_modules(found, Arguments.read(["run", str(path)], os.environ)))
         collect(lambda: applications.extend(read_applications(found)))
     for application in applications:
-        for refusal in (*missing_files(application), *_refused_models(application)):
-            problems.extend(str(refusal).splitlines())
+        refusals = list(missing_files(application))
+        for model in application.each_model():
+            refusals += [*missing_adapters(model), *_refused_models(model)]
+        problems.extend(line for refusal in refusals for line in str(refusal).splitlines())
     return Findings(problems, applications)
 
 
@@ -95,6 +97,6 @@ def _refused_models(application: Application) -> Iterator[ConfigRefused]:
             if directory is not None and name == "model":
                 check_tokenizer(application, directory)
         except ModelError as error:
-            yield application.refused(f"args.{name}: {' '.join(str(error).split())}", *name.split("."))
+            yield application.refused(f"{name}: {' '.join(str(error).split())}", *name.split("."))
         except ConfigRefused as refusal:
             yield refusal

@@ -193,7 +193,7 @@ def test_a_config_names_a_model_once_or_several_times() -> None:
         ({"model_aliases": {"x*": "b"}}, r"model_aliases has x\* for b, which is not served; served are: a\."),
         ({"model_aliases": {"a": "a"}}, "model_aliases has a, which is served under that name itself"),
         ({"model_aliases": {"": "a"}}, "model_aliases"),
-        ({"model_aliases": {"x": "a", "y": "x"}}, "model_aliases has y for x, which is not served"),
+        ({"model_aliases": {"x": "a", "y": "x"}}, "model_aliases has y for x, which is an alias itself; name what"),
         (
             {"served_model_name": ["a", "b"], "lora_adapters": {"b": "/b"}, "engine": {"max_loras": 1}},
             "lora_adapters has one named b, which is the model's own name",

@@ -562,7 +562,7 @@ async def test_load_tells_the_gate_beside_the_engines() -> None:
 
 
 def policy(**admission: int) -> GatePolicy:
-    return AppSettings.model_validate({"admission": admission}).gate_policy
+    return AppSettings.model_validate({"admission": admission}).gate_policies[0]
 
 
 def test_without_limits_of_its_own_a_deployment_holds_and_dispatches_what_its_engines_take() -> None:
@@ -580,7 +580,7 @@ def test_each_limit_is_the_one_it_says(name: str) -> None:
 def test_the_backlog_is_no_longer_than_an_engines_queue() -> None:
     assert policy(dispatch_backlog=3).dispatch_per_engine == 64 + 3
     settings = AppSettings.model_validate({"engine": {"max_num_seqs": 2, "max_queued_requests": 1}})
-    assert settings.gate_policy.dispatch_per_engine == 3
+    assert settings.gate_policies[0].dispatch_per_engine == 3
 
 
 def test_an_ingress_replica_is_handed_more_than_it_lets_in_so_that_it_can_refuse_the_rest() -> None:

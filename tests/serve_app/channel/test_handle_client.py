@@ -469,7 +469,7 @@ class Asleep:
 
 
 def sleeping(monkeypatch: pytest.MonkeyPatch, *, may_sleep: bool) -> tuple[HandleClient, Asleep]:
-    monkeypatch.setattr(engine_count, "_known", 0)
+    monkeypatch.setattr(engine_count, "_known", {"Engine": 0})
     monkeypatch.setattr(handle_client, "HEALTH_TIMEOUT_S", 0.05)
     nobody: Any = Asleep()
     unused: Any = None

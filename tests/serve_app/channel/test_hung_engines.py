@@ -41,8 +41,8 @@ def looked_at_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_receiver, "LOOK_S", 3600)
     monkeypatch.setattr(token_sender, "BEAT_S", 0.01)
     monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 0)
-    for name, value in (("_engines", frozenset({FIRST, SECOND})), ("_silent", frozenset()), ("_placed", {})):
-        monkeypatch.setattr(liveness, name, value)
+    monkeypatch.setattr(liveness, "_deployments", {})
+    liveness.set_engines(frozenset({FIRST, SECOND}))
 
 
 def receiver_of(engine: Rig) -> TokenReceiver:

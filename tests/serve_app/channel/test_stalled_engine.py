@@ -44,7 +44,7 @@ async def start_replica(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(deployment, "build_engine", lambda model, config, engines: engine)
     monkeypatch.setattr(deployment, "warm_up", warm_already)
     replica = EngineReplica.__new__(EngineReplica)
-    await replica.__init__(AppSettings())  # type: ignore[misc]  # Serve does so, too
+    await replica.__init__(AppSettings(), 1)  # type: ignore[misc]  # Serve does so, too
     return replica
 
 

@@ -10,7 +10,8 @@ import yaml
 
 from loadtest.server import ROOT
 from serve_app.front.config_file import ConfigRefused, read_config
-from serve_app.front.preflight import DEPLOYMENTS, preflight
+from serve_app.front.preflight import INGRESS, STORE, preflight
+from serve_app.settings.application import AppSettings
 from tests.test_architecture import run_python
 
 
@@ -97,4 +98,5 @@ def test_the_deployments_that_may_be_named_are_those_that_the_builder_makes() ->
         "    print(*(one.name for one in build_app(app, name='a').deployments))"
     )
     alone, several = (line.split() for line in made.splitlines())
-    assert (sorted(alone), sorted(several)) == (sorted(DEPLOYMENTS[:-1]), sorted(DEPLOYMENTS))
+    assert sorted(alone) == sorted([INGRESS, *AppSettings().engine_names])
+    assert sorted(several) == sorted([INGRESS, *AppSettings().engine_names, STORE])

@@ -93,7 +93,7 @@ def full(replica_id: str, metrics: Any) -> ReplicaSamples:
 
 
 def parsed(scrape: Scrape) -> list[Any]:
-    return list(text_string_to_metric_families(expose(scrape, MODEL)))
+    return list(text_string_to_metric_families(expose({MODEL: scrape})))
 
 
 def series(scrape: Scrape) -> dict[str, list[tuple[dict[str, str], float]]]:

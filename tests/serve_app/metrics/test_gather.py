@@ -113,7 +113,7 @@ def client_of(engine: Handle, ingress: Handle) -> HandleClient:
 
 
 async def test_a_scrape_has_what_both_deployments_answer_and_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_count, "_known", 2)
+    monkeypatch.setattr(engine_count, "_known", {"Engine": 2})
     scrape = await client_of(Handle(answers("e1"), babbles), Handle(answers("i1"), answers("i2"))).metrics()
     assert [replica.replica_id for replica in scrape.engines] == ["e1"]
     assert [replica.replica_id for replica in scrape.ingresses] == ["i1", "i2"]
@@ -138,7 +138,7 @@ def waiting(name: str) -> Replica:
 async def test_what_replicas_do_is_asked_of_both_deployments_with_what_is_known_of_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_count, "_known", 2)
+    monkeypatch.setattr(engine_count, "_known", {"Engine": 2})
     engine, ingress = Handle(activity("e1"), babbles, activity("e2")), Handle(waiting("i1"), answers("i2"))
     told = await client_of(engine, ingress).activity({"e1": 4})
     assert engine.asked == [("activity", {"e1": 4})]
@@ -150,7 +150,7 @@ async def test_what_replicas_do_is_asked_of_both_deployments_with_what_is_known_
 
 
 async def test_looking_on_does_not_wake_a_deployment_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_count, "_known", 0)
+    monkeypatch.setattr(engine_count, "_known", {"Engine": 0})
     asleep = Handle(hangs)
     told = await client_of(asleep, Handle(waiting("i1"))).activity({})
     assert asleep.asked == []
@@ -158,7 +158,7 @@ async def test_looking_on_does_not_wake_a_deployment_that_sleeps(monkeypatch: py
 
 
 async def test_a_scrape_does_not_wake_a_deployment_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_count, "_known", 0)
+    monkeypatch.setattr(engine_count, "_known", {"Engine": 0})
     asleep = Handle(hangs)
     scrape = await client_of(asleep, Handle(answers("i1"))).metrics()
     assert asleep.asked == []

@@ -12,7 +12,7 @@ import pytest
 from engine.checkpoints import gguf_convert
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig
-from serve_app.replicas.deployment import _load_tokenizer
+from serve_app.replicas.model import read_text_side
 from serve_app.settings.application import AppSettings
 from tests.support.tiny_gguf import TOKENS, write_gguf
 
@@ -35,8 +35,7 @@ def test_the_form_that_an_engine_would_refuse_has_the_tokenizer(
 
     monkeypatch.setattr(gguf_convert, "convert_gguf", refuse)
     settings = AppSettings(model=file, engine=EngineConfig(quantize=quantize, batch_invariant=True))
-    tokenizer, _ = _load_tokenizer(settings)
-    assert tokenizer.vocab_size == len(TOKENS)
+    assert read_text_side(settings).tokenizer.vocab_size == len(TOKENS)
 
 
 def test_a_gguf_file_was_created_when_it_was_written_whichever_form_a_replica_reads(file: str) -> None:
@@ -44,5 +43,5 @@ def test_a_gguf_file_was_created_when_it_was_written_whichever_form_a_replica_re
     os.utime(file, (1_700_000_000, 1_700_000_000))
     forms: tuple[Literal["stored", "none"], ...] = ("stored", "none")
     for quantize in forms:
-        _, created = _load_tokenizer(AppSettings(model=file, engine=EngineConfig(quantize=quantize)))
-        assert created == 1_700_000_000
+        text = read_text_side(AppSettings(model=file, engine=EngineConfig(quantize=quantize)))
+        assert text.created == 1_700_000_000

@@ -64,14 +64,13 @@ class FakeReplica(RunningReplica):  # type: ignore[misc]
 
 @pytest.fixture(autouse=True)
 def unknown_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_count, "_known", None)
-    for name, value in (("_engines", frozenset()), ("_silent", frozenset()), ("_placed", {})):
-        monkeypatch.setattr(liveness, name, value)
+    monkeypatch.setattr(engine_count, "_known", {})
+    monkeypatch.setattr(liveness, "_deployments", {})
 
 
-def make_router(seed: int = 0, **routing: Any) -> EngineRouter:
+def make_router(seed: int = 0, deployment: DeploymentID = DEPLOYMENT, **routing: Any) -> EngineRouter:
     router = EngineRouter(
-        deployment_id=DEPLOYMENT,
+        deployment_id=deployment,
         handle_source=DeploymentHandleSource.REPLICA,
         use_replica_queue_len_cache=True,
         self_node_id="node",
@@ -379,6 +378,27 @@ async def test_the_number_of_engines_is_unknown_until_serve_tells_it() -> None:
     assert num_engines() == 2
     router.update_replicas([])
     assert num_engines() == 0
+
+
+async def test_the_routers_of_several_deployments_keep_what_they_know_apart() -> None:
+    """A process that calls several models' engines has a router for each. Calls are numbered by each channel's end, so
+    that two of them have the same number."""
+    other = DeploymentID(name="Engine-b", app_name="app")
+    one, two = make_router(), make_router(deployment=other)
+    one.update_replicas([FakeReplica("a"), FakeReplica("b")])
+    two.update_replicas([FakeReplica("c", stats(4.0, requests=9, waiting=8, free_blocks=75))])
+    assert (num_engines(), num_engines("Engine-b")) == (2, 1)
+    assert (liveness.engines(), liveness.engines("Engine-b")) == ({"a", "b"}, {"c"})
+    assert (engine_load(), engine_load("Engine-b")) == (None, EngineLoad(0.25, 8))
+    liveness.open_call(1)
+    liveness.open_call(1, "Engine-b")
+    before = overlap.totals()
+    assert await route(two, pending(replace(engine_call(), stream_id=1))) == "c"
+    assert (liveness.placed_at(1), liveness.placed_at(1, "Engine-b")) == (None, "c")
+    assert overlap.totals() == before
+    assert overlap.totals("Engine-b")[0] == len(PROMPT)
+    liveness.set_silent_engines(frozenset("c"))
+    assert await route(two, pending(engine_call())) == "c", "another deployment's engine of that name is silent"
 
 
 async def test_the_engines_load_is_what_they_report_and_none_without_them() -> None:

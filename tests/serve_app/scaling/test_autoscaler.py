@@ -430,6 +430,29 @@ def test_the_last_replica_goes_only_after_the_delay_without_any_request() -> Non
     assert deployment.target == 0
 
 
+ASKED = replace(IDLE, asked_to_sleep=1)
+
+
+def test_replicas_that_are_asked_to_end_for_another_model_end_at_once_all_of_them() -> None:
+    deployment = Deployment(ScalingSettings(downscale_to_zero_delay_s=1000, downscale_delay_s=1000), target=2, low=0)
+    assert deployment.step([replace(ASKED, offered_prefill_tokens_per_s=9), ASKED]) == 0
+
+
+@pytest.mark.parametrize(
+    "busy", [{"num_running": 1}, {"num_waiting": 1}, {"num_waiting_outside": 1}, {"asked_to_sleep": 0}], ids=str
+)
+def test_no_replica_ends_for_another_model_while_one_has_a_request_or_was_not_asked(busy: dict[str, float]) -> None:
+    deployment = Deployment(target=2, low=0)
+    assert deployment.step([ASKED, replace(ASKED, **busy)]) == 2
+    assert deployment.step([ASKED, None]) == 2, "one that does not report may be busy"
+    assert deployment.step([ASKED, ASKED], router_queued=1) == 2
+
+
+def test_a_model_that_may_not_sleep_ignores_that_it_is_asked_to() -> None:
+    deployment = Deployment(target=2, low=1)
+    assert deployment.step([ASKED, ASKED]) == 2
+
+
 def test_a_replica_that_is_still_starting_is_not_given_up_for_want_of_requests() -> None:
     deployment = Deployment(ScalingSettings(downscale_to_zero_delay_s=10), target=1, low=0)
     for _ in range(100):

@@ -59,6 +59,30 @@ def test_stats_survive_the_trip_to_the_controller_and_lack_nothing() -> None:
         assert EngineReport.from_stats(stats | {name: float("nan")}) is None
 
 
+def test_an_engine_is_idle_since_its_last_request_ended_and_not_at_all_while_one_is_open() -> None:
+    life = Life()
+    life.now_s += 7
+    assert life.signals.idle_s() == 7
+    with life.signals.in_use():
+        with life.signals.in_use():
+            life.now_s += 1
+        assert life.signals.idle_s() is None
+    life.now_s += 2
+    assert life.signals.idle_s() == 2
+
+
+def test_an_engine_says_that_it_was_asked_to_sleep_until_a_request_comes() -> None:
+    life = Life()
+    assert life.report().asked_to_sleep == 0
+    assert life.signals.sleep_if_idle()
+    assert life.report().asked_to_sleep == 1
+    with life.signals.in_use():
+        assert life.report().asked_to_sleep == 0
+        assert not life.signals.sleep_if_idle(), "it has a request"
+        assert life.report().asked_to_sleep == 0
+    assert life.report().asked_to_sleep == 0, "it was used since"
+
+
 COSTS = PrefillCosts(token_s=0.001, pair_s=1e-5)
 
 

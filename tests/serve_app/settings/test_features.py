@@ -87,7 +87,9 @@ def test_settings_that_do_not_go_together_are_refused_by_the_table_alone() -> No
         "_an_engine_has_one_gpu_or_none": 2,
         "_bounds_in_order": 1,
         "_is_one": 1,
-        "_names_mean_one_thing": 3,
+        "_names_mean_one_thing": 4,
         "_one_or_several": 1,
+        "_serves_one_model_or_several": 2,
         "_starts_within_bounds": 1,
+        "refuse_shared_names": 1,
     }

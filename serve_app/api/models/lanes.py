@@ -1,0 +1,119 @@
+"""Finds the lane of the model that a request asks for, by its name, an adapter or an alias.
+Never reads more of a body than the name: the route's schema does, and refuses what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pydantic_core
+
+from serve_app.api.http.offload import run_sized
+from serve_app.api.models.lane import Lane
+from serve_app.api.requests.hints import hints
+from serve_app.engines.engine_client import ServedModel
+from serve_app.errors.api_error import ApiError, model_not_found
+
+
+class _Asked(msgspec.Struct):
+    model: str
+
+
+_decode = msgspec.json.Decoder(_Asked).decode
+
+
+class Lanes:
+    """The lanes of one ingress replica, in the order of the config."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        assert lanes, "a server serves at least one model"
+        self._lanes = tuple(lanes)
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes)
+
+    @property
+    def first(self) -> Lane:
+        return self._lanes[0]
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._lanes) > 1
+
+    async def of_body(self, body: bytes) -> Lane:
+        """Return the lane for a body's `model`; the first if it names none that is served, whose route then says what
+        is wrong. With a single lane the body is not looked at."""
+        if not self.are_several:
+            return self.first
+        return self.of(await run_sized(len(body), lambda: _model_in(body)))
+
+    def of(self, asked: str | None) -> Lane:
+        """Return the lane for a name; the first if there is no name, or nothing is served under it. The hints that a
+        request gives in vain count for the lane's model from then on."""
+        lane = self.first if asked is None else self._find(asked) or self.first
+        hints().count = lane.recorder.ignored
+        return lane
+
+    def named(self, asked: str | None) -> Lane:
+        """Return the lane for a name; the first without one.
+
+        Raises:
+            ApiError: 404, nothing has that name.
+        """
+        if asked is not None:
+            self.served(asked)
+        return self.of(asked)
+
+    def served(self, asked: str) -> ServedModel:
+        """Find what answers to a name.
+
+        Raises:
+            ApiError: 404, nothing has that name.
+        """
+        lane = self._find(asked)
+        found = None if lane is None else lane.names.find(asked)
+        if found is None:
+            raise self.not_found(asked)
+        return found
+
+    def served_by(self, lane: Lane, asked: str) -> ServedModel:
+        """Find what answers to a name in a lane.
+
+        Raises:
+            ApiError: 404, nothing there has that name.
+        """
+        if (found := lane.names.find(asked)) is None:
+            raise self.not_found(asked)
+        return found
+
+    def not_found(self, asked: str) -> ApiError:
+        return model_not_found(asked, *(lane.model.id for lane in self._lanes))
+
+    def listed(self) -> list[tuple[str, ServedModel]]:
+        """List the names that clients can ask for, with what answers."""
+        return [listed for lane in self._lanes for listed in lane.names.listed()]
+
+    def _find(self, asked: str) -> Lane | None:
+        """As in one lane, names go before aliases, and these before patterns; the first pattern that matches counts."""
+        lanes = self._lanes
+        named = (lane for lane in lanes if lane.names.named(asked) is not None)
+        aliased = (lane for lane in lanes if lane.names.has_alias(asked) and lane.names.find(asked) is not None)
+        matched = (lane for lane in lanes if lane.names.find(asked) is not None)
+        return next(named, None) or next(aliased, None) or next(matched, None)
+
+
+def _model_in(body: bytes) -> str | None:
+    try:
+        return _decode(body).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _carefully(body)
+
+
+def _carefully(body: bytes) -> str | None:
+    """Read what the quick decoder refuses, with the parser of the routes, which takes more."""
+    try:
+        parsed = pydantic_core.from_json(body)
+    except ValueError:
+        return None
+    asked = parsed.get("model") if isinstance(parsed, dict) else None
+    return asked if isinstance(asked, str) else None

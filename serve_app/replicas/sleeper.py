@@ -1,0 +1,85 @@
+"""Wakes a model that has no engine, once for all requests that wait for it.
+Never waits longer than the model's `wake_timeout_s`, and never puts another model to sleep: `room_maker` does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+
+from grpc.aio import AioRpcError
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from engine.config import ResolvedConfig
+from serve_app.engines.engine_count import num_engines
+from serve_app.errors.api_error import ApiError, cannot_wake
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = (RayError, AioRpcError, DeploymentUnavailableError, RequestCancelledError)
+
+
+class EngineSleeper:
+    """Implements Sleeper with the handle of a model's engines: Serve starts one for a call that waits there."""
+
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        model_id: str,
+        timeout_s: float,
+        learn: Callable[[ResolvedConfig], Awaitable[None]],
+        make_room: Callable[[], Coroutine[None, None, None]],
+    ) -> None:
+        """`learn`: takes what the first engine serves. `make_room`: runs beside the wait, and is cancelled at its
+        end."""
+        self._engine = engine
+        self._deployment = str(engine.deployment_name)
+        self._model_id = model_id
+        self._timeout_s = timeout_s
+        self._learn = learn
+        self._make_room = make_room
+        self._waking: asyncio.Task[None] | None = None
+        self.is_known = False
+
+    async def wake(self) -> None:
+        """Return once there is an engine.
+
+        Raises:
+            ApiError: 503, there is none in time.
+        """
+        if self.is_known and num_engines(self._deployment):
+            return
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.ensure_future(self._wake())
+            self._waking.add_done_callback(_retrieve)
+        # Shielded: a client that leaves does not end the wait of the others.
+        await asyncio.shield(self._waking)
+
+    async def _wake(self) -> None:
+        logger.info("%s is woken", self._model_id)
+        rescue = asyncio.ensure_future(self._make_room())
+        call = self._engine.resolved_config.remote()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                resolved = await call
+                if not self.is_known:
+                    await self._learn(resolved)
+                    self.is_known = True
+        except TimeoutError:
+            with suppress(Exception):  # it may have ended meanwhile, and how is of no interest
+                call.cancel()
+            raise cannot_wake(self._model_id, self._timeout_s) from None
+        except _FAILURES as error:
+            logger.warning("%s could not be woken: %s", self._model_id, error)
+            raise cannot_wake(self._model_id, self._timeout_s, type(error).__name__) from error
+        finally:
+            rescue.cancel()
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Look at the error of a wait that nobody waits for any more; asyncio would report it as forgotten."""
+    if not task.cancelled() and isinstance(error := task.exception(), Exception) and not isinstance(error, ApiError):
+        logger.error("a model could not be woken", exc_info=error)
