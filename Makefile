@@ -138,12 +138,13 @@ model: install ## download and verify the default model, and convert it to both 
 install: $(VENV)/installed
 
 # torch first and by itself: a package that asks for it earlier, or more loosely, brings gigabytes of CUDA.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt scripts/serve
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
 	  || { echo "chunkserve needs Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[serve,dev,load]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,k8s,load]"
+	@install -m 755 scripts/serve $(BIN)/serve
 	$(BIN)/python -m kernels.cpu.native.library
 	@touch $@
 

@@ -22,7 +22,9 @@ Written by `make docs`. Programs run in the environment that `make install` crea
 
 ## serve
 
-Ray Serve's own command. Before `serve run` [the config is checked](start.md), and after it everything is stopped.
+Ray Serve's own command. In a checkout's environment, `make install` puts a script in its place: before `serve run` [the
+config is checked](start.md), HAProxy is put in front, and at the end streams finish. Where chunkserve was installed
+from a wheel, `serve` is Ray's, and `chunkserve serve config.yaml` does all of this: [Install](../how-to/install.md).
 
 | command | what it does |
 |---|---|

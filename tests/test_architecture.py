@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PRODUCT = ("chunkserve", "engine", "kernels", "serve_app")
+"""The packages that are installed."""
 PURE = [
     "config",
     "presets",
@@ -43,7 +45,7 @@ def run_python(code: str) -> str:
 
 def test_a_file_that_is_long_says_why_in_its_first_line() -> None:
     silent = []
-    for folder in ("engine", "kernels", "serve_app", "loadtest", "k8s", "benchmarks", "docsite", "tests"):
+    for folder in (*PRODUCT, "loadtest", "k8s", "benchmarks", "docsite", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             lines = path.read_text(encoding="utf-8").splitlines()
             if len(lines) > LONGEST and "long" not in lines[0].lower():
@@ -131,7 +133,7 @@ def test_the_serve_command_of_this_environment_is_the_one_that_drains() -> None:
 
 
 def test_every_module_says_what_it_owns_and_what_it_never_does() -> None:
-    for path in sorted(p for package in ("engine", "kernels", "serve_app") for p in (ROOT / package).rglob("*.py")):
+    for path in sorted(p for package in PRODUCT for p in (ROOT / package).rglob("*.py")):
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert len(doc.splitlines()) >= (1 if path.name == "__init__.py" else 2), path.relative_to(ROOT)
 
@@ -139,7 +141,7 @@ def test_every_module_says_what_it_owns_and_what_it_never_does() -> None:
 def test_no_docstring_begins_with_of() -> None:
     """It would be the end of a sentence whose beginning is the name. The string behind an attribute counts, too."""
     found = []
-    for folder in ("engine", "kernels", "serve_app", "loadtest", "k8s", "benchmarks", "docsite", "tests"):
+    for folder in (*PRODUCT, "loadtest", "k8s", "benchmarks", "docsite", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 value = node.value if isinstance(node, ast.Expr) else None
@@ -171,7 +173,7 @@ def test_every_package_of_ours_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = [
         str(path.parent.relative_to(ROOT)).replace("/", ".")
-        for top in ("engine", "kernels", "serve_app")
+        for top in PRODUCT
         for path in (ROOT / top).rglob("__init__.py")
     ]
     assert sorted(listed) == sorted(found)

@@ -40,9 +40,10 @@ FAKE_EMBEDDING_BYTES = 1024
 _FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 
 
-def build_engine(model: str, config: EngineConfig, engines: int = 1) -> AsyncEngine:
+def build_engine(model: str, config: EngineConfig, engines: int = 1, *, progress: bool = True) -> AsyncEngine:
     """Start an engine for `model`, a name or directory that `prepare_model` takes; the fake executor ignores it.
-    engines: how many share this machine's memory; see engine.host.shares.
+    engines: how many share this machine's memory; see engine.host.shares. progress: show on standard error how the
+    model is prepared.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -52,7 +53,7 @@ def build_engine(model: str, config: EngineConfig, engines: int = 1) -> AsyncEng
         executor, resolved = _build_fake(config)
         step_times = fake_step_times(config) if resolved.targets.any else None
     else:
-        executor, resolved, step_times = _build_torch(model, config, engines)
+        executor, resolved, step_times = _build_torch(model, config, engines, progress=progress)
     logger.info("engine resolved: %s", resolved)
     for setting, reason in resolved.reasons.items():
         logger.info("%s: %s", setting, reason)
@@ -74,7 +75,7 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
 
 
 def _build_torch(
-    model: str, config: EngineConfig, engines: int
+    model: str, config: EngineConfig, engines: int, *, progress: bool
 ) -> tuple[Executor, ResolvedConfig, StepTimeModel | None]:
     # torch reads this once, when it is loaded. By default its threads spin while they wait, which takes cores from the
     # server and the proxy: on two busy cores a step of 16 streams took 900 to 2,500 ms, and 400 ms without spinning.
@@ -82,13 +83,13 @@ def _build_torch(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from engine.build.executor import create_executor
 
-    model_dir = _prepared(model, config)
+    model_dir = _prepared(model, config, progress=progress)
     executor, resolved = create_executor(model_dir, config, engines)
     step_times = measured_step_times(executor, model_dir, config, resolved) if resolved.targets.any else None
     return executor, resolved, step_times
 
 
-def _prepared(model: str, config: EngineConfig, *, progress: bool = True) -> Path:
+def _prepared(model: str, config: EngineConfig, *, progress: bool) -> Path:
     """Return the model's directory. A GGUF file has two forms; with `quantize: auto` the device decides."""
     from engine.execution.device import choose_device
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, kept_on_cpu
-from engine.build.machine import usable_cores
+from engine.build.machine import usable_threads
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
@@ -256,21 +256,7 @@ def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
 def _num_threads(config: EngineConfig) -> tuple[int, str]:
     if config.num_threads is not None:
         return config.num_threads, "num_threads in the config, or this replica's share of the machine's cores"
-    cores = usable_cores()
-    quota = _cpu_quota()
-    if quota is not None and quota < cores:
-        # More threads than the container's quota would be paused in the middle of every parallel region.
-        return max(1, int(quota)), f"the container's CPU quota is {quota:g} of {cores} cores"
-    return cores, f"this process may use {cores} cores"
-
-
-def _cpu_quota() -> float | None:
-    """Return how many cores the container may use, by cgroup v2, or None if it has no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+    return usable_threads()
 
 
 def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:

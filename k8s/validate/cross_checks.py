@@ -149,11 +149,7 @@ def _times(doc: Doc, settings: AppSettings) -> _Problems:
 def _images(doc: Doc) -> _Problems:
     """Check that all pods have one image, with the Ray version that the manifest names and that the project pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (pin,) = [
-        found[1]
-        for line in project["optional-dependencies"]["serve"]
-        if (found := re.match(r"ray\[serve\]==(\S+)", line))
-    ]
+    (pin,) = [found[1] for line in project["dependencies"] if (found := re.match(r"ray\[serve\]==(\S+)", line))]
     version = at(doc, "spec.rayClusterConfig.rayVersion")
     if version != pin:
         yield "spec.rayClusterConfig.rayVersion", f"must be {pin}, as pyproject.toml pins it, but it is {version}"

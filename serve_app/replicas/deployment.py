@@ -4,9 +4,7 @@ Never parses HTTP and never schedules tokens: it connects the parts that do to S
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
@@ -16,10 +14,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
-from engine.config import EngineConfig, ResolvedConfig
-from engine.protocol import AdapterRef, EngineError, ErrorCode, Failed, LoadSnapshot, SamplingParams
+from engine.config import ResolvedConfig
+from engine.protocol import AdapterRef, EngineError, ErrorCode, LoadSnapshot
 from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.admission.room import Room
 from serve_app.api.generation.live import LiveRequests
@@ -36,8 +33,9 @@ from serve_app.metrics.timing import FoundTiming
 from serve_app.metrics.values import ReplicaSamples, encode
 from serve_app.replicas.cluster import RayCluster
 from serve_app.replicas.interpreter import spare_garbage_collections, take_short_turns
-from serve_app.replicas.model import OpenModel, open_model, read_text_side
+from serve_app.replicas.model import OpenModel, open_model
 from serve_app.replicas.room_maker import RoomMaker, Sleepy
+from serve_app.replicas.served_model import read_text_side, share_threads, warm_up
 from serve_app.replicas.sleeper import EngineSleeper
 from serve_app.replicas.watchdog import Watchdog
 from serve_app.routing.stats import RoutingReporter
@@ -54,15 +52,6 @@ application nor an engine replica, which the start waits for, needs any of it.""
 logger = logging.getLogger(__name__)
 
 
-def share_threads(engine: EngineConfig, engine_replicas: int) -> EngineConfig:
-    """Give each engine its share of this process's cores, unless the config sets the number of threads: replicas with
-    one thread per core each would compete for the cores."""
-    if engine.num_threads is not None:
-        return engine
-    cores = len(os.sched_getaffinity(0))
-    return dataclasses.replace(engine, num_threads=max(1, cores // engine_replicas))
-
-
 def log_as_serve_does() -> None:
     """Give our loggers the handlers and the level of Serve's own: without them a replica loses messages at INFO, such
     as the configuration that the engine resolved, and why."""
@@ -71,22 +60,6 @@ def log_as_serve_does() -> None:
         ours = logging.getLogger(name)
         ours.handlers, ours.propagate = serve_logger.handlers, False
         ours.setLevel(serve_logger.level)
-
-
-async def warm_up(engine: AsyncEngine) -> None:
-    """Run the largest prefill step and a decode step. The first ones of a process are slow, because threads start and
-    operators choose their code, and no request should wait for that.
-
-    Raises:
-        EngineError: the engine cannot serve.
-    """
-    config = engine.config
-    prompt = [0] * max(1, min(config.max_prefill_tokens, config.max_request_tokens - 2))
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0, ignore_eos=True, max_tokens=2)
-    async for event in engine.generate(prompt, sampling, "warm-up"):
-        if isinstance(event, Failed):
-            raise EngineError(event.code, f"The engine failed to warm up: {event.message}")
-    await engine.reset_prefix_cache()
 
 
 class EngineReplica:

@@ -40,6 +40,11 @@ ON_A_CLUSTER = [command for command in COMMANDS if command.startswith(("docker "
 PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/python -m ")]
 
 RUN_ELSEWHERE = {
+    "pip wheel --no-deps --wheel-dir dist .": "tests/test_wheel.py",
+    "python3 -m venv venv": "tests/test_wheel.py",
+    "venv/bin/pip install torch==2.13.0": "tests/test_wheel.py",
+    "venv/bin/pip install dist/chunkserve-0.1.0-py3-none-linux_x86_64.whl": "tests/test_wheel.py",
+    "venv/bin/chunkserve serve smollm2-135m-instruct": "tests/test_wheel.py",
     ".venv/bin/serve run config.yaml": "tests/serve_app/test_serve_run.py",
     ".venv/bin/chunkserve serve smollm2-135m-instruct --port 8001": "tests/serve_app/front/command/test_serve.py",
     ".venv/bin/chunkserve check config.yaml --explain": "tests/serve_app/front/command/test_check.py",
@@ -124,14 +129,20 @@ def test_the_openai_example_prints_a_story_as_it_is_written(default_server: Serv
     assert len(story.split()) > 30
 
 
-def test_the_library_example_prints_scheduled_tokens_and_finished() -> None:
+def test_the_engines_example_prints_scheduled_tokens_and_finished() -> None:
     lines = run([sys.executable, "-c", block("python", "build_engine").text]).splitlines()
     assert [line.partition("(")[0] for line in lines] == ["Scheduled", *["Token"] * (len(lines) - 2), "Finished"]
     assert len(lines) > 3
 
 
+def test_the_library_prints_an_answer_and_a_story() -> None:
+    said = run([sys.executable, "-c", block("python", "from chunkserve").text])
+    assert "Paris" in said
+    assert len(said.split()) > 20
+
+
 def test_every_python_block_is_run_above() -> None:
-    marks = ("from openai", "build_engine")
+    marks = ("from openai", "build_engine", "from chunkserve")
     assert all(sum(mark in one.text for mark in marks) == 1 for one in BLOCKS if one.kind == "python")
 
 

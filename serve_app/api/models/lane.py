@@ -9,17 +9,15 @@ from typing import Protocol
 
 from serve_app.adapters.names import AdapterNames
 from serve_app.admission.gate import Gate
-from serve_app.api.generation.chat_reader import make_parsers, needs_reader, prompt_end
+from serve_app.api.generation.answer_readers import content_stops, thought_counter
 from serve_app.api.generation.submission import Prepared
 from serve_app.api.generation.thoughts import ThoughtCounter
 from serve_app.api.requests.schema import ChatRequest
 from serve_app.api.text.content_stops import ContentStops
-from serve_app.api.text.stop_strings import StopStrings
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import EngineClient, ServedModel
 from serve_app.engines.engine_load import EngineLoad
 from serve_app.metrics.ingress_recorder import IngressRecorder
-from serve_app.parsing.reasoning_parsers import reasoning_parser
 
 
 class Sleeper(Protocol):
@@ -70,17 +68,9 @@ class Lane:
             await self.sleeper.wake()
 
     def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
-        """Make the counter of a chat answer's thoughts; None if the model does not mark its thoughts."""
-        if self.model.reasoning_parser is None:
-            return None
-        end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
-        return ThoughtCounter(reasoning_parser(self.model.reasoning_parser, end))
+        """See thought_counter."""
+        return thought_counter(self.tokenizer, self.model, ready)
 
     def stops(self, request: ChatRequest, ready: Prepared) -> ContentStops | None:
-        """Make the stop strings' reader for a chat answer that may have thoughts or calls; None if it has no stop
-        strings, or is only text."""
-        if not (ready.stops and needs_reader(request, self.model)):
-            return None
-        end = prompt_end(self.tokenizer, ready.submission.prompt_token_ids)
-        stops = StopStrings(ready.stops, shown=ready.shows_stop)
-        return ContentStops(stops, *make_parsers(request, self.model, end))
+        """See content_stops."""
+        return content_stops(request, self.tokenizer, self.model, ready)

@@ -84,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROG,
         usage=f"{PROG} [-h] [--version] COMMAND ...",
         description="Serve large language models over OpenAI's and Anthropic's APIs, and look after such a server.",
-        epilog=f"`{PROG} COMMAND --help` explains a command. `serve run config.yaml` does what `{PROG} serve "
-        "config.yaml` does, and takes all options of Ray Serve's own command.",
+        epilog=f"`{PROG} COMMAND --help` explains a command. In a checkout's environment, `serve run config.yaml` does "
+        f"what `{PROG} serve config.yaml` does, and takes all options of Ray Serve's own command.",
     )
     parser.add_argument("--version", action="store_true", help=COMMANDS["version"])
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, help="one of these:")

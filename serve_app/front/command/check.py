@@ -72,8 +72,10 @@ def machine_lines(machine: Machine) -> list[str]:
     room = "unknown" if memory is None else (
         f"{memory.free / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are free ({memory.source})"
     )  # fmt: skip
+    threads, why = machine.threads
+    instructions = ", ".join(machine.instructions) or "no vector extensions"
     return [
-        f"cores    {machine.cores} of {machine.processor}: {', '.join(machine.instructions) or 'no vector extensions'}",
+        f"cores    {threads} of {machine.processor}: {instructions} ({why})",
         f"memory   {room}",
         f"GPUs     {', '.join(machine.gpus) or 'none'}",
     ]

@@ -68,6 +68,8 @@ def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Pa
         on_gpu = options.device == "cuda" or (options.device in (None, "auto") and _has_gpus())
         config = base_config(options.what, on_gpu=on_gpu)
         set_args(config["applications"][0]["args"], options)
+        if options.write_config is not None:
+            _set_any_directory(config["applications"][0]["args"])
     else:
         if problems := find_problems(given).problems:  # here, where lines of the file are its own
             _refuse(problems)
@@ -83,6 +85,21 @@ def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Pa
         return given, False
     made.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return made, True
+
+
+def _set_any_directory(args: dict[str, Any]) -> None:
+    """Make the model's path absolute: a written config may be served from another directory. Clients still ask for the
+    model by the path that was given."""
+    from engine.checkpoints.model_cache import ModelError
+    from engine.checkpoints.model_name import Form, read_name
+
+    try:
+        name = read_name(args["model"])
+    except ModelError:
+        return  # reported with the other problems
+    if name.form in (Form.DIRECTORY, Form.GGUF):
+        args.setdefault("served_model_name", [args["model"]])
+        args["model"] = str(name.path.absolute())
 
 
 def _has_gpus() -> bool:

@@ -12,7 +12,7 @@ import pytest
 from engine.checkpoints import gguf_convert
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig
-from serve_app.replicas.model import read_text_side
+from serve_app.replicas.served_model import read_text_side
 from serve_app.settings.application import AppSettings
 from tests.support.tiny_gguf import TOKENS, write_gguf
 

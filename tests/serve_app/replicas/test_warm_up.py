@@ -11,7 +11,7 @@ from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
 from engine.protocol import EngineError
 from engine.step import RowKind, ScheduledRequest, StepPlan
-from serve_app.replicas.deployment import warm_up
+from serve_app.replicas.served_model import warm_up
 from tests.support.engines import resolved_config
 
 pytestmark = pytest.mark.anyio

@@ -1,12 +1,8 @@
-"""The native library of a wheel: its levels, which one a processor gets, and that a wheel needs no compiler."""
+"""The native library of a wheel: its levels, and which one a processor gets. tests/test_wheel.py builds a wheel."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +12,6 @@ from kernels.choice import choose_kernels
 from kernels.cpu.native import library
 from kernels.cpu.native.levels import LEVELS, levels_for
 from kernels.cpu.native.library import NoLibraryError, load_library, origin
-from kernels.cpu.processor import cpu_flags
 
 ROOT = Path(__file__).parents[4]
 HASWELL = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "sse4_2"}
@@ -90,52 +85,3 @@ def test_with_a_compiler_the_library_is_compiled_for_this_processor(
     monkeypatch.undo()
     load_library.cache_clear()
     assert origin() == "C++ compiled for this processor"
-
-
-@pytest.mark.slow
-def test_a_wheel_computes_without_a_compiler(tmp_path: Path) -> None:
-    """Builds it from a copy of what git knows, installs it into a folder, and runs each level that this machine can."""
-    source = tmp_path / "source"
-    for name in ("engine", "kernels", "serve_app"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
-    subprocess.run(build, check=True, timeout=900)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
-    libraries = {Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
-    assert libraries == {level.name for level in LEVELS}
-
-    installed = tmp_path / "installed"
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=300)
-    folder = installed / "kernels" / "cpu" / "native" / "built"
-    best, *others = levels_for(cpu_flags())
-    alone = {"CXX": "no-such-compiler", "CHUNKSERVE_KERNELS_CACHE": str(tmp_path / "cache")}
-    ready = run(["-m", "kernels.cpu.native.library"], tmp_path, alone | {"PYTHONPATH": str(installed)})
-    assert ready == f"The native kernels are ready: {folder / best.name}.so\n"
-    for level in (best, *others):
-        run(["-c", COMPUTES, str(folder), level.name, str(Path(__file__).with_name("test_program.py"))], ROOT, alone)
-        (folder / f"{level.name}.so").unlink()
-
-
-COMPUTES = """
-import sys, pytest
-from pathlib import Path
-from kernels.cpu.native import library
-
-library.BUILT_DIR = Path(sys.argv[1])
-assert library.origin() == f"C++ built for {sys.argv[2]}"
-which = "a_product_of_any_shape or every_gqa_ratio"
-sys.exit(pytest.main(["-q", "-p", "no:xdist", "-k", which, sys.argv[3]]))
-"""
-
-
-def run(arguments: list[str], directory: Path, environment: dict[str, str]) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(
-        command, env=os.environ | environment, cwd=directory, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.build import machine, resolve
 from engine.build.machine import Machine, gpus
+from engine.config import EngineConfig
 from engine.host.memory import HostMemory
 from loadtest.server import ROOT
 from serve_app.front.command.check import machine_lines, main
+from serve_app.replicas.served_model import share_threads
 from tests.support.chunkserve import chunkserve, refusal
 from tests.test_architecture import run_python
 
@@ -255,12 +258,42 @@ def test_explain_says_that_engines_on_gpus_cannot_start_on_a_machine_without_any
 
 def test_a_machine_is_described_in_three_lines() -> None:
     memory = HostMemory(2**30, 2**32, "MemAvailable in /proc/meminfo")
-    assert machine_lines(Machine(2, "A processor", ("AVX2", "AVX-512"), memory, ("NVIDIA H100",))) == [
-        "cores    2 of A processor: AVX2, AVX-512",
+    threads = 2, "this process may use 2 cores"
+    assert machine_lines(Machine(threads, "A processor", ("AVX2", "AVX-512"), memory, ("NVIDIA H100",))) == [
+        "cores    2 of A processor: AVX2, AVX-512 (this process may use 2 cores)",
         "memory   1.0 of 4.0 GiB are free (MemAvailable in /proc/meminfo)",
         "GPUs     NVIDIA H100",
     ]
-    assert machine_lines(Machine(1, "B", (), None, ()))[1:] == ["memory   unknown", "GPUs     none"]
+    assert machine_lines(Machine(threads, "B", (), None, ()))[1:] == ["memory   unknown", "GPUs     none"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "threads", "why"),
+    [
+        ("150000 100000", 1, "the container's CPU quota is 1.5 of 4 cores"),
+        ("20000 100000", 1, "the container's CPU quota is 0.2 of 4 cores"),
+        ("400000 100000", 4, "this process may use 4 cores"),
+        ("max 100000", 4, "this process may use 4 cores"),
+        (None, 4, "this process may use 4 cores"),
+    ],
+)
+def test_cores_are_those_that_a_containers_quota_leaves(
+    limit: str | None, threads: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    if limit is not None:
+        (tmp_path / "sys" / "fs" / "cgroup").mkdir(parents=True)
+        (tmp_path / "sys" / "fs" / "cgroup" / "cpu.max").write_text(f"{limit}\n")
+    assert machine.usable_threads(tmp_path) == (threads, why)
+
+
+def test_the_machine_and_an_engine_count_threads_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check once promised all cores where the engine ran as many threads as the quota allowed; and the server ran
+    as many as there were cores, whatever the quota."""
+    monkeypatch.setattr(machine, "_cpu_quota", lambda root: 1.0)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    assert machine.this_machine().threads == resolve._num_threads(EngineConfig())
+    assert share_threads(EngineConfig(), 1).num_threads == 1
 
 
 @pytest.mark.parametrize(

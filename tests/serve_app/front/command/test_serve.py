@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.checkpoints.model_name import ready_directory
 from loadtest.server import ROOT, free_port, launched
 from serve_app.front.command.base_config import base_config
 from serve_app.front.command.serve import main
@@ -153,6 +154,24 @@ def test_a_written_config_can_be_checked_and_is_not_written_over(tmp_path: Path)
     assert chunkserve("check", "c.yaml", cwd=tmp_path).returncode == 0
     assert refusal(*words, cwd=tmp_path) == "--write-config: c.yaml is there already: choose another name, or remove it"
     assert (tmp_path / "c.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+def test_a_written_config_finds_a_local_model_from_any_directory(form: str, tmp_path: Path) -> None:
+    """A relative path was once written as it was given, and meant something else from elsewhere."""
+    (tmp_path / "here" / "models").mkdir(parents=True)
+    if form == "directory":
+        path, prepared = Path("models/tiny"), ready_directory(MODEL, either=True)
+        assert prepared is not None
+        (tmp_path / "here" / path).symlink_to(prepared)
+    else:
+        path = Path("models/tiny.gguf")
+        (tmp_path / "here" / path).write_bytes(b"GGUF")
+    done = chunkserve("serve", str(path), "--write-config", "../c.yaml", cwd=tmp_path / "here")
+    assert (done.returncode, done.stderr) == (0, "")
+    written = args(yaml.safe_load((tmp_path / "c.yaml").read_text()))
+    assert (written["model"], written["served_model_name"]) == (str(tmp_path / "here" / path), [str(path)])
+    assert chunkserve("check", "c.yaml", cwd=tmp_path).returncode == 0
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,163 @@
+"""The blocking library: from any thread, also beside a running event loop, and to the end of the program."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from chunkserve import Answer, Engine, RequestError, RequestFailed, RequestRefused
+from tests.test_architecture import run_python
+
+HI = [{"role": "user", "content": "hi"}]
+TIMEOUT_S = 10  # only ever reached by a failure
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine("m", executor="fake", fake={"reply": "Hello there."}) as engine:
+        yield engine
+
+
+@pytest.fixture
+def endless() -> Iterator[Engine]:
+    with Engine("m", executor="fake", fake={"step_delay_ms": 5.0}) as engine:
+        yield engine
+
+
+def num_running(engine: Engine) -> int:
+    running = engine._inner._running
+    assert running is not None
+    return len(running.engine._streams)
+
+
+def wait_for(engine: Engine, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while num_running(engine) != count:
+        assert time.monotonic() < deadline, num_running(engine)
+        time.sleep(0.005)
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("chunkserve", "engine-steps"))}
+
+
+def test_it_answers_whole_and_in_chunks(engine: Engine) -> None:
+    assert engine.generate("hi").text == engine.chat(HI).text == "Hello there."
+    assert "".join(chunk.text for chunk in engine.stream("hi")) == "Hello there."
+    assert "".join(chunk.text for chunk in engine.stream_chat(HI)) == "Hello there."
+    assert engine.detokenize(engine.tokenize("hi")) == "hi"
+    assert engine.config.kernels == "fake"
+
+
+def test_many_prompts_come_back_in_their_order_with_errors_in_place(engine: Engine) -> None:
+    answers = engine.generate_all(iter(["a", "x" * 5000, [98, 99]]), max_tokens=5)
+    assert [type(answer) for answer in answers] == [Answer, RequestRefused, Answer]
+    assert [answer.prompt_token_ids for answer in answers if isinstance(answer, Answer)] == [(97,), (98, 99)]
+    assert [isinstance(answer, RequestError) or answer.text for answer in engine.chat_all([HI] * 3)] == [
+        "Hello there."
+    ] * 3
+
+
+def test_threads_share_an_engine(engine: Engine) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda number: engine.chat(HI, seed=number).text, range(32)))
+    assert texts == ["Hello there."] * 32
+
+
+def test_it_works_beside_a_running_event_loop(engine: Engine) -> None:
+    """As in a notebook's cell."""
+
+    async def cell() -> str:
+        return engine.chat(HI).text
+
+    assert asyncio.run(cell()) == "Hello there."
+
+
+def test_closing_a_stream_ends_its_request(endless: Engine) -> None:
+    chunks = endless.stream_chat(HI, ignore_eos=True)
+    next(chunks)
+    assert num_running(endless) == 1
+    chunks.close()
+    wait_for(endless, 0)
+
+
+def test_a_stream_that_is_forgotten_ends_its_request(endless: Engine) -> None:
+    chunks = endless.stream_chat(HI, ignore_eos=True)
+    next(chunks)
+    del chunks
+    wait_for(endless, 0)
+
+
+def test_a_stream_that_is_collected_on_the_loops_own_thread_ends_its_request(endless: Engine) -> None:
+    """The garbage collector runs in any thread. There, waiting for the end would wait for itself."""
+    held = [endless.stream_chat(HI, ignore_eos=True)]
+    next(held[0])
+
+    async def forget() -> None:
+        held.clear()
+
+    endless._loop.call(forget())
+    wait_for(endless, 0)
+
+
+def test_what_interrupts_a_wait_ends_its_request(endless: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C raises in the waiting thread, in the middle of the wait for a result."""
+    from concurrent.futures import Future
+
+    wait = Future.result
+
+    def interrupted(self: Future[object], timeout: float | None = None) -> object:
+        wait_for(endless, 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        endless.chat(HI, ignore_eos=True)
+    monkeypatch.setattr(Future, "result", wait)
+    wait_for(endless, 0)
+    assert len(endless.chat(HI, max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_closing_ends_requests_of_other_threads_and_its_own_threads(endless: Engine) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(endless.chat, HI, ignore_eos=True) for _ in range(2)]
+        wait_for(endless, 2)
+        endless.close()
+        for one in asked:
+            with pytest.raises(RequestFailed, match="was closed"):
+                one.result(TIMEOUT_S)
+    for ask in (lambda: endless.chat(HI), lambda: next(endless.stream("hi")), lambda: endless.tokenize("hi")):
+        with pytest.raises(RequestFailed, match="was closed"):
+            ask()
+    endless.close()
+    assert threads() == set()
+
+
+def test_an_engine_that_is_collected_ends_its_threads() -> None:
+    engine = Engine("m", executor="fake")
+    assert threads() == {"chunkserve-loop", "engine-steps"}
+    del engine
+    gc.collect()
+    assert threads() == set()
+
+
+def test_a_start_that_fails_leaves_no_thread() -> None:
+    with pytest.raises(ValueError, match="No model '/no/such/model'"):
+        Engine("/no/such/model")
+    assert threads() == set()
+
+
+def test_a_program_that_closes_nothing_ends_by_itself_and_says_nothing() -> None:
+    code = """
+from chunkserve import Engine
+engine = Engine("m", executor="fake", fake={"step_delay_ms": 5.0})
+chunks = engine.stream_chat([{"role": "user", "content": "hi"}], ignore_eos=True)
+print(len(next(chunks).text) >= 0)
+"""
+    assert run_python(f"import sys\nsys.stderr = sys.stdout\n{code}") == "True"
