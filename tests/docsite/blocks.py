@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from docsite.pages import DOCS, ROOT, WHOLE
 
-ELSEWHERE = {"how-to/agents.md": "tests/clients, which run the programs with exactly these settings"}
+ELSEWHERE = {
+    "how-to/agents.md": "tests/clients, which run the programs with exactly these settings",
+    "how-to/from-ray-serve-llm.md": "tests/serve_app/ray_llm/test_page.py, with types in place of vLLM's",
+}
 """Pages whose blocks have a test of their own."""
 _FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

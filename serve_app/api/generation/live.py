@@ -125,3 +125,9 @@ class LiveRequests:
         for lifecycle in lifecycles:
             lifecycle.abort()
         return len(lifecycles)
+
+    def abort_all(self) -> None:
+        """End all requests."""
+        for lifecycles in self._by_name.values():
+            for lifecycle in lifecycles:
+                lifecycle.abort()

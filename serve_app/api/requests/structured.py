@@ -22,6 +22,18 @@ Schema = dict[str, Any]
 Written = Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS)]
 
 
+def _text_or_object(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else None if isinstance(value, list) else "<object>"
+
+
+SchemaOrText = Annotated[
+    Annotated[Written, Tag("<text>")] | Annotated[Schema, Tag("<object>")],
+    Discriminator(
+        _text_or_object, custom_error_type="type", custom_error_message="should be a JSON schema, also as a string"
+    ),
+]
+
+
 class TextFormat(StrictModel):
     type: Literal["text"]
 
@@ -30,8 +42,8 @@ class JsonObjectFormat(StrictModel):
     """The answer is any JSON object, or JSON that the schema allows."""
 
     type: Literal["json_object"]
-    schema_: Schema | None = Field(None, alias="schema")
-    """A JSON schema, which llama.cpp and others accept here."""
+    schema_: SchemaOrText | None = Field(None, alias="schema")
+    """A JSON schema, which llama.cpp and others accept here, also as a string."""
 
 
 class NamedSchema(StrictModel):
@@ -80,18 +92,6 @@ ResponseFormat = Annotated[
 ]
 
 ChoiceText = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARS)]
-
-
-def _text_or_object(value: Any) -> str | None:
-    return "<text>" if isinstance(value, str) else None if isinstance(value, list) else "<object>"
-
-
-SchemaOrText = Annotated[
-    Annotated[Written, Tag("<text>")] | Annotated[Schema, Tag("<object>")],
-    Discriminator(
-        _text_or_object, custom_error_type="type", custom_error_message="should be a JSON schema, also as a string"
-    ),
-]
 
 
 KINDS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")

@@ -22,6 +22,7 @@ _BY_SIGNAL = 128
 COMMANDS = {
     "serve": "Serve a model, or the applications of a config file, until a signal.",
     "check": "Find what is wrong with a config, without serving it.",
+    "convert": "Write a config from one of Ray Serve LLM, and say what it could not take along.",
     "prepare": "Download or convert a model ahead of the start, and print its directory.",
     "keys": "Make an API key or an admin key.",
     "status": "Show the models, engines and load of a running server.",

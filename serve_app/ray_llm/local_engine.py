@@ -1,0 +1,78 @@
+"""Implements EngineClient for an engine in the same process, beside no other.
+Never moves a stream: if the engine fails, so do its streams, and Serve replaces the replica."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+
+from engine.async_engine import AsyncEngine
+from engine.protocol import TERMINAL, AdapterRef, Event, FinishReason, LoadSnapshot, Submission
+from serve_app.adapters.named_adapters import NamedAdapters
+from serve_app.admission.gate import Gate
+from serve_app.engines.engine_client import StreamRecord
+from serve_app.engines.lone_engine import LoneEngine
+from serve_app.metrics.activity import FleetActivity, IngressActivity
+from serve_app.metrics.engine_recorder import EngineRecorder
+from serve_app.metrics.exposition import Scrape
+from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.values import ReplicaSamples
+
+
+class LocalEngine(LoneEngine):
+    """Streams requests from the process's own engine."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        adapters: NamedAdapters,
+        recorder: EngineRecorder,
+        ingress: IngressRecorder,
+        gate: Gate,
+        replica_id: str,
+    ) -> None:
+        """`recorder` and `ingress` measure the engine and the API. `replica_id`: the name of both in metrics."""
+        self._engine, self._adapters = engine, adapters
+        self._recorder, self._ingress, self._gate = recorder, ingress, gate
+        self._replica_id = replica_id
+
+    async def stream(
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
+    ) -> AsyncGenerator[list[Event], None]:
+        """See EngineClient.stream. All sessions are at the one engine."""
+        record, is_over = record or StreamRecord(), False
+        stream = self._engine.stream(submission)
+        try:
+            async for events in stream:
+                last = events[-1]
+                if isinstance(last, TERMINAL):
+                    is_over, record.times = True, last.times
+                yield events
+        finally:
+            if record.is_complete and not is_over:
+                # Before the stream is closed, which would count it as an abort.
+                self._engine.abort(submission.request_id, FinishReason.STOP)
+            await stream.aclose()
+
+    async def check_health(self) -> None:
+        await self._engine.check_health()
+
+    async def load(self) -> list[LoadSnapshot]:
+        return [self._engine.load()]
+
+    async def metrics(self) -> Scrape:
+        engine = ReplicaSamples(self._replica_id, self._recorder.samples(self._engine.load()))
+        return Scrape((engine,), (ReplicaSamples(self._replica_id, self._ingress.samples()),))
+
+    async def activity(self, after: Mapping[str, int]) -> FleetActivity:
+        name = self._replica_id
+        engine = self._recorder.activity(name, self._engine.load(), after.get(name))
+        return FleetActivity((engine,), (IngressActivity.of(name, self._gate.snapshot()),))
+
+    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+        return await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
+
+    async def reset_prefix_cache(self) -> list[int]:
+        return [await self._engine.reset_prefix_cache()]
