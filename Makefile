@@ -148,14 +148,14 @@ $(VENV)/installed: pyproject.toml constraints.txt scripts/serve
 	$(BIN)/python -m kernels.cpu.native.library
 	@touch $@
 
-validate-k8s: install k8s-tools ## build every overlay of k8s/ and check it without a cluster, with its alerts and dashboards
+validate-k8s: install k8s-tools ## build every overlay of k8s/ and its Helm chart, and check them without a cluster, with its alerts and dashboards
 	$(BIN)/python -m k8s.validate
 
-render-k8s: install k8s-tools ## regenerate k8s/rendered and the dashboards, which tests compare
+render-k8s: install k8s-tools ## regenerate k8s/rendered, the dashboards and the schema of the chart's values, which tests compare
 	$(BIN)/python -m k8s.dashboards
 	$(BIN)/python -m k8s.validate --render
 
-k8s-tools: install ## download kubectl, promtool and hadolint to .k8s-tools, unless they are there
+k8s-tools: install ## download kubectl, helm, promtool and hadolint to .k8s-tools, unless they are there
 	@$(BIN)/python -m k8s.validate.tools
 
 clean:

@@ -33,6 +33,7 @@ BESIDE_THE_CODE = {
     "tests/mutations.md": "explanation/mutations.md",
     "tests/support/README.md": "explanation/test-tools.md",
     "k8s/README.md": "how-to/kubernetes.md",
+    "k8s/chart/README.md": "how-to/helm.md",
     "loadtest/README.md": "benchmarks/load-tests.md",
     "loadtest/sim/README.md": "benchmarks/simulator.md",
 }

@@ -49,12 +49,17 @@ with that target and its default path, reads all replicas at once: the ingress r
 the engines. Like `/health`, it needs no API key. It shows no text, tenant or key, and it does not wake engines that are
 scaled to zero.
 
-The engines' metrics have vLLM's names, so that dashboards and gateways made for vLLM work. Metrics that vLLM does not
-have begin with `chunkserve:`.
+The engines' metrics have vLLM's names, so that dashboards made for vLLM work. Metrics that vLLM does not have begin
+with `chunkserve:`.
 
 **Series.** Every replica has its own series, distinguished by the label `engine` or `ingress`. Sum them in the query:
 `sum(rate(...))`. A series begins at zero when its replica starts, and ends with the replica; a replacement has another
 id. A replica that does not answer within 3 s is missing from the scrape, and `chunkserve:replicas_missing` counts it.
+
+**Gateways.** The endpoint pickers of gateways read one series of a name, and would take the first engine's for all. For
+them there are three metrics without a replica's label: `chunkserve:requests_running_per_engine`,
+`chunkserve:requests_waiting_per_engine` and `chunkserve:kv_cache_usage_mean`. They are absent while no engine answers.
+[Behind a gateway](../how-to/gateway.md) has more.
 
 **What counts as a request.** An answer that moves to another engine is one request to each of them. Histograms of
 whole requests contain those that ended by `stop` or `length` (engines), or with a complete answer (ingress).

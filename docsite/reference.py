@@ -134,7 +134,8 @@ def render_metrics() -> str:
     rows = []
     for metric in BY_NAME.values():
         name = f"{metric.name}_total" if metric.kind == "counter" else metric.name
-        labels = ", ".join(f"`{label}`" for label in (metric.owner, *metric.labels))
+        replica = () if metric.owner == "cluster" else (metric.owner,)
+        labels = ", ".join(f"`{label}`" for label in (*replica, *metric.labels))
         rows.append(f"| `{name}` | {metric.kind} | {labels} | {metric.help} |")
     head = ["| name | type | labels besides `model_name` | meaning |", "|---|---|---|---|"]
     return "\n".join([*head, *rows, f"| `{MISSING}` | gauge | `deployment` | {MISSING_HELP} |", ""])

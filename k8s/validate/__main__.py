@@ -9,39 +9,40 @@ import sys
 
 import yaml
 
+from k8s import chart_values
 from k8s.validate import (
     alerts,
     builds,
+    chart,
     core_objects,
     cross_checks,
+    custom_resources,
     metric_names,
     operator_rules,
     pods,
-    ray_crd,
     serve_config,
     tools,
 )
 from k8s.validate.manifests import BUILDS, K8S, MONITORING, OVERLAYS, Doc, Finding, read
 
 
-def check_objects(docs: list[Doc], *, with_crd: bool = True) -> list[Finding]:
-    """Check every object by itself. Raises CrdMissing."""
+def check_objects(docs: list[Doc]) -> list[Finding]:
+    """Check every object by itself."""
     found: list[Finding] = []
     for doc in docs:
-        is_ours = doc.get("kind") == "RayService"
-        wrong = (ray_crd.check(doc) if with_crd else []) if is_ours else core_objects.check(doc)
+        wrong = (custom_resources if doc.get("kind") in custom_resources.KINDS else core_objects).check(doc)
         found += wrong
         if wrong:
             continue  # the other checks rely on fields that the schema check has accepted
-        if is_ours:
+        if doc["kind"] == "RayService":
             found += [*operator_rules.check(doc), *serve_config.check(doc)]
         found += pods.check(doc)
     return found
 
 
-def check_build(docs: list[Doc], *, with_crd: bool = True) -> list[Finding]:
-    """Check the objects of one build, and if each is valid, whether they fit together. Raises CrdMissing."""
-    return check_objects(docs, with_crd=with_crd) or cross_checks.check(docs)
+def check_build(docs: list[Doc]) -> list[Finding]:
+    """Check the objects of one build, and if each is valid, whether they fit together."""
+    return check_objects(docs) or cross_checks.check(docs)
 
 
 def _check_all() -> list[Finding]:
@@ -55,6 +56,7 @@ def _check_all() -> list[Finding]:
         found += [one for one in check_build([*docs[name], *docs[MONITORING]]) if one not in found]
     found += _check_examples()
     found += [*builds.check_copies(built), *metric_names.check(), *alerts.check(), *alerts.check_with_promtool()]
+    found += chart.check(docs[MONITORING])
     linted = tools.run("hadolint", "--no-color", K8S / "Dockerfile")
     return found + [Finding("Dockerfile", "", line) for line in linted.stdout.splitlines()]
 
@@ -74,27 +76,28 @@ def _check_examples() -> list[Finding]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if all is well. Otherwise returns 1 and prints a line to standard error for each finding, or for a
-    program or file that is missing."""
+    program that is missing."""
     parser = argparse.ArgumentParser(
         prog="python -m k8s.validate",
         description="Build the Kubernetes manifests and check them, with their alerts and dashboards, without a "
         "cluster.",
     )
     parser.add_argument(
-        "--render", action="store_true", help="only write the builds that tests compare with; check nothing"
+        "--render", action="store_true", help="only write the files that tests compare with; check nothing"
     )
     try:
         if parser.parse_args(arguments).render:
             builds.render()
+            chart_values.main()
             return 0
         found = _check_all()
-    except (tools.ToolMissing, ray_crd.CrdMissing, builds.BuildError) as error:
+    except (tools.ToolMissing, builds.BuildError, chart.ChartError) as error:
         print(error, file=sys.stderr)
         return 1
     for one in found:
         print(one, file=sys.stderr)
     if not found:
-        print(f"{len(BUILDS)} builds are valid: {', '.join(BUILDS)}")
+        print(f"{len(BUILDS)} builds are valid, and the chart makes the same objects: {', '.join(BUILDS)}")
     return int(bool(found))
 
 

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 
+from k8s.validate import gateway
 from k8s.validate.manifests import (
     LONGEST_STREAM,
     MADE_BY_HAND,
@@ -43,12 +44,18 @@ def check(docs: list[Doc]) -> list[Finding]:
             *_model(doc, docs, settings),
         )
         found += [Finding(name_of(doc), path, problem) for path, problem in problems]
+    namespaces = {at(doc, "metadata.namespace") for doc in of_kind(docs, "RayService")}
     for doc in docs:
-        found += [
-            Finding(name_of(doc), path, problem)
-            for path, problem in (*_check_references(doc, docs), *_check_selector(doc, docs))
-        ]
-    return found
+        problems = (*_namespace(doc, namespaces), *_check_references(doc, docs), *_check_selector(doc, docs))
+        found += [Finding(name_of(doc), path, problem) for path, problem in problems]
+    return found + gateway.check(docs)
+
+
+def _namespace(doc: Doc, namespaces: set[str | None]) -> _Problems:
+    """Check that an object is where its RayService is. Without a namespace, it is created in the user's current one."""
+    own = at(doc, "metadata.namespace")
+    if namespaces and doc.get("kind") != "Namespace" and own not in namespaces:
+        yield "metadata.namespace", f"must be {' or '.join(sorted(map(str, namespaces)))}, but it is {own}"
 
 
 def _front(doc: Doc) -> _Problems:
@@ -227,6 +234,7 @@ def _check_selector(doc: Doc, docs: list[Doc]) -> _Problems:
         "NetworkPolicy": "spec.podSelector.matchLabels",
         "Service": "spec.selector",
         "PodMonitor": "spec.selector.matchLabels",
+        "InferencePool": "spec.selector.matchLabels",
     }.get(str(doc.get("kind")))
     if path is None:
         return

@@ -52,8 +52,6 @@ def _upgrade(doc: Doc) -> _Problems:
     kind = at(doc, f"{path}.type", "NewCluster")
     if kind not in _UPGRADES:
         yield f"{path}.type", f"must be one of {', '.join(_UPGRADES)}, but it is {kind!r}"
-    if (delay := at(doc, "spec.rayClusterDeletionDelaySeconds", 0)) < 0:
-        yield "spec.rayClusterDeletionDelaySeconds", f"must be >= 0, but it is {delay}"
     if kind == "NewClusterWithIncrementalUpgrade":
         yield from _incremental(doc, f"{path}.clusterUpgradeOptions")
 

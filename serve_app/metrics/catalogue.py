@@ -29,8 +29,9 @@ TOKENS: tuple[float, ...] = ()
 class Metric:
     """One metric. Counters are written with the suffix `_total`."""
 
-    owner: Literal["engine", "ingress"]
-    """The deployment whose replicas measure it, which is also the name of the label with the replica's id."""
+    owner: Literal["engine", "ingress", "cluster"]
+    """The deployment whose replicas measure it, which is also the name of the label with the replica's id. `cluster`:
+    all of them together, without such a label."""
     kind: Literal["gauge", "counter", "histogram"]
     name: str
     help: str
@@ -52,6 +53,11 @@ def one_two_five(most: int) -> list[int]:
 CACHE_CONFIG = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
 LORA_REQUESTS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
+NUM_RUNNING = "vllm:num_requests_running"
+NUM_WAITING = "vllm:num_requests_waiting"
+NUM_WAITING_AT_GATE = "chunkserve:num_requests_waiting"
+KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
+
 _engine_gauge = partial(Metric, "engine", "gauge")
 _engine_counter = partial(Metric, "engine", "counter")
 _engine_histogram = partial(Metric, "engine", "histogram")
@@ -60,15 +66,15 @@ _ingress_counter = partial(Metric, "ingress", "counter")
 _ingress_histogram = partial(Metric, "ingress", "histogram")
 
 ENGINE = (
-    _engine_gauge("vllm:num_requests_running", "Requests that are running."),
-    _engine_gauge("vllm:num_requests_waiting", "Requests that are waiting in the engine."),
+    _engine_gauge(NUM_RUNNING, "Requests that are running."),
+    _engine_gauge(NUM_WAITING, "Requests that are waiting in the engine."),
     _engine_gauge(
         "vllm:num_requests_waiting_by_reason",
         "Requests that are waiting in the engine, by reason. `capacity`: for memory, a seat or their turn. "
         "`deferred`: for their prompt to be prepared.",
         ("reason",),
     ),
-    _engine_gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests hold, 0 to 1."),
+    _engine_gauge(KV_CACHE_USAGE, "Share of KV blocks that requests hold, 0 to 1."),
     _engine_gauge("vllm:cache_config_info", "Always 1. The labels are the KV cache's settings.", CACHE_CONFIG),
     _engine_gauge(
         "vllm:lora_requests_info",
@@ -190,9 +196,7 @@ ENGINE = (
 
 INGRESS = (
     _ingress_gauge("chunkserve:num_requests_live", "Requests that have arrived and whose answer has not ended."),
-    _ingress_gauge(
-        "chunkserve:num_requests_waiting", "Requests that are waiting at the gate, in front of the engines."
-    ),
+    _ingress_gauge(NUM_WAITING_AT_GATE, "Requests that are waiting at the gate, in front of the engines."),
     _ingress_counter(
         "chunkserve:requests",
         "Requests for generated text, by outcome. `complete`: a whole answer. `error`: an error status. "
@@ -257,7 +261,19 @@ INGRESS = (
     _ingress_counter("chunkserve:responses_store_hits", "Lookups of kept responses that found all they asked for."),
 )
 
+CLUSTER = (
+    Metric("cluster", "gauge", "chunkserve:requests_running_per_engine", "Requests that are running, for each engine."),
+    Metric(
+        "cluster",
+        "gauge",
+        "chunkserve:requests_waiting_per_engine",
+        "Requests that are waiting at the gates and in the engines, for each engine.",
+    ),
+    Metric("cluster", "gauge", "chunkserve:kv_cache_usage_mean", "Mean of the engines' `vllm:kv_cache_usage_perc`."),
+)
+"""One series each, for gateways, which read a single one of a name. Absent while no engine answers."""
+
 MISSING = "chunkserve:replicas_missing"
 MISSING_HELP = "Replicas that did not answer this scrape, by deployment. Their series are missing from it."
 
-BY_NAME = {metric.name: metric for metric in (*ENGINE, *INGRESS)}
+BY_NAME = {metric.name: metric for metric in (*ENGINE, *INGRESS, *CLUSTER)}

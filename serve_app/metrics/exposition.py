@@ -1,5 +1,5 @@
 """Writes the text for Prometheus: every replica's samples under the catalogue's names, as one series per replica.
-Never adds the numbers of two replicas: when one ends, the sum falls, which Prometheus takes for a restart of all."""
+Never adds the counters of two replicas: when one ends, the sum falls, which Prometheus takes for a restart of all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from serve_app.metrics.catalogue import ENGINE, INGRESS, MISSING, MISSING_HELP, Metric
+from serve_app.metrics.catalogue import CLUSTER, ENGINE, INGRESS, MISSING, MISSING_HELP, Metric
+from serve_app.metrics.cluster_load import cluster_load
 from serve_app.metrics.values import Distribution, ReplicaSamples, Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,6 +38,12 @@ def expose(scrapes: Mapping[str, Scrape]) -> str:
     engines = [(model, replica) for model, scrape in scrapes.items() for replica in scrape.engines]
     ingresses = [(model, replica) for model, scrape in scrapes.items() for replica in scrape.ingresses]
     lines = [*_families(ENGINE, engines), *_families(INGRESS, ingresses)]
+    loads = {model: cluster_load(scrape.engines, scrape.ingresses) for model, scrape in scrapes.items()}
+    for metric in CLUSTER:
+        lines += _head(metric.name, metric.help, metric.kind)
+        for model, load in loads.items():
+            if metric.name in load:
+                lines.append(_line(metric.name, [("model_name", model)], load[metric.name]))
     lines += _head(MISSING, MISSING_HELP, "gauge")
     for model, scrape in scrapes.items():
         for deployment in ("engine", "ingress"):

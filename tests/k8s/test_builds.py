@@ -7,11 +7,11 @@ import tomllib
 import pytest
 import yaml
 
-from k8s.validate import builds, pods, ray_crd
+from k8s.validate import builds, pods
 from k8s.validate.__main__ import check_build
 from k8s.validate.manifests import K8S, OVERLAYS, ROOT, at, groups, of_kind
 from k8s.validate.serve_config import settings_of
-from tests.k8s.support import MONITORING_DOCS, needs_crd
+from tests.k8s.support import MONITORING_DOCS
 
 
 def service_of(overlay: str) -> dict[str, object]:
@@ -20,7 +20,8 @@ def service_of(overlay: str) -> dict[str, object]:
 
 
 def test_the_overlays_are_those_that_the_readme_describes() -> None:
-    assert OVERLAYS == ("cpu-demo", "gcs-fault-tolerance", "gpu", "incremental-upgrade", "mtls", "spot")
+    names = "cpu-demo gcs-fault-tolerance gpu incremental-upgrade inference-gateway mtls spot"
+    assert list(OVERLAYS) == names.split()
     readme = (K8S / "README.md").read_text()
     assert not [name for name in OVERLAYS if f"| `{name}` |" not in readme]
 
@@ -36,22 +37,7 @@ def test_a_changed_source_makes_its_copies_out_of_date(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_valid_and_its_parts_fit_together(overlay: str) -> None:
-    assert check_build([*builds.rendered(overlay), *MONITORING_DOCS], with_crd=False) == []
-
-
-@needs_crd
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_kuberays_own_crd_admits_an_overlays_rayservice(overlay: str) -> None:
-    assert ray_crd.check(service_of(overlay)) == []
-
-
-@needs_crd
-def test_defaults_are_filled_in_as_the_api_server_does() -> None:
-    service = service_of("incremental-upgrade")
-    del service["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]["maxSurgePercent"]  # type: ignore[index]
-    filled = ray_crd.with_defaults(service)
-    assert at(filled, "spec.upgradeStrategy.clusterUpgradeOptions.maxSurgePercent") == 100
-    assert at(service, "spec.upgradeStrategy.clusterUpgradeOptions.maxSurgePercent") is None
+    assert check_build([*builds.rendered(overlay), *MONITORING_DOCS]) == []
 
 
 def test_the_demo_asks_for_no_gpu_and_the_others_for_one_an_engine() -> None:

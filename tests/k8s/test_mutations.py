@@ -17,7 +17,7 @@ from k8s.validate.__main__ import check_objects
 from k8s.validate.builds import rendered
 from k8s.validate.manifests import Doc, name_of
 from serve_app.settings.model import ModelSettings
-from tests.k8s.support import MONITORING_DOCS, needs_crd
+from tests.k8s.support import MONITORING_DOCS
 
 SERVICE = "RayService/chunkserve"
 CLUSTER = "spec.rayClusterConfig"
@@ -41,8 +41,6 @@ class Mutant:
     overlay: str = "gpu"
     object: str = SERVICE
     at: str | None = None
-    crd: bool = False
-    """Whether the CRD is what refuses it."""
 
 
 def env(name: str, value: str) -> Callable[[Any], Any]:
@@ -113,36 +111,36 @@ SERVE = "spec.serveConfigV2"
 OPTIONS = "spec.upgradeStrategy.clusterUpgradeOptions"
 FT = "gcs-fault-tolerance"
 REDIS = f"{CLUSTER}.gcsFaultToleranceOptions"
+POOL: dict[str, Any] = {"overlay": "inference-gateway", "object": "InferencePool/chunkserve"}
+ROUTE: dict[str, Any] = {"overlay": "inference-gateway", "object": "HTTPRoute/chunkserve"}
+PICKER: dict[str, Any] = {"overlay": "inference-gateway", "object": "ConfigMap/chunkserve-endpoint-picker"}
 MUTANTS = {
     # What KubeRay's CRD refuses, or drops silently.
-    "a misspelt field": Mutant("spec.rayClusterDeletionDelay", 900, "is no field", crd=True),
-    "a misspelt field deep inside": Mutant(f"{WORKER_POD}.terminationGracePeriod", 9, "is no field", crd=True),
-    "a number where a text belongs": Mutant(f"{CLUSTER}.rayVersion", 2.6, "must be str", crd=True),
-    "a text where a number belongs": Mutant("spec.rayClusterDeletionDelaySeconds", "960", "must be int", crd=True),
-    "a truth where a number belongs": Mutant(f"{WORKER}.minReplicas", True, "must be int", crd=True),
-    "a number of more than 32 bits": Mutant(f"{WORKER}.priority", 2**31, "must be of 32 bits", crd=True),
-    "an unknown mode": Mutant(f"{CLUSTER}.authOptions.mode", "tokens", "must be one of disabled, token", crd=True),
-    "a quantity that is none": Mutant(
-        f"{WORKER_POD}.containers[0].resources.requests.memory", "96 GB", "must match", crd=True
-    ),
-    "a container without a name": Mutant(f"{HEAD_POD}.containers[0].name", GONE, "is required", crd=True),
+    "a misspelt field": Mutant("spec.rayClusterDeletionDelay", 900, "is no field"),
+    "a misspelt field deep inside": Mutant(f"{WORKER_POD}.terminationGracePeriod", 9, "is no field"),
+    "a number where a text belongs": Mutant(f"{CLUSTER}.rayVersion", 2.6, "must be str"),
+    "a text where a number belongs": Mutant("spec.rayClusterDeletionDelaySeconds", "960", "must be int"),
+    "a truth where a number belongs": Mutant(f"{WORKER}.minReplicas", True, "must be int"),
+    "a number of more than 32 bits": Mutant(f"{WORKER}.priority", 2**31, "must be of 32 bits"),
+    "a negative delay": Mutant("spec.rayClusterDeletionDelaySeconds", -1, "must have minimum 0"),
+    "an unknown mode": Mutant(f"{CLUSTER}.authOptions.mode", "tokens", "must be one of disabled, token"),
+    "a quantity that is none": Mutant(f"{WORKER_POD}.containers[0].resources.requests.memory", "96 GB", "must match"),
+    "a container without a name": Mutant(f"{HEAD_POD}.containers[0].name", GONE, "is required"),
     "a port that is there twice": Mutant(
         f"{HEAD_POD}.containers[0].ports[7]",
         lambda old: [*old, dict(old[0])],
         "has the same containerPort, protocol",
-        crd=True,
         at=f"{HEAD_POD}.containers[0].ports",
     ),
-    "a manager that is none": Mutant("spec.managedBy", "somebody", "managedBy field value must be", crd=True),
-    "start parameters that are no texts": Mutant(f"{HEAD}.rayStartParams.num-cpus", 0, "must be str", crd=True),
-    "the old version of the API": Mutant("apiVersion", "ray.io/v1alpha1", "must be ray.io/v1", crd=True),
+    "a manager that is none": Mutant("spec.managedBy", "somebody", "managedBy field value must be"),
+    "start parameters that are no texts": Mutant(f"{HEAD}.rayStartParams.num-cpus", 0, "must be str"),
+    "the old version of the API": Mutant("apiVersion", "ray.io/v1alpha1", "must be ray.io/v1"),
     # What the operator refuses.
     "a name that is too long": Mutant("metadata.name", "c" * 48, "has at most 47 characters"),
     "a name in capitals": Mutant("metadata.name", "Chunkserve", "must be a DNS-1035 label"),
     "a time-out that is none": annotated("ray.io/initializing-timeout", "45 minutes", "must be a duration"),
     "a time-out of nothing": annotated("ray.io/initializing-timeout", "0s", "must be a duration above zero"),
     "an upgrade that is none": Mutant("spec.upgradeStrategy.type", "RollingUpdate", "must be one of None, NewCluster"),
-    "a negative delay": Mutant("spec.rayClusterDeletionDelaySeconds", -1, "must be >= 0"),
     "an upgrade in steps without its options": Mutant(OPTIONS, GONE, "is required", overlay="incremental-upgrade"),
     "an upgrade in steps without autoscaling": Mutant(
         f"{CLUSTER}.enableInTreeAutoscaling", False, "must be true for NewCluster", overlay="incremental-upgrade"
@@ -387,6 +385,9 @@ MUTANTS = {
     "engines that ask a hub": Mutant(
         f"{WORKER_POD}.containers[0].env", without_env("HF_HUB_OFFLINE"), "HF_HUB_OFFLINE must be 1"
     ),
+    "an object in whatever namespace its user is in": Mutant(
+        "metadata.namespace", GONE, "must be chunkserve", overlay=FT, object="StatefulSet/chunkserve-redis"
+    ),
     "a claim that nobody makes": Mutant(
         f"{WORKER_POD}.volumes[0].persistentVolumeClaim.claimName", "models", "is neither in this build"
     ),
@@ -434,6 +435,56 @@ MUTANTS = {
         "no selected pod has a port named http",
         object="PodMonitor/chunkserve-head",
     ),
+    # What a pool, its route and its picker are for each other.
+    "a pool of another version": Mutant(
+        "apiVersion", "inference.networking.x-k8s.io/v1alpha2", "must be inference.networking.k8s.io/v1", **POOL
+    ),
+    "a pool with a misspelt field": Mutant("spec.targetPort", 8000, "is no field of this CRD", **POOL),
+    "a pool of the head, too": Mutant(
+        "spec.selector.matchLabels", {"chunkserve/app": "chunkserve"}, "selects pods that take no clients: head", **POOL
+    ),
+    "a pool of nobody": Mutant("spec.selector.matchLabels", {"chunkserve/role": "x"}, "selects no pod", **POOL),
+    "a pool of a port that is not there": Mutant("spec.targetPorts[0].number", 8001, "engine has no port 8001", **POOL),
+    "a picker that is nowhere": Mutant("spec.endpointPickerRef.name", "picker", "no Service of this build", **POOL),
+    "a picker at another port": Mutant("spec.endpointPickerRef.port.number", 9003, "has no port 9003", **POOL),
+    "a picker of another pool": Mutant(
+        "spec.endpointPickerRef.name",
+        lambda _: ["--pool-name=other"],
+        "is not started with --pool-name=chunkserve",
+        overlay="inference-gateway",
+        object="Deployment/chunkserve-endpoint-picker",
+        at="spec.template.spec.containers[0].args",
+    ),
+    "a route to nowhere": Mutant("spec.rules[0].backendRefs[0].name", "pool", "InferencePool/pool is not in", **ROUTE),
+    "a route of a gateway that nobody told of": Mutant(
+        "spec.parentRefs[0].name", "other", "gateway/other is neither in this build nor named in", **ROUTE
+    ),
+    "a route that ends streams": Mutant("spec.rules[0].timeouts.request", "5m", "must be 0s (none) or >=", **ROUTE),
+    "a route with a gateway's own time-out": Mutant("spec.rules[0].timeouts.request", GONE, "written out", **ROUTE),
+    "a path that is none": Mutant(
+        "spec.rules[0].matches[0].path", {"value": "v1"}, "must be an absolute path", **ROUTE
+    ),
+    "a metric that nobody exports": Mutant(
+        "queuedRequestsSpec",
+        lambda old: {"config.yaml": old["config.yaml"].replace("waiting_per_engine", "queued_per_engine")},
+        "nothing exports chunkserve:requests_queued_per_engine",
+        at="data",
+        **PICKER,
+    ),
+    "a parser that is not there": Mutant(
+        "requestHandler.parsers",
+        lambda old: {"config.yaml": old["config.yaml"].replace("pluginRef: passthrough-", "pluginRef: openai-")},
+        "no plugin openai-parser",
+        at="data",
+        **PICKER,
+    ),
+    "a scorer that is not there": Mutant(
+        "schedulingProfiles.default",
+        lambda old: {"config.yaml": old["config.yaml"].replace("pluginRef: queue-", "pluginRef: length-")},
+        "no plugin length-scorer",
+        at="data",
+        **PICKER,
+    ),
 }
 
 
@@ -448,11 +499,9 @@ def mutated(mutant: Mutant) -> tuple[Doc, list[Doc]]:
     return doc, docs
 
 
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(m, id=name, marks=needs_crd if m.crd else ()) for name, m in MUTANTS.items()]
-)
+@pytest.mark.parametrize("mutant", [pytest.param(m, id=name) for name, m in MUTANTS.items()])
 def test_a_wrong_manifest_is_refused_by_the_name_of_its_field(mutant: Mutant) -> None:
     doc, docs = mutated(mutant)
-    found = check_objects([doc], with_crd=mutant.crd) or cross_checks.check(docs)
+    found = check_objects([doc]) or cross_checks.check(docs)
     named = [one for one in found if mutant.field in one.field]
     assert any(mutant.message in one.problem for one in named), "\n".join(map(str, found)) or "nothing was found"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from k8s.validate import __main__ as validate
-from k8s.validate import ray_crd, tools
+from k8s.validate import tools
 
 
 @pytest.fixture
@@ -48,19 +48,3 @@ def test_a_program_in_our_directory_goes_before_the_paths(tmp_path: Path, monkey
     assert tools.find("kubectl") == tmp_path / "path" / "kubectl"
     monkeypatch.setenv("CHUNKSERVE_K8S_TOOLS", str(tmp_path / "tools"))
     assert tools.find("kubectl") == tmp_path / "tools" / "kubectl"
-
-
-def test_a_missing_crd_is_named_with_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHUNKSERVE_DATA", str(tmp_path))
-    with pytest.raises(ray_crd.CrdMissing, match=r"ray\.io_rayservices\.yaml of \$CHUNKSERVE_DATA.*KubeRay v1\.7\.0"):
-        ray_crd.crd_path()
-
-
-def test_validation_fails_without_the_crd(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CHUNKSERVE_DATA", str(tmp_path))
-    monkeypatch.setattr(validate.builds, "build", lambda name: "kind: RayService\napiVersion: ray.io/v1\n")
-    ray_crd.schema.cache_clear()
-    assert validate.main([]) == 1
-    assert "KubeRay's CRD is missing" in capsys.readouterr().err

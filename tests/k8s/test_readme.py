@@ -16,7 +16,10 @@ from k8s.validate.manifests import K8S, ROOT, at, of_kind
 from serve_app.settings.auth import ApiKey
 
 README = (K8S / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+CHART = (K8S / "chart" / "README.md").read_text()
+COMMANDS = [
+    line for block in re.findall(r"```bash\n(.*?)```", README + CHART, re.DOTALL) for line in block.splitlines()
+]
 CLUSTER = ("kubectl ", "helm ", "docker ")
 RUN_HERE = (".venv/bin/python -m serve_app.auth ann", ".venv/bin/python -m k8s.drain --help")
 MADE = ("make validate-k8s",)

@@ -197,3 +197,33 @@ def test_buckets_rise_and_those_of_seconds_begin_fine_enough_for_small_models(me
 def test_token_buckets_go_as_far_as_a_request_can() -> None:
     assert one_two_five(4096) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
     assert one_two_five(5) == [1, 2, 5]
+
+
+# What llm-d's endpoint picker reads of a model server, and its names for them.
+READ_BY_PICKERS = {
+    "WaitingQueueSize": "chunkserve:requests_waiting_per_engine",
+    "RunningRequestsSize": "chunkserve:requests_running_per_engine",
+    "KVCacheUsagePercent": "chunkserve:kv_cache_usage_mean",
+}
+
+
+def load_of(replica_id: str, running: int, waiting: int, usage: float) -> ReplicaSamples:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    return ReplicaSamples(replica_id, tuple(map(sample, names, (running, waiting, usage))))
+
+
+def test_a_picker_reads_one_number_a_name_the_mean_of_the_engines() -> None:
+    gates = [ReplicaSamples(name, (sample("chunkserve:num_requests_waiting", 3),)) for name in ("i1", "i2")]
+    found = series(Scrape([load_of("e1", 8, 2, 0.9), load_of("e2", 2, 0, 0.1)], gates))
+    assert {name: found[metric] for name, metric in READ_BY_PICKERS.items()} == {
+        "WaitingQueueSize": [({"model_name": MODEL}, 4.0)],
+        "RunningRequestsSize": [({"model_name": MODEL}, 5.0)],
+        "KVCacheUsagePercent": [({"model_name": MODEL}, 0.5)],
+    }
+    assert {BY_NAME[metric].kind for metric in READ_BY_PICKERS.values()} == {"gauge"}
+
+
+def test_without_an_engine_a_picker_reads_nothing_instead_of_an_idle_server() -> None:
+    """With zeros, a cluster whose engines are still loading would be the least loaded of all."""
+    found = series(Scrape((), [full("i1", INGRESS)]))
+    assert not found.keys() & READ_BY_PICKERS.values()

@@ -97,6 +97,9 @@ def test_a_scrape_of_two_ingresses_and_two_engines_equals_the_requests_made_and_
         # A server answers as soon as one replica of each kind is there.
         first = until(server, lambda series: len(replicas(series, "engine")) == len(replicas(series, "ingress")) == 2)
         assert total(first, "vllm:request_success_total") == 0, "the warm-up does not count as a request"
+        # A gateway's endpoint picker reads a single series, however many engines there are.
+        read = [labels for name, labels in first if name == "chunkserve:requests_waiting_per_engine"]
+        assert read == [frozenset({("model_name", MODEL)})]
 
         with ThreadPoolExecutor(8) as pool:
             answered = list(pool.map(lambda number: ask(server, stream=number % 2 == 0), range(40)))

@@ -1,10 +1,10 @@
-"""Owns the check of a RayService against KubeRay's own CRD, as an API server does it: structure, defaults, list keys,
-CEL rules. Never keeps a copy of the CRD, and never passes a manifest because the CRD is missing."""
+"""Owns the check of custom resources against their own CRDs, as an API server does it: structure, bounds, defaults,
+list keys, CEL rules. Never asks a cluster, and never accepts a version that the CRD beside it does not have."""
 
 from __future__ import annotations
 
 import copy
-import os
+import gzip
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -14,9 +14,16 @@ from typing import Any
 import cel
 import yaml
 
-from k8s.validate.manifests import ROOT, Doc, Finding, name_of
+from k8s.validate.manifests import Doc, Finding, name_of
 
-_FILE = "kuberay/ray.io_rayservices.yaml"
+CRDS = Path(__file__).with_name("crds")
+KINDS = {
+    "RayService": "ray.io_rayservices.yaml.gz",
+    "InferencePool": "inference.networking.k8s.io_inferencepools.yaml.gz",
+    "HTTPRoute": "gateway.networking.k8s.io_httproutes.yaml.gz",
+}
+"""Kind -> the file of its CRD. crds/sources.yaml says where each comes from."""
+_VERSION = "v1"
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -25,40 +32,43 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
 }
-
-
-class CrdMissing(RuntimeError):
-    """The CRD to check against is missing. The message names the file and says where to get it."""
-
-
-def crd_path() -> Path:
-    """Return the path of KubeRay v1.7.0's CRD, in the folder `CHUNKSERVE_DATA` or else in `shared/data` beside the
-    checkout.
-
-    Raises:
-        CrdMissing: the file does not exist.
-    """
-    data = Path(os.environ.get("CHUNKSERVE_DATA") or ROOT.parent / "shared" / "data")
-    if not (data / _FILE).is_file():
-        raise CrdMissing(
-            f"KubeRay's CRD is missing: {_FILE} of $CHUNKSERVE_DATA. Take it from KubeRay v1.7.0, "
-            "helm-chart/kuberay-operator/crds/ray.io_rayservices.yaml, or from a cluster that has it: "
-            "kubectl get crd rayservices.ray.io -o yaml"
-        )
-    return data / _FILE
+_CEL_KEYWORDS = frozenset(
+    {"true", "false", "null", "in", "as", "break", "const", "continue", "else", "for", "function"}
+)
+_CEL_RESERVED = _CEL_KEYWORDS | {
+    "if",
+    "import",
+    "let",
+    "loop",
+    "package",
+    "namespace",
+    "return",
+    "var",
+    "void",
+    "while",
+}
+"""Fields with these names have two underscores on each side in a CEL rule."""
 
 
 @cache
-def schema() -> Doc:
-    """Return the structural schema of `ray.io/v1` RayServices. Raises CrdMissing."""
-    crd = yaml.load(crd_path().read_text(), Loader=yaml.CSafeLoader)
-    (version,) = [version for version in crd["spec"]["versions"] if version["name"] == "v1"]
+def _crd(kind: str) -> Doc:
+    return dict(yaml.load(gzip.decompress((CRDS / KINDS[kind]).read_bytes()), Loader=yaml.CSafeLoader))
+
+
+@cache
+def schema(kind: str) -> Doc:
+    """Return the structural schema of one of KINDS, version v1."""
+    (version,) = [version for version in _crd(kind)["spec"]["versions"] if version["name"] == _VERSION]
     return dict(version["schema"]["openAPIV3Schema"])
 
 
+def api_version(kind: str) -> str:
+    return f"{_crd(kind)['spec']['group']}/{_VERSION}"
+
+
 def with_defaults(doc: Doc) -> Doc:
-    """Return a copy as the operator reads it, with the CRD's defaults filled in and without nulls."""
-    return dict(_defaulted(schema(), copy.deepcopy(doc)))
+    """Return a copy as a controller reads it, with the CRD's defaults filled in and without nulls."""
+    return dict(_defaulted(schema(doc["kind"]), copy.deepcopy(doc)))
 
 
 def _defaulted(spec: Doc, value: Any) -> Any:
@@ -76,10 +86,12 @@ def _defaulted(spec: Doc, value: Any) -> Any:
 
 
 def check(doc: Doc) -> list[Finding]:
-    """Find what an API server with this CRD refuses, and fields that it silently drops. Raises CrdMissing."""
-    if doc.get("apiVersion") != "ray.io/v1":
-        return [Finding(name_of(doc), "apiVersion", f"must be ray.io/v1, but it is {doc.get('apiVersion')}")]
-    found = _walk(schema(), with_defaults(doc), "")
+    """Find what an API server with the CRD refuses in an object of KINDS, and fields that it silently drops."""
+    kind = doc["kind"]
+    if doc.get("apiVersion") != api_version(kind):
+        wrong = f"must be {api_version(kind)}, but it is {doc.get('apiVersion')}"
+        return [Finding(name_of(doc), "apiVersion", wrong)]
+    found = _walk(schema(kind), with_defaults(doc), "")
     return [Finding(name_of(doc), path, problem) for path, problem in found]
 
 
@@ -94,8 +106,21 @@ def _walk(spec: Doc, value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield from _walk_list(spec, value, path)
     for rule in spec.get("x-kubernetes-validations", []):
         # Rules about a change refer to the old object, which does not exist here.
-        if "oldSelf" not in rule["rule"] and not cel.evaluate(rule["rule"], {"self": value}):
+        if "oldSelf" not in rule["rule"] and not cel.evaluate(rule["rule"], {"self": _for_cel(spec, value)}):
             yield path, f"{rule['message']} (given: {value!r})"
+
+
+def _for_cel(spec: Doc, value: Any) -> Any:
+    """Return the value under the names that a rule has for its fields."""
+    if isinstance(value, list):
+        return [_for_cel(spec.get("items", {}), item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = spec.get("properties", {})
+    return {
+        f"__{name}__" if name in fields and name in _CEL_RESERVED else name: _for_cel(fields.get(name, {}), item)
+        for name, item in value.items()
+    }
 
 
 def _of_type(spec: Doc, value: Any) -> str | None:
@@ -116,6 +141,19 @@ def _of_value(spec: Doc, value: Any) -> str | None:
         return f"must match {spec['pattern']}, but it is {value!r}"
     if spec.get("format") == "int32" and not -(2**31) <= value < 2**31:
         return f"must be of 32 bits, but it is {value!r}"
+    return _of_size(spec, value)
+
+
+def _of_size(spec: Doc, value: Any) -> str | None:
+    size, unit = value, ""
+    if isinstance(value, str | list | dict):
+        size, unit = len(value), {str: "Length", list: "Items", dict: "Properties"}[type(value)]
+    names = (f"min{unit}", f"max{unit}") if unit else ("minimum", "maximum")
+    least, most = (spec.get(name) for name in names)
+    if least is not None and size < least:
+        return f"must have {names[0]} {least}, but it is {value!r}"
+    if most is not None and size > most:
+        return f"must have {names[1]} {most}, but it is {value!r}"
     return None
 
 

@@ -1,0 +1,97 @@
+{{/* What several objects have in common. ../../README.md says why each number is what it is. */}}
+
+{{- define "chunkserve.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- define "chunkserve.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "chunkserve.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "chunkserve.cacheEnv" -}}
+- {name: CHUNKSERVE_CACHE, value: /models/chunkserve}
+- {name: HF_HOME, value: /models/huggingface}
+{{- end }}
+
+{{- define "chunkserve.env" -}}
+- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: "3600"}
+- {name: RAY_SERVE_HAPROXY_MAXCONN, value: "8192"}
+- {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /opt/venv/bin/chunkserve-haproxy}
+- {name: RAY_SERVE_HAPROXY_METRICS_PORT, value: "9101"}
+- {name: RAY_SERVE_HAPROXY_RETRY_ON, value: conn-failure empty-response}
+- {name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S, value: "60"}
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "serve_app.edge.http_server:guard_ours"}
+- {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "5"}
+- {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
+- {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
+- {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
+- {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.3"}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_worker_killing_policy_by_group, value: "true"}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{ include "chunkserve.cacheEnv" . }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- if .Values.inferenceGateway.enabled }}
+# All connections come from the gateway's few addresses, and it limits clients.
+- {name: CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE, value: "0"}
+{{- end }}
+{{- range $name, $value := .Values.env }}
+- {name: {{ $name | quote }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+
+{{/* The Serve config. As in every cluster of ours, an engine on a spot node is used only for its work. */}}
+{{- define "chunkserve.serveConfig" -}}
+{{- $application := dict "name" "chunkserve" "route_prefix" "/" "import_path" "serve_app.app:build" "args" .Values.args }}
+{{- if .Values.spot.enabled }}
+{{- $onDemand := dict "ray.io/market-type" "on-demand" }}
+{{- $ingress := dict "num_cpus" (.Values.args.ingress_num_cpus | default 0.25) "label_selector" $onDemand }}
+{{- $store := dict "num_cpus" 0 "label_selector" $onDemand }}
+{{- $_ := set $application "deployments" (list
+  (dict "name" "Ingress" "ray_actor_options" $ingress)
+  (dict "name" "ResponsesStore" "ray_actor_options" $store)) }}
+{{- end }}
+{{- dict
+  "proxy_location" "EveryNode"
+  "http_options" (dict "host" "0.0.0.0" "port" 8000)
+  "logging_config" (dict "enable_access_log" false)
+  "applications" (list $application) | toYaml }}
+{{- end }}
+
+{{/* Values that a schema cannot compare with each other. Each refusal is one line: the value, its limit, what it is. */}}
+{{- define "chunkserve.check" -}}
+{{- $streams := .Values.streams }}
+{{- $drain := .Values.args.drain_timeout_s | default 120 | int }}
+{{- $deadline := $streams.drainDeadlineSeconds | int }}
+{{- if lt $drain ($streams.longestSeconds | int) }}
+{{- fail (printf "args.drain_timeout_s must be >= streams.longestSeconds (%v), but it is %v" $streams.longestSeconds $drain) }}
+{{- end }}
+{{- if lt $deadline (add $drain 15 | int) }}
+{{- fail (printf "streams.drainDeadlineSeconds must be >= args.drain_timeout_s + 15 (%d), but it is %d" (add $drain 15) $deadline) }}
+{{- end }}
+{{- if le ($streams.gracePeriodSeconds | int) $deadline }}
+{{- fail (printf "streams.gracePeriodSeconds must be > streams.drainDeadlineSeconds (%d), but it is %v" $deadline $streams.gracePeriodSeconds) }}
+{{- end }}
+{{- if lt ($streams.clusterDeletionDelaySeconds | int) $deadline }}
+{{- fail (printf "streams.clusterDeletionDelaySeconds must be >= streams.drainDeadlineSeconds (%d), but it is %v" $deadline $streams.clusterDeletionDelaySeconds) }}
+{{- end }}
+{{- if lt (.Values.engines.maxReplicas | int) (.Values.engines.minReplicas | int) }}
+{{- fail (printf "engines.maxReplicas must be >= engines.minReplicas (%v), but it is %v" .Values.engines.minReplicas .Values.engines.maxReplicas) }}
+{{- end }}
+{{- if gt (.Values.incrementalUpgrade.stepSizePercent | int) (.Values.incrementalUpgrade.maxSurgePercent | int) }}
+{{- fail (printf "incrementalUpgrade.stepSizePercent must be <= incrementalUpgrade.maxSurgePercent (%v), but it is %v" .Values.incrementalUpgrade.maxSurgePercent .Values.incrementalUpgrade.stepSizePercent) }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,281 @@
+"""The Helm chart makes what kustomize makes, and refuses values that it does not know with a line that names them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from k8s import chart_values
+from k8s.validate import chart, tools
+from k8s.validate.__main__ import check_build
+from k8s.validate.builds import rendered
+from k8s.validate.manifests import K8S, OVERLAYS, ROOT, Doc, at, name_of, of_kind, quantity
+from tests.k8s.support import MONITORING_DOCS
+
+VALUES: Doc = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+README = (chart.CHART / "README.md").read_text()
+
+
+def _why_there_is_no_helm() -> str:
+    try:
+        tools.find("helm")
+    except tools.ToolMissing as error:
+        return str(error)
+    return ""
+
+
+needs_helm = pytest.mark.skipif(bool(_why_there_is_no_helm()), reason=_why_there_is_no_helm() or "it is there")
+"""`make validate-k8s` fails without it; `make test` goes on with the rest."""
+
+
+def merged(*files: Path) -> Doc:
+    """Merge values as Helm does."""
+
+    def merge(below: Any, above: Any) -> Any:
+        if not (isinstance(below, dict) and isinstance(above, dict)):
+            return above
+        return {**below, **{name: merge(below.get(name), value) for name, value in above.items()}}
+
+    values: Doc = copy.deepcopy(VALUES)
+    for file in files:
+        values = merge(values, yaml.safe_load(file.read_text()))
+    return values
+
+
+# --- its values -------------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_is_what_the_code_says() -> None:
+    assert chart_values.SCHEMA.read_text() == chart_values.text(), "run `python -m k8s.chart_values`"
+
+
+def test_there_is_a_file_of_values_for_every_overlay_and_for_monitoring() -> None:
+    assert {path.stem for path in chart.VALUES.iterdir()} == {*OVERLAYS, "monitoring"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_schema_admits_the_values_of_an_overlay(overlay: str) -> None:
+    jsonschema.validate(merged(*chart.values_of(overlay)), chart_values.schema())
+
+
+def test_every_default_value_has_a_type_and_every_typed_value_a_default() -> None:
+    whole = chart_values.schema()
+    del whole["properties"]["global"]
+
+    def names(values: Any, schema: Doc, path: str) -> set[str]:
+        schema = whole["$defs"][schema["$ref"].split("/")[-1]] if "$ref" in schema else schema
+        fields = schema.get("properties", {})
+        if path == "args" or not fields:
+            return {path}
+        assert set(values) == set(fields), path
+        return {name for key in fields for name in names(values[key], fields[key], f"{path}.{key}".lstrip("."))}
+
+    assert "engines.gpus" in names(VALUES, whole, "")
+
+
+@pytest.mark.parametrize("config", ["config.yaml", "config.gpu.yaml"])
+def test_the_args_of_a_config_are_valid_values(config: str) -> None:
+    args = yaml.safe_load((ROOT / config).read_text())["applications"][0]["args"]
+    jsonschema.validate({**VALUES, "args": {"model": "m", **args}}, chart_values.schema())
+
+
+@pytest.mark.parametrize("text", ["16Gi", "1.5Gi", "512M", "1073741824"])
+def test_a_quantity_of_the_schema_is_one_of_kubernetes(text: str) -> None:
+    assert quantity(text) > 0
+    jsonschema.validate({**VALUES, "head": {**VALUES["head"], "memory": text}}, chart_values.schema())
+
+
+def test_the_charts_versions_are_the_projects_and_the_images() -> None:
+    about = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+    (tag,) = {image["newTag"] for image in yaml.safe_load((K8S / "base" / "kustomization.yaml").read_text())["images"]}
+    assert about["appVersion"] == tag
+    assert tag.startswith(f"{about['version']}-")
+
+
+# --- its objects ------------------------------------------------------------------------------------------------------
+
+
+def wanted(overlay: str) -> list[Doc]:
+    return [doc for doc in rendered(overlay) if name_of(doc) not in chart.NOT_MADE]
+
+
+@needs_helm
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_chart_makes_an_overlays_objects(overlay: str) -> None:
+    assert chart.differences(chart.template_with(chart.values_of(overlay)), wanted(overlay)) == []
+
+
+@needs_helm
+def test_the_chart_makes_the_monitoring_objects() -> None:
+    made = chart.template_with([*chart.values_of("gpu"), chart.VALUES / "monitoring.yaml"])
+    dashboards = list(of_kind(made, "ConfigMap"))
+    others = [doc for doc in made if doc not in dashboards]
+    assert chart.differences(others, [*wanted("gpu"), *MONITORING_DOCS]) == []
+    contents = {file: text for doc in dashboards for file, text in doc["data"].items()}
+    sources = (K8S / "monitoring" / "dashboards").iterdir()
+    assert contents == {path.name: path.read_text() for path in sources}
+    assert {doc["metadata"]["labels"]["grafana_dashboard"] for doc in dashboards} == {"1"}
+
+
+@needs_helm
+def test_what_an_overlay_has_and_the_chart_has_not_is_found() -> None:
+    made = chart.template_with(chart.values_of("gpu"))
+    changed = wanted("gpu")
+    (service,) = of_kind(changed, "RayService")
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["priority"] = 11
+    (budget,) = [doc for doc in changed if name_of(doc) == "PodDisruptionBudget/chunkserve-head"]
+    changed.remove(budget)
+    found = [str(one) for one in chart.differences(made, changed)]
+    path = "spec.rayClusterConfig.workerGroupSpecs[0].priority"
+    assert found == [
+        f"RayService/chunkserve: {path}: the chart has 10, and the overlay 11",
+        "PodDisruptionBudget/chunkserve-head: the chart makes it, and the overlay does not",
+    ]
+
+
+@needs_helm
+def test_the_default_values_are_valid_and_fit_together() -> None:
+    chart.lint([])
+    made = chart.template()
+    assert check_build(made) == []
+    assert {at(doc, "metadata.namespace") for doc in made} == {chart.NAMESPACE}
+
+
+@needs_helm
+def test_everything_that_can_be_turned_on_is_valid_together() -> None:
+    files = [chart.values_of("gpu")[0], *(chart.VALUES / f"{name}.yaml" for name in OVERLAYS if name[0] != "c")]
+    files += [chart.VALUES / "monitoring.yaml"]
+    chart.lint(files)
+    pulls = ("--set", "imagePullSecrets[0].name=registry", "--set", "modelCache.storageClassName=nfs")
+    assert check_build(chart.template_with(files, *pulls)) == []
+
+
+@needs_helm
+def test_values_without_an_overlay_reach_their_objects() -> None:
+    made = chart.template(
+        *("--set", "imagePullSecrets[0].name=registry", "--set", "modelCache.storageClassName=nfs"),
+        *("--set", "head.nodeSelector.zone=a", "--set", "head.tolerations[0].key=t", "--set-string", "env.A=1"),
+        *("--set", "engines.tolerations[0].key=u", "--set", "image.repository=r/c", "--set", "image.tag=t"),
+        *("--set", "networkPolicy.operatorNamespace=o", "--set", "networkPolicy.monitoringNamespace=m"),
+        *("--set-json", 'args.engine={"max_num_batched_tokens":1000000}', "--namespace", "elsewhere"),
+    )
+    text = json.dumps(made)
+    (claim,) = of_kind(made, "PersistentVolumeClaim")
+    assert claim["spec"]["storageClassName"] == "nfs"
+    (service,) = of_kind(made, "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    head, worker = cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]["template"]["spec"]
+    (job,) = of_kind(made, "Job")
+    for pod in (head, worker, job["spec"]["template"]["spec"]):
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert pod["containers"][0]["image"] == "r/c:t"
+    assert head["nodeSelector"] == {"zone": "a"}
+    assert (head["tolerations"][0]["key"], worker["tolerations"][0]["key"]) == ("t", "u")
+    assert all({"name": "A", "value": "1"} in pod["containers"][0]["env"] for pod in (head, worker))
+    assert '"kubernetes.io/metadata.name": "o"' in text
+    assert '"kubernetes.io/metadata.name": "m"' in text
+    assert {doc["metadata"]["namespace"] for doc in made} == {"elsewhere"}
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    batched = config["applications"][0]["args"]["engine"]["max_num_batched_tokens"]
+    assert (batched, type(batched)) == (1_000_000, int)  # a float of this size becomes 1e+06
+
+
+@needs_helm
+def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go() -> None:
+    def notes(*names: str) -> str:
+        files = [option for name in names for option in ("--values", chart.VALUES / f"{name}.yaml")]
+        command = ("install", "chunkserve", chart.CHART, "--namespace", "chunkserve", "--dry-run=client", *files)
+        return tools.run("helm", *command).stdout.partition("\nNOTES:\n")[2]
+
+    demo = notes("cpu-demo")
+    assert "by 1 to 1 workers" in demo
+    assert "service/chunkserve-serve-svc 8000:8000" in demo
+    assert "args.auth is not set" in demo
+    assert "Secret" not in demo
+    production = notes("gpu", "spot", "gcs-fault-tolerance", "inference-gateway")
+    assert "by 2 to 10 workers" in production
+    assert "Secret chunkserve-api-keys with" in production
+    assert "Secret chunkserve-redis with" in production
+    assert "Gateway inference-gateway in" in production
+    assert "args.auth" not in production
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "a number as text": ("engines.gpus=two", "/engines/gpus': got string, want integer"),
+    "a text as number": ("engines.memory=6", "/engines/memory': got number, want string"),
+    "a truth as text": ("spot.enabled=yes please", "/spot/enabled': got string, want boolean"),
+    "a map as text": ("engines.nodeSelector=gpu", "/engines/nodeSelector': got string, want object"),
+    "an unknown name": ("engine.gpus=1", "additional properties 'engine' not allowed"),
+    "an unknown name inside": ("engines.gpu=1", "/engines': additional properties 'gpu' not allowed"),
+    "a number that is too small": ("engines.minReplicas=0", "/engines/minReplicas': minimum: got 0, want 1"),
+    "a quantity that is none": ("engines.memory=6 GB", "/engines/memory': '6 GB' does not match pattern"),
+    "a setting of a wrong type": ("args.drain_timeout_s=soon", "/args/drain_timeout_s': got string, want number"),
+    "an optional setting of a wrong type": (
+        "args.engine.kv_cache_memory_gib=all",
+        "/args/engine/kv_cache_memory_gib': got string, want null or number",
+    ),
+    "an unknown setting": ("args.drain_timeout=3", "/args': additional properties 'drain_timeout' not allowed"),
+    "no model": ("args.model=null", "/args': missing property 'model'"),
+    "a drain that ends before the longest stream": (
+        "args.drain_timeout_s=60",
+        "args.drain_timeout_s must be >= streams.longestSeconds (120), but it is 60",
+    ),
+    "a hook that ends before the drain": (
+        "streams.drainDeadlineSeconds=120",
+        "streams.drainDeadlineSeconds must be >= args.drain_timeout_s + 15 (135), but it is 120",
+    ),
+    "a grace period that ends with the hook": (
+        "streams.gracePeriodSeconds=150",
+        "streams.gracePeriodSeconds must be > streams.drainDeadlineSeconds (150), but it is 150",
+    ),
+    "a cluster that is deleted with its streams": (
+        "streams.clusterDeletionDelaySeconds=60",
+        "streams.clusterDeletionDelaySeconds must be >= streams.drainDeadlineSeconds (150), but it is 60",
+    ),
+    "fewer workers at most than at least": (
+        "engines.minReplicas=3",
+        "engines.maxReplicas must be >= engines.minReplicas (3), but it is 1",
+    ),
+    "a step that is larger than the surge": (
+        "incrementalUpgrade.stepSizePercent=30",
+        "incrementalUpgrade.stepSizePercent must be <= incrementalUpgrade.maxSurgePercent (20), but it is 30",
+    ),
+}
+
+
+@needs_helm
+@pytest.mark.parametrize(("setting", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_value_is_refused_with_a_line_that_names_it(setting: str, message: str) -> None:
+    with pytest.raises(chart.ChartError) as refused:
+        chart.template("--set", setting)
+    assert len([line for line in str(refused.value).splitlines() if message in line]) == 1, str(refused.value)
+
+
+# --- its page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_every_value() -> None:
+    named = set(re.findall(r"`(\w+)`", README))
+    assert set(VALUES) <= named
+
+
+@needs_helm
+@pytest.mark.parametrize("page", [README, (K8S / "README.md").read_text()], ids=["chart", "k8s"])
+def test_an_install_that_a_page_shows_can_be_rendered(page: str) -> None:
+    commands = [line for line in page.splitlines() if line.startswith("helm install chunkserve ")]
+    assert len(commands) == 2
+    for command in commands:
+        _, _, name, path, *options = shlex.split(command)
+        assert (name, ROOT / path) == ("chunkserve", chart.CHART)
+        given = [ROOT / option if option.startswith("k8s/") else option for option in options]
+        assert chart.template(*given)
