@@ -104,8 +104,8 @@ ENTRIES: dict[str, Entry] = {
     "model_asleep": Entry(
         (503,),
         "The model sleeps, and no engine of it was ready within its `wake_timeout_s`.",
-        "Try again: the next request wakes it, too. If it persists, no sleeping model can make room, or it takes "
-        "longer to load; see Several models.",
+        "Try again: the next request wakes it, too. If it persists, no other model can make room, or it takes longer "
+        "to load; see Several models.",
     ),
     "model_not_found": Entry(
         (404,),

@@ -34,8 +34,9 @@ class RayCluster:
 
 
 def is_without_place(actor: Mapping[str, Any]) -> bool:
-    """Whether an actor that is being created has no node yet, as opposed to one whose process starts."""
-    return not actor["Address"]["NodeID"].strip("f")
+    """Whether an actor that is being created has no process yet, as opposed to one that loads. Its node says nothing:
+    it is the one that looks for a place."""
+    return not actor["Pid"]
 
 
 def lacking(needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> frozenset[str]:

@@ -20,10 +20,13 @@ from serve_app.replicas.cluster import Cluster
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-PATIENCE = 2
-"""How many looks in a row must find no room: a replica that was just created is only about to get its place."""
+PATIENCE = 6
+"""How many looks in a row must find no room. A replica that has just got its place takes the resources, but has no
+process for a second or two, and would else seem to find none."""
 ASLEEP_S = 30.0
 """How long a model may take to go to sleep before another is looked for."""
+GONE_LOOKS = 10
+"""How many looks its processes may take to end after that, and the new one to begin."""
 ANSWER_S = 3.0
 _FAILURES = (RayError, AioRpcError, DeploymentUnavailableError, RequestCancelledError, TimeoutError)
 
@@ -74,6 +77,13 @@ class RoomMaker:
         logger.info("%s goes to sleep for %s, which lacks %s", chosen.deployment, woken.deployment, ", ".join(short))
         if await _ask_to_sleep(chosen.engine):
             await _until_asleep(chosen.deployment)
+            await self._until_placed(woken)
+
+    async def _until_placed(self, woken: Sleepy) -> None:
+        for _ in range(GONE_LOOKS):
+            if not await self._cluster.shortage(woken.deployment, woken.needs):
+                return
+            await asyncio.sleep(LOOK_S)
 
 
 def longest_idle(models: Iterable[tuple[Sleepy, float | None]]) -> Sleepy | None:

@@ -261,6 +261,20 @@ def test_what_is_short_is_what_no_node_has_or_has_together(
     assert lacking(needs, nodes) == short
 
 
-@pytest.mark.parametrize(("node", "without"), [("", True), ("f" * 56, True), ("1f" + "f" * 54, False)])
-def test_an_actor_whose_process_starts_has_a_place(node: str, without: bool) -> None:
-    assert is_without_place({"Address": {"NodeID": node}}) is without
+@pytest.mark.parametrize(("process", "without"), [(0, True), (4711, False)])
+def test_an_actor_that_has_a_process_has_a_place(process: int, without: bool) -> None:
+    assert is_without_place({"Pid": process}) is without
+
+
+async def test_a_replica_that_has_just_got_its_place_sends_nobody_to_sleep() -> None:
+    """Its resources are taken, and its process is only about to start, which looks like a shortage for a moment."""
+    models, cluster = (sleepy("a", None), sleepy("b", [50.0])), Cluster()
+    task = asyncio.ensure_future(RoomMaker(models, cluster).make_room("a"))
+    for _ in range(3):
+        cluster.looks, cluster.short = 0, frozenset({"CPU"})
+        await until(lambda: cluster.looks >= room_maker.PATIENCE // 2)
+        cluster.looks, cluster.short = 0, frozenset()
+        await until(lambda: cluster.looks >= 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert asleep == []

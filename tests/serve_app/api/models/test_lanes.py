@@ -1,5 +1,5 @@
-"""Owns the contract of several models behind one API: each request is read, counted and answered by the model that it
-names, and what is told of the server tells of all of them. Long: each route.
+"""Owns the contract of several models behind one API. Long: each route, and a model that sleeps.
+Each request is read, counted and answered by the model that it names, and what is told of the server tells of all.
 Never starts an engine: a script answers for each model, and says which it is."""
 
 from __future__ import annotations
