@@ -100,3 +100,54 @@ def test_the_deployments_that_may_be_named_are_those_that_the_builder_makes() ->
     alone, several = (line.split() for line in made.splitlines())
     assert sorted(alone) == sorted([INGRESS, *AppSettings().engine_names])
     assert sorted(several) == sorted([INGRESS, *AppSettings().engine_names, STORE])
+
+
+def test_the_documented_models_have_the_deployments_that_the_page_names() -> None:
+    page = (ROOT / "docs/how-to/several-models.md").read_text()
+    made = run_python(
+        "import yaml\n"
+        "from ray.serve._private.build_app import build_app\n"
+        "from serve_app.app import build\n"
+        "from serve_app.settings.application import AppSettings\n"
+        "from tests.docsite.blocks import block\n"
+        "config = yaml.safe_load(block('yaml', 'models:').text)\n"
+        "print(*(one.name for one in build_app(build(AppSettings(**config)), name='a').deployments))"
+    ).split()
+    assert sorted(made) == ["Engine-llama3", "Engine-qwen3", INGRESS, STORE]
+    assert all(f"`{name}`" in page for name in made if name.startswith("Engine"))
+
+
+@pytest.mark.parametrize(
+    ("models", "reason"),
+    [
+        ([{"served_model_name": "a"}, {"served_model_name": "a"}], "models.1.served_model_name is a, which"),
+        ([{"served_model_name": "a", "model_aliases": {"x": "y", "y": "x"}}], "args.models.0: .*circle: x -> y -> x"),
+        ([{"served_model_name": "a", "engine": {"block_size": 0}}], "args.models.0.engine.block_size: Input should"),
+    ],
+)
+def test_a_mistake_among_several_models_is_one_line_with_its_place(
+    tmp_path: Path, models: list[dict[str, Any]], reason: str
+) -> None:
+    with pytest.raises(ConfigRefused, match=reason) as refused:
+        preflight(read_config(config_with(tmp_path, {"models": models})))
+    (text,) = str(refused.value).splitlines()
+    assert ", line " in text
+
+
+def test_a_model_that_is_not_there_is_refused_by_its_place_among_several(tmp_path: Path) -> None:
+    models = [{"served_model_name": "a", "engine": {"executor": "fake"}}, {"model": "/no/such/model"}]
+    with pytest.raises(ConfigRefused, match=r"args\.models\.1\.model: .*/no/such/model"):
+        preflight(read_config(config_with(tmp_path, {"models": models})))
+
+
+def test_a_deployment_of_one_of_several_models_may_be_named(tmp_path: Path) -> None:
+    models = [{"served_model_name": name, "engine": {"executor": "fake"}} for name in ("a", "b")]
+    path = config_with(tmp_path, {"models": models})
+    config = yaml.safe_load(path.read_text())
+    config["applications"][0]["deployments"] = [{"name": "Engine-b", "max_ongoing_requests": 7}]
+    path.write_text(yaml.safe_dump(config))
+    assert [one.settings.model_id for one in preflight(read_config(path))[0].each_model()] == ["a", "b"]
+    config["applications"][0]["deployments"] = [{"name": "Engine"}]
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigRefused, match="expected one of Ingress, Engine-a, Engine-b"):
+        preflight(read_config(path))
