@@ -14,6 +14,7 @@ from k8s.validate import (
     alerts,
     builds,
     chart,
+    compose,
     core_objects,
     cross_checks,
     custom_resources,
@@ -57,6 +58,7 @@ def _check_all() -> list[Finding]:
     found += _check_examples()
     found += [*builds.check_copies(built), *metric_names.check(), *alerts.check(), *alerts.check_with_promtool()]
     found += chart.check(docs[MONITORING])
+    found += [*compose.check_rules(), *compose.check_schema(), *compose.check_with_promtool()]
     linted = tools.run("hadolint", "--no-color", K8S / "Dockerfile")
     return found + [Finding("Dockerfile", "", line) for line in linted.stdout.splitlines()]
 
@@ -80,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m k8s.validate",
         description="Build the Kubernetes manifests and check them, with their alerts and dashboards, without a "
-        "cluster.",
+        "cluster; and check compose.yaml.",
     )
     parser.add_argument(
         "--render", action="store_true", help="only write the files that tests compare with; check nothing"
@@ -89,6 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         if parser.parse_args(arguments).render:
             builds.render()
             chart_values.main()
+            compose.render()
             return 0
         found = _check_all()
     except (tools.ToolMissing, builds.BuildError, chart.ChartError) as error:
@@ -98,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(one, file=sys.stderr)
     if not found:
         print(f"{len(BUILDS)} builds are valid, and the chart makes the same objects: {', '.join(BUILDS)}")
+        print(f"{compose.COMPOSE.name} is valid")
     return int(bool(found))
 
 

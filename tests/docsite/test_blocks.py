@@ -36,7 +36,10 @@ COMMANDS = sorted({command for one in BLOCKS if one.kind == "bash" for command i
 CURLS = [command for command in COMMANDS if command.startswith("curl ")]
 MADE = [command for command in COMMANDS if command.startswith("make ")]
 LOADS = [command for command in MADE if command.split()[1] in ("load", "find-rate", "simulate")]
-ON_A_CLUSTER = [command for command in COMMANDS if command.startswith(("docker ", "helm ", "kubectl "))]
+COMPOSE = [command for command in COMMANDS if command.startswith("docker compose ")]  # see tests/compose
+ON_A_CLUSTER = [
+    command for command in COMMANDS if command.startswith(("docker ", "helm ", "kubectl ")) and command not in COMPOSE
+]
 PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/python -m ")]
 
 RUN_ELSEWHERE = {
@@ -84,7 +87,7 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
 
 
 def test_every_command_is_run_here_or_elsewhere_or_has_a_reason() -> None:
-    known = {*CURLS, *MADE, *ON_A_CLUSTER, *PROGRAMS, *RUN_ELSEWHERE, *NOT_RUN}
+    known = {*CURLS, *MADE, *COMPOSE, *ON_A_CLUSTER, *PROGRAMS, *RUN_ELSEWHERE, *NOT_RUN}
     assert known == set(COMMANDS)
     assert all((ROOT / place).is_file() for place in RUN_ELSEWHERE.values())
 

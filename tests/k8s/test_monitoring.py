@@ -52,6 +52,25 @@ def test_a_name_that_nothing_exports_is_found_where_it_stands() -> None:
     assert found.problem == "nothing exports vllm:gpu_cache_usage_perc"
 
 
+@pytest.mark.parametrize(
+    ("query", "legend", "problem"),
+    [
+        ('vllm:num_requests_running{reason="capacity"}', "", "vllm:num_requests_running has no label reason"),
+        ("sum by (reason) (vllm:num_requests_running)", "", "nothing in it has a label reason"),
+        ("vllm:num_requests_running", "{{ingress}}", "its answer has no label ingress"),
+        ("sum by (engine) (vllm:request_success_total)", "{{x}}", "its answer has no label x"),
+        ('sum by (le) (vllm:iteration_tokens_total_count{engine=~"a"})', "", "nothing in it has a label le"),
+    ],
+)  # fmt: skip
+def test_a_label_that_no_series_has_is_found(query: str, legend: str, problem: str) -> None:
+    """Such a query has no answer, or one line of all series together, and no error."""
+    assert metric_names.unknown_labels(query, legend) == [problem]
+
+
+def test_labels_of_metrics_that_are_not_ours_are_not_judged() -> None:
+    assert metric_names.unknown_labels('sum by (NodeType) (autoscaler_active_nodes{x="y"})', "{{NodeType}}") == []
+
+
 def test_a_counter_without_its_suffix_and_a_bare_histogram_are_not_exported() -> None:
     assert "vllm:num_preemptions_total" in metric_names.exported()
     assert "vllm:num_preemptions" not in metric_names.exported()
