@@ -42,7 +42,7 @@ config.
 """
 
 VARIABLES = {
-    "CHUNKSERVE_API_KEY": "API key that `chunkserve status` and `chunkserve chat` send.",
+    "CHUNKSERVE_API_KEY": "API key that `chunkserve status`, `chat` and `bench` send, and load tests without `--keys`.",
     "CHUNKSERVE_CACHE": "Directory of prepared models. Unset: `~/.cache/chunkserve`.",
     "CHUNKSERVE_KERNELS_CACHE": "Directory of compiled kernels. Unset: one in the user's cache directory.",
     "CHUNKSERVE_VERBOSE": "`1`: the same as `serve run --verbose`.",

@@ -17,6 +17,7 @@ from docsite import (
     highlights,
     notebook,
     packages,
+    plans,
     reference,
     refusals,
     routes,
@@ -119,6 +120,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("engine/DESIGNS.md", "presets"): reference.render_presets,
     ("docs/how-to/troubleshooting.md", "errors"): error_reference.render,
     ("docs/benchmarks/ingress-stalls.md", "ingress stalls"): lambda: stalls.table(stalls.kept()),
+    ("docs/how-to/plan.md", "plan"): lambda: plans.table(plans.kept()),
 }
 """(File, name of the marks) -> the generator of the text between the marks."""
 

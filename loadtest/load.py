@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import urllib.parse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from loadtest.options import add_options, goal_from, plan_from
@@ -56,19 +58,32 @@ def without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
     return other.parse_known_args(arguments)[1]
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run a load and return its exit code. Raises SystemExit with USAGE if the arguments are invalid."""
+def run(arguments: Sequence[str], *, quiet: bool = False, at_most_s: float | None = None) -> int:
+    """Run a load and return its exit code. A run that takes longer than `at_most_s` is ended, and so is one that a
+    signal interrupts: its report then has what there was. With `quiet`, the verdict is not printed, only progress.
+
+    Raises: SystemExit: with USAGE, if the arguments are invalid.
+    """
     options = parser().parse_args(arguments)
     check(options)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         command_of(options, arguments),
-        env={**os.environ, "PYTHONPATH": path},
+        env=_environment(),
         stdin=subprocess.DEVNULL,  # Locust reads keys from a terminal
+        stdout=subprocess.DEVNULL if quiet else None,
         start_new_session=True,
     )
-    with ended(process):
-        return process.wait()
+    with ended(process), suppress(subprocess.TimeoutExpired):
+        process.wait(at_most_s)
+    return process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Let Locust find this package in a checkout. Where it is installed, Python finds it, and what is beside it there
+    must not come before the standard library."""
+    if Path(sysconfig.get_path("purelib")) == ROOT:
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def check(options: argparse.Namespace) -> None:
@@ -87,8 +102,9 @@ def check(options: argparse.Namespace) -> None:
 
 
 def command_of(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Build Locust's command line. Options that are not this command's own are passed on to the Locust file."""
-    command = [sys.executable, "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
+    """Build Locust's command line. Options that are not this command's own are passed on to the Locust file. `-P`: a
+    folder of the user's that is called `loadtest`, too, must not be taken for this package."""
+    command = [sys.executable, "-P", "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
     command += ["--host", options.url, "--loglevel", "WARNING"]
     if options.worker_of:
         host, _, port = options.worker_of.partition(":")

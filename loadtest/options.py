@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +17,15 @@ from loadtest.slo import Goal, parse_goal
 from loadtest.target import Target, first_model
 from loadtest.workloads import WORKLOADS, Settings, plan_of
 
+KEY = "CHUNKSERVE_API_KEY"
+"""The variable with an API key. An option would show it to everybody who lists this machine's processes."""
 MAX_LAG_MS, MAX_CPU, SETTLE_S = 50.0, 90.0, 30.0
 
 Number = TypeVar("Number", int, float)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a load. No name collides with one of Locust's own options."""
+def add_options(parser: argparse.ArgumentParser, out: str = "loadtest/runs") -> None:
+    """Add the options of a load. No name collides with one of Locust's own options. `out` is the default of --out."""
     add = parser.add_argument
     add(
         "--scenario",
@@ -84,7 +87,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=600.0,
         help="seconds after which a client gives up waiting for an answer (%(default)s)",
     )
-    add("--keys", default="", help="API keys by tenant: ann=KEY,bob=KEY; a single key is used by all")
+    add(
+        "--keys",
+        default="",
+        help=f"API keys by tenant: ann=KEY,bob=KEY; a single key is used by all ({KEY}: the key without any)",
+    )
     add("--do", default="", help="shell command that is run once during the load")
     add(
         "--do-at",
@@ -99,7 +106,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="seconds that the server has to release everything after cancel and soak; 30 if not given",
     )
     add("--seed", type=int, default=None, help="seed of prompts and arrivals; another one each time if not given")
-    add("--out", default="loadtest/runs", help="folder for report.html and report.json (%(default)s)")
+    add("--out", default=out, help=f"folder for report.html and report.json ({out or 'none are kept'})")
 
 
 def plan_from(options: argparse.Namespace) -> Plan:
@@ -123,8 +130,11 @@ def goal_from(options: argparse.Namespace) -> Goal:
 
 
 def target_from(options: argparse.Namespace, url: str) -> Target:
-    """Raises: ValueError: the keys are not pairs. OSError: neither the options nor the server name a model."""
-    target = Target(url.rstrip("/"), options.model, options.request_timeout, keys_from(options.keys))
+    """Without --keys, the key of the variable KEY is sent, if it is set.
+
+    Raises: ValueError: the keys are not pairs. OSError: neither the options nor the server name a model."""
+    keys = keys_from(options.keys) or ({"": key} if (key := os.environ.get(KEY)) else {})
+    target = Target(url.rstrip("/"), options.model, options.request_timeout, keys)
     return target if target.model else dataclasses.replace(target, model=first_model(target))
 
 

@@ -1,4 +1,4 @@
-"""Owns traces of real loads, Azure's CSV and Mooncake's JSON lines, and their scaling to the server at hand.
+"""Owns traces of loads (Azure's CSV, Mooncake's JSON lines, and plain ones), and their scaling to the server at hand.
 Never contains data: a trace is read from the user's path, and an error in it is reported with its line."""
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ import dataclasses
 import gzip
 import io
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 from loadtest.scenarios import text
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id stands for in Mooncake's traces."""
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+PLAIN_COLUMNS = ["arrival_s", "prompt_tokens", "answer_tokens"]
+"""Columns of a plain trace in CSV, and keys of one in JSON lines: seconds from any moment on, and tokens."""
 
 
 class BadTrace(ValueError):
@@ -65,16 +68,17 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace in the format of its name: `.csv` is Azure's, `.jsonl` Mooncake's, and either may end in `.gz`.
+    """Read a trace in the format of its name, `.csv` or `.jsonl`, either also with `.gz`. Its first line says whether
+    it is a plain one (PLAIN_COLUMNS), or Azure's or Mooncake's.
 
     Raises:
         BadTrace: the name has another ending, or a line is not in the format; the message has the line.
         OSError: the file cannot be read.
     """
-    kinds: dict[str, Callable[[TextIO], Iterator[tuple[float, Row]]]] = {".csv": _azure, ".jsonl": _mooncake}
+    kinds: dict[str, Callable[[TextIO], Iterator[tuple[float, Row]]]] = {".csv": _csv, ".jsonl": _json_lines}
     read = kinds.get(Path(path.name.removesuffix(".gz")).suffix)
     if read is None:
-        raise BadTrace(f"{path}: a trace is a .csv of Azure's or a .jsonl of Mooncake's, either also with .gz")
+        raise BadTrace(f"{path}: a trace is a .csv (plain, Azure's) or a .jsonl (plain, Mooncake's), or a .gz of it")
     with path.open("rb") as packed:
         binary = cast(BinaryIO, gzip.GzipFile(fileobj=packed)) if path.suffix == ".gz" else packed
         stream = io.TextIOWrapper(binary, encoding="utf-8", newline="")
@@ -88,30 +92,52 @@ def read_trace(path: Path) -> Trace:
     return Trace(tuple(dataclasses.replace(row, at_s=at - rows[0][0]) for at, row in rows))
 
 
-def _azure(stream: TextIO) -> Iterator[tuple[float, Row]]:
+def _csv(stream: TextIO) -> Iterator[tuple[float, Row]]:
     lines = csv.reader(stream)
-    if (head := next(lines, [])) != _AZURE_COLUMNS:
-        raise BadTrace(f"line 1: the columns are {', '.join(_AZURE_COLUMNS)}, not {', '.join(head)!r}")
+    head = next(lines, [])
+    if head not in (_AZURE_COLUMNS, PLAIN_COLUMNS):
+        known = " or ".join(", ".join(columns) for columns in (PLAIN_COLUMNS, _AZURE_COLUMNS))
+        raise BadTrace(f"line 1: the columns are {known}, not {', '.join(head)!r}")
     for number, fields in enumerate(lines, 2):
         try:
             at, prompt, output = fields
-            # Azure's fractions of a second have seven digits; datetime takes six.
-            yield datetime.fromisoformat(at[:26]).replace(tzinfo=UTC).timestamp(), _row(int(prompt), int(output))
+            row = _row(int(prompt), int(output))
+            yield _seconds(float(at)) if head == PLAIN_COLUMNS else _timestamp(at), row
         except ValueError as bad:
             raise BadTrace(f"line {number}: {bad}") from bad
 
 
-def _mooncake(stream: TextIO) -> Iterator[tuple[float, Row]]:
+def _timestamp(text: str) -> float:
+    """Azure's fractions of a second have seven digits; datetime takes six."""
+    return datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
+
+
+def _json_lines(stream: TextIO) -> Iterator[tuple[float, Row]]:
     for number, line in enumerate(stream, 1):
         try:
             found = json.loads(line)
-            blocks = tuple(int(block) for block in found["hash_ids"])
-            row = _row(int(found["input_length"]), int(found["output_length"]), blocks)
-            if len(blocks) != -(-row.prompt_tokens // BLOCK_TOKENS):
-                raise BadTrace(f"{len(blocks)} hash_ids for {row.prompt_tokens} tokens")
-            yield found["timestamp"] / 1e3, row
+            yield _plain(found) if PLAIN_COLUMNS[0] in found else _mooncake(found)
         except (ValueError, KeyError, TypeError) as bad:
             raise BadTrace(f"line {number}: {bad!r}") from bad
+
+
+def _plain(found: dict[str, Any]) -> tuple[float, Row]:
+    at, prompt, answer = (found[name] for name in PLAIN_COLUMNS)
+    return _seconds(float(at)), _row(int(prompt), int(answer))
+
+
+def _mooncake(found: dict[str, Any]) -> tuple[float, Row]:
+    blocks = tuple(int(block) for block in found["hash_ids"])
+    row = _row(int(found["input_length"]), int(found["output_length"]), blocks)
+    if len(blocks) != -(-row.prompt_tokens // BLOCK_TOKENS):
+        raise BadTrace(f"{len(blocks)} hash_ids for {row.prompt_tokens} tokens")
+    return _seconds(found["timestamp"] / 1e3), row
+
+
+def _seconds(at: float) -> float:
+    if not math.isfinite(at):
+        raise BadTrace(f"a time of {at:g} s")
+    return at
 
 
 def _row(prompt: int, output: int, blocks: tuple[int, ...] = ()) -> Row:

@@ -173,7 +173,7 @@ def test_every_package_of_ours_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = [
         str(path.parent.relative_to(ROOT)).replace("/", ".")
-        for top in PRODUCT
+        for top in (*PRODUCT, "loadtest")
         for path in (ROOT / top).rglob("__init__.py")
     ]
     assert sorted(listed) == sorted(found)

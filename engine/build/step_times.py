@@ -50,11 +50,13 @@ def measured_step_times(
     path = cache_root() / "step_times" / f"{_key(model_dir, config, served)}.json"
     kept = _read(path)
     if kept is not None:
-        costs, deviation = kept
+        costs, deviation, has_identity = kept
         same = costs.sizes == executor.capabilities.sizes
         scale = check_costs(executor, served, costs, clock=clock) if same else None
         if scale is not None:
             logger.info("step times: kept in %s, and %.2f times that now", path, scale)
+            if not has_identity:  # an earlier release kept it
+                _keep(path, costs, deviation, identity(model_dir, served))
             return StepTimeModel(costs, deviation=deviation, scale=scale)
         logger.info("step times: steps no longer take what %s says" if same else "step times: %s pads otherwise", path)
     began = clock()
@@ -67,7 +69,7 @@ def measured_step_times(
         *(len(found.steps), clock() - began, 100 * found.deviation),
     )
     if found.deviation <= MOST_DEVIATION:
-        _keep(path, found.costs, found.deviation)
+        _keep(path, found.costs, found.deviation, identity(model_dir, served))
     return StepTimeModel(found.costs, deviation=found.deviation)
 
 
@@ -78,13 +80,35 @@ def fake_step_times(config: EngineConfig) -> StepTimeModel:
     return StepTimeModel(StepCosts((1, 2), curve), deviation=0.0)
 
 
+def kept_step_times(model_dir: Path) -> Path | None:
+    """Return the newest file of step times that an engine has kept of this model on this machine; None: there is none.
+    Does not ask for the GPU, which would have to be started: a file of another one on this machine counts, too."""
+    shape, processor = _shape(model_dir), _processor()
+    found: list[tuple[float, Path]] = []
+    for path in (cache_root() / "step_times").glob("*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            of = json.loads(path.read_text(encoding="utf-8"))["of"]
+            if (of["shape"], of["processor"]) == (shape, processor):
+                found.append((path.stat().st_mtime, path))
+    return max(found)[1] if found else None
+
+
+def identity(model_dir: Path, served: ResolvedConfig) -> dict[str, Any]:
+    """Return what step times are of, besides what was asked of the kernels: machine, model's shape, and settings."""
+    settings = {name: getattr(served, name) for name in _SETTINGS}
+    gpu = _gpu(served.device)
+    return {"processor": _processor(), "gpu": gpu, "shape": _shape(model_dir), "settings": settings}
+
+
 def _key(model_dir: Path, config: EngineConfig, served: ResolvedConfig) -> str:
     """Hash what step times depend on: the machine, the model's shape and the settings."""
-    shape = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
-    settings = {name: getattr(served, name) for name in _SETTINGS}
     asked = (served.quantize, config.activations, config.attention, config.cuda_graphs)
-    document = [_FORMAT, _processor(), _gpu(served.device), shape, settings, *asked]
+    document = [_FORMAT, *identity(model_dir, served).values(), *asked]
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:32]
+
+
+def _shape(model_dir: Path) -> str:
+    return hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
 
 
 def _processor() -> str:
@@ -103,10 +127,11 @@ def _gpu(device: str) -> str:
     return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_initialized() else ""  # type: ignore[no-untyped-call]
 
 
-def _read(path: Path) -> tuple[StepCosts, float] | None:
+def _read(path: Path) -> tuple[StepCosts, float, bool] | None:
+    """Return costs, their deviation, and whether the file says what they are of."""
     try:
         document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return read_costs(document["costs"]), float(document["deviation"])
+        return read_costs(document["costs"]), float(document["deviation"]), "of" in document
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -114,12 +139,14 @@ def _read(path: Path) -> tuple[StepCosts, float] | None:
         return None
 
 
-def _keep(path: Path, costs: StepCosts, deviation: float) -> None:
-    """Write the file whole or not at all: several engines may start at once."""
+def _keep(path: Path, costs: StepCosts, deviation: float, of: Mapping[str, Any]) -> None:
+    """Write the file whole or not at all: several engines may start at once. `of` is for people and for `chunkserve
+    plan`; the engine itself goes by the file's name."""
     aside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps({"costs": costs.document(), "deviation": deviation}) + "\n", encoding="utf-8")
+        document = {"costs": costs.document(), "deviation": deviation, "of": of}
+        aside.write_text(json.dumps(document) + "\n", encoding="utf-8")
         aside.replace(path)
     except OSError as error:
         logger.warning("step times: %s cannot be written, so the next start measures again: %s", path, error)

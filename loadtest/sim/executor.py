@@ -27,12 +27,12 @@ class Noise:
     """Factors of step times: log-normal around `slowness`, and the same for the same seed."""
 
     def __init__(self, deviation: float = 0.0, seed: str = "", slowness: float = 1.0) -> None:
-        self._deviation, self._random = deviation, Random(seed)
+        self.deviation, self._random = deviation, Random(seed)
         self.slowness = slowness
         """How many times as long each step takes. It may change, as by a noisy neighbour."""
 
     def factor(self) -> float:
-        return self.slowness * (self._random.lognormvariate(0.0, self._deviation) if self._deviation else 1.0)
+        return self.slowness * (self._random.lognormvariate(0.0, self.deviation) if self.deviation else 1.0)
 
 
 class TimedExecutor:

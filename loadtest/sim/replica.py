@@ -24,6 +24,7 @@ from engine.protocol import (
 )
 from engine.scheduling.request import create_request
 from engine.scheduling.step_prediction import StepTimeModel
+from engine.scheduling.step_time import StepCosts
 from loadtest.sim.executor import Noise, TimedExecutor
 from loadtest.sim.step_time import StepTime
 from serve_app.routing.stats import encode
@@ -59,15 +60,16 @@ class Replica:
         on_empty: Callable[[Replica], None] = lambda replica: None,
         *,
         noise: Noise | None = None,
+        believed: StepCosts | None = None,
     ) -> None:
         """`ends` is explained in TimedExecutor. `on_empty` is called when the last request of a draining replica has
-        left."""
+        left. `believed`: see Scenario."""
         self.name, self.zone = name, zone
         self.config = config
         self._loop = asyncio.get_running_loop()
         self.noise = noise or Noise()
         self._executor = TimedExecutor(step_time, ends, self.noise)
-        step_times = _step_times(step_time, self.noise, config) if config.targets.any else None
+        step_times = _step_times(step_time, self.noise, config, believed) if config.targets.any else None
         self._core = EngineCore(self._executor, config, clock=self._loop.time, step_times=step_times)
         self._signals = EngineSignals(
             signals,
@@ -180,8 +182,10 @@ class Replica:
         )
 
 
-def _step_times(step_time: StepTime, noise: Noise, config: ResolvedConfig) -> StepTimeModel:
-    """Measure the simulated machine as an engine measures its own at the first start."""
+def _step_times(step_time: StepTime, noise: Noise, config: ResolvedConfig, believed: StepCosts | None) -> StepTimeModel:
+    """Measure the simulated machine as an engine measures its own at the first start, unless it has kept costs."""
+    if believed is not None:
+        return StepTimeModel(believed, deviation=noise.deviation)
     executor = TimedExecutor(step_time, defaultdict(lambda: config.max_model_len), noise)
     found = calibrate(executor, config, clock=lambda: executor.seconds)
     return StepTimeModel(found.costs, deviation=found.deviation)

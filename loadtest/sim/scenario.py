@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config import ResolvedConfig, SchedulerConfig
+from engine.scheduling.step_time import StepCosts
 from loadtest.sim.executor import EOS, VOCAB_SIZE
 from loadtest.sim.step_time import ATTENTION_CONTEXT, StepTime
 from loadtest.sim.workload import Job
@@ -64,6 +65,9 @@ class Scenario:
     """Relative deviation of steps from `step_time`: each takes it times a log-normal factor."""
     slowness: Sequence[float] = (1.0,)
     """How many times as long as `step_time` steps take on each replica, in the order of their starts, over and over."""
+    believed: StepCosts | None = None
+    """Step costs that engines with targets begin with, as if an earlier start had kept them. None: each measures its
+    own."""
     duration_s: float | None = None
     """The time for which requests and replica-hours are counted; None means until the last arrival, at least a
     second."""

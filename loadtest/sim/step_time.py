@@ -180,6 +180,13 @@ def fit_gpu(document: dict[str, Any]) -> tuple[CalibratedStep, float]:
     Raises:
         ValueError: there are too few steps of the model.
     """
+    steps = gpu_steps(document)
+    costs = fit_costs(steps, GPU_KNOTS)
+    return CalibratedStep(costs), max(map(abs, relative_errors(costs, steps)))
+
+
+def gpu_steps(document: dict[str, Any]) -> list[Measured]:
+    """Return the steps to which `fit_gpu` fits."""
     alone = {
         (cell["cell"], cell["size"]): cell["device_ms"] / 1000
         for cell in document["cells"]
@@ -195,8 +202,7 @@ def fit_gpu(document: dict[str, Any]) -> tuple[CalibratedStep, float]:
         short, step = attention.get(f"decode {rows} x {GPU_CONTEXT}"), alone.get(("decode", rows))
         if context != GPU_CONTEXT and short is not None and step is not None:
             steps.append(Measured(decode_work(rows, context), step + GPU_LAYERS * (seconds - short)))
-    costs = fit_costs(steps, GPU_KNOTS)
-    return CalibratedStep(costs), max(map(abs, relative_errors(costs, steps)))
+    return steps
 
 
 def _gpu_work(kind: str, size: int) -> StepWork | None:
@@ -213,7 +219,8 @@ def _gpu_work(kind: str, size: int) -> StepWork | None:
 
 def measured(path: Path = MEASURED) -> tuple[LinearStep | CalibratedStep, float]:
     """Fit the model to a result of `benchmarks.engine.step` (.json), to a server's log with `step_trace`, or to steps
-    of a GPU; or take the engine's own model from a result of `benchmarks.engine.step_model`.
+    of a GPU; or take the engine's own model from the file in which it keeps it, or from a result of
+    `benchmarks.engine.step_model`.
 
     Returns:
         The model, and its largest error; of the engine's own model the relative deviation.
@@ -227,10 +234,15 @@ def measured(path: Path = MEASURED) -> tuple[LinearStep | CalibratedStep, float]
             return fit_trace(log)
     document = json.loads(path.read_text())
     benchmark = document.get("benchmark") if isinstance(document, dict) else None
-    if benchmark == CALIBRATION:
+    if benchmark == CALIBRATION or is_kept(document):
         return CalibratedStep(read_costs(document["costs"])), float(document["deviation"])
     if benchmark == ON_GPU:
         return fit_gpu(document)
     if benchmark != BENCHMARK or not document.get("cells"):  # other benchmarks have cells of their own kinds
         raise ValueError(f"{path} is not a result of benchmarks.engine.step with cells: its benchmark is {benchmark}")
     return fit(document["cells"])
+
+
+def is_kept(document: Any) -> bool:
+    """Whether this is what an engine keeps of its step times (engine.build.step_times)."""
+    return isinstance(document, dict) and "benchmark" not in document and {"costs", "deviation"} <= document.keys()

@@ -70,7 +70,8 @@ class World:
         signals = SignalSettings(prefill_tokens_per_s=scenario.prefill_tokens_per_s, **target)
         slowness = scenario.slowness[next(self._made) % len(scenario.slowness)]
         noise = Noise(scenario.step_deviation, f"{scenario.seed} {name}", slowness)
-        return Replica(name, zone, scenario.config, scenario.step_time, self.ends, signals, on_empty, noise=noise)
+        steps, believed = scenario.step_time, scenario.believed
+        return Replica(name, zone, scenario.config, steps, self.ends, signals, on_empty, noise=noise, believed=believed)
 
     def _gate_policy(self) -> GatePolicy:
         config = self.scenario.config

@@ -53,6 +53,12 @@ RUN_ELSEWHERE = {
     ".venv/bin/chunkserve check config.yaml --explain": "tests/serve_app/front/command/test_check.py",
     ".venv/bin/chunkserve chat --temperature 0": "tests/serve_app/front/command/test_running.py",
     ".venv/bin/chunkserve status": "tests/serve_app/front/command/test_running.py",
+    **{
+        command: f"tests/serve_app/front/command/test_{name}.py"
+        for name in ("plan", "bench")
+        for command in COMMANDS
+        if command.startswith(f".venv/bin/chunkserve {name} ")
+    },
     ".venv/bin/serve deploy config.yaml": "tests/chaos/test_rollout.py",
     "TRITON_CACHE_DIR=loadtest/runs/kernels python3 -m tests.gpu.hour.ahead": "tests/test_first_hour.py",
     "python3 tests/gpu/first_hour.py --device stand-in --out loadtest/runs/rehearsal": "tests/test_first_hour.py",

@@ -39,7 +39,20 @@ def test_mooncakes_rows_have_milliseconds_and_blocks(tmp_path: Path) -> None:
     assert found.rows == (Row(0.0, 512, 2, (3,)), Row(1.0, 513, 5, (3, 9)))  # in the order of time
 
 
-@pytest.mark.parametrize("sample", [AZURE, MOONCAKE])
+PLAIN = "arrival_s,prompt_tokens,answer_tokens\n"
+
+
+def test_plain_rows_are_the_same_in_both_forms_and_begin_at_any_time(tmp_path: Path) -> None:
+    rows = trace_of(tmp_path, "p.csv", PLAIN + "7.5,30,4\n5,20,3\n").rows
+    assert rows == (Row(0.0, 20, 3), Row(2.5, 30, 4))
+    lines = (
+        '{"arrival_s": 7.5, "prompt_tokens": 30, "answer_tokens": 4}\n'
+        '{"arrival_s": 5, "prompt_tokens": 20, "answer_tokens": 3, "more": null}\n'
+    )
+    assert trace_of(tmp_path, "p.jsonl", lines).rows == rows
+
+
+@pytest.mark.parametrize("sample", [AZURE, MOONCAKE, SAMPLES / "plain_sample.csv"])
 def test_a_packed_trace_is_the_same(sample: Path, tmp_path: Path) -> None:
     packed = tmp_path / f"{sample.name}.gz"
     packed.write_bytes(gzip.compress(sample.read_bytes()))
@@ -56,6 +69,9 @@ def test_a_packed_trace_is_the_same(sample: Path, tmp_path: Path) -> None:
         ("a.csv", HEAD + "2023-11-16 18:17:03,5\n", "line 2"),
         ("a.csv", HEAD + "2023-11-16 18:17:03,5,6\nnever,5,6\n", "line 3"),
         ("a.csv", HEAD + "2023-11-16 18:17:03,-5,6\n", "line 2"),
+        ("p.csv", PLAIN + "0,5,6\n1,,6\n", "line 3"),
+        ("p.csv", PLAIN + "0,5,6\ninf,5,6\n", "line 3: a time of inf s"),
+        ("p.jsonl", '{"arrival_s": 0, "prompt_tokens": 5}\n', "line 1: KeyError"),
         ("a.jsonl", '{"timestamp": 0}\n', "line 1"),
         ("a.jsonl", "[]\n", "line 1"),
         ("a.jsonl", "{\n", "line 1"),

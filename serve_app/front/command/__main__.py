@@ -27,6 +27,8 @@ COMMANDS = {
     "keys": "Make an API key or an admin key.",
     "status": "Show the models, engines and load of a running server.",
     "chat": "Talk to a running server in this terminal.",
+    "bench": "Send a load to a running server, and show its latencies.",
+    "plan": "Find the settings and replicas that hold a load, by simulation.",
     "version": "Show the versions of chunkserve and of what it runs on.",
 }
 

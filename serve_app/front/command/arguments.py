@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 def add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
-        type=_url,
+        type=url_of,
         help=f"URL of the server; without it the one that this user runs on this machine, or {DEFAULT_URL}",
     )
 
@@ -48,7 +49,17 @@ def chosen_server(parser: argparse.ArgumentParser, given: str | None) -> Api:
     return Api(found[0] if found else DEFAULT_URL)
 
 
-def _url(text: str) -> str:
+def file_to_write(text: str) -> Path:
+    """Read the path of a file that will be written. Raises ArgumentTypeError: now, and not after minutes of work, if it
+    cannot be."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, not {text!r}")
+    return path
+
+
+def url_of(text: str) -> str:
+    """Read the URL of a server, without its `/v1`. Raises ArgumentTypeError."""
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"expected http:// or https:// at the beginning, not {text!r}")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.build.engine import build_engine
-from engine.build.step_times import fake_step_times, measured_step_times
+from engine.build.step_times import fake_step_times, kept_step_times, measured_step_times
 from engine.config import ConfigError, EngineConfig, FakeConfig, Targets
 from engine.protocol import Finished, SamplingParams, Token
 from engine.scheduling.step_prediction import StepTimeModel
@@ -55,6 +55,26 @@ def test_the_second_start_measures_only_whether_steps_still_take_what_they_took(
     assert checked < measured / 4
     assert second.now.costs == first.now.costs
     assert second.now.scale == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_is_kept_says_what_it_is_of_and_is_found_by_the_model(model_dir: Path) -> None:
+    start(model_dir)
+    (path,) = kept(model_dir)
+    of = json.loads(path.read_text())["of"]
+    assert of["settings"]["max_num_seqs"] == resolved_config(**{**LARGE, **BUDGETS}).max_num_seqs
+    assert kept_step_times(model_dir) == path
+    (model_dir / "config.json").write_text('{"hidden_size": 128}')
+    assert kept_step_times(model_dir) is None
+
+
+def test_a_file_that_an_earlier_release_kept_says_so_after_the_next_start(model_dir: Path) -> None:
+    start(model_dir)
+    (path,) = kept(model_dir)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({"costs": document["costs"], "deviation": document["deviation"]}))
+    assert kept_step_times(model_dir) is None
+    start(model_dir)
+    assert json.loads(path.read_text()) == document
 
 
 def test_a_machine_that_is_a_little_slower_now_scales_what_was_kept(model_dir: Path) -> None:

@@ -35,9 +35,9 @@ def test_without_a_subcommand_it_shows_the_help() -> None:
 
 
 def test_a_subcommand_that_there_is_not_is_named_with_those_that_there_are() -> None:
-    done = chunkserve("plan")
+    done = chunkserve("train")
     assert done.returncode == 2
-    assert "'plan'" in done.stderr
+    assert "'train'" in done.stderr
     assert all(name in done.stderr for name in COMMANDS)
 
 

@@ -1,0 +1,195 @@
+"""`chunkserve plan` says what to set for a load, writes a config that `check` accepts, and refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.build.step_times import identity
+from engine.config import DEFAULT_MODEL
+from engine.scheduling.step_time import StepCosts
+from loadtest.server import ROOT
+from serve_app.front.command.problems import find_problems
+from tests.docsite.blocks import BLOCKS
+from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
+from tests.support.engines import resolved_config
+
+STEPS = ROOT / "loadtest" / "results" / "step_model.json"
+SAMPLES = ROOT / "tests" / "loadtest" / "traces"
+DOCUMENTED = [command for one in BLOCKS if one.kind == "bash" for command in one.commands]
+QUICK = ("--seconds", "15", "--seeds", "1", "--processes", "1")
+TARGETS = ("--ttft-ms", "2000", "--tpot-ms", "150")
+NUMBERS = ("--rate", "1", "--prompt-tokens", "100:300", "--answer-tokens", "15")
+
+
+def planned(tmp_path: Path, *words: str, status: int = 0) -> tuple[str, dict[str, Any]]:
+    """Make a plan; return what it printed, and its document."""
+    out = tmp_path / "plan.json"
+    done = chunkserve("plan", *words, *QUICK, "--json", str(out))
+    assert done.returncode == status, done.stderr
+    assert "\x1b" not in done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    return done.stdout, found
+
+
+def test_numbers_make_a_plan_with_a_config_that_check_accepts(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    told, found = planned(
+        tmp_path, *NUMBERS, *TARGETS, "--steps", str(STEPS), "--cost", "2", "--write-config", str(config)
+    )
+    assert found["holds"]
+    assert "What to set" in told
+    assert f"wrote {config}" in told
+    assert find_problems(config).problems == []
+    args = yaml.safe_load(config.read_text())["applications"][0]["args"]
+    assert args == found["config"]["applications"][0]["args"]
+    assert args["engine_replicas"] == found["set"]["engine_replicas"]
+    assert args["engine"]["max_num_seqs"] == found["set"]["max_num_seqs"]
+    assert found["costs"]["cost_per_hour"] == 2 * found["set"]["engine_replicas"]
+
+
+@pytest.mark.parametrize("sample", ["azure_sample.csv", "mooncake_sample.jsonl"])
+def test_a_trace_makes_a_plan_at_the_rate_that_is_asked_for(tmp_path: Path, sample: str) -> None:
+    trace = ("--trace", str(SAMPLES / sample), "--rate", "0.2", "--ttft-ms", "60000", "--kv-tokens", "200000")
+    _, found = planned(tmp_path, *trace, "--steps", str(STEPS), "--attainment", "50")
+    assert found["demand"]["rate_per_s"] == pytest.approx(0.2)
+    assert found["wanted"] == {"ttft_ms": 60_000, "tpot_ms": None, "attainment": 0.5}
+
+
+def test_a_plan_changes_the_config_that_it_is_given_and_takes_its_targets(tmp_path: Path) -> None:
+    out = tmp_path / "planned.yaml"
+    given = yaml.safe_load((ROOT / "config.yaml").read_text())
+    _, found = planned(
+        tmp_path, *NUMBERS, "--config", str(ROOT / "config.yaml"), "--steps", str(STEPS), "--write-config", str(out),
+        "--kv-tokens", "20000", "--attainment", "80",
+    )  # fmt: skip
+    assert (found["wanted"]["ttft_ms"], found["wanted"]["tpot_ms"]) == (2000, 75)
+    args, before = (one["applications"][0]["args"] for one in (found["config"], given))
+    assert args["engine"]["kv_cache_memory_gib"] == before["engine"]["kv_cache_memory_gib"]
+    assert args["model"] == before["model"]
+    assert find_problems(out).problems == []
+
+
+@pytest.mark.parametrize("command", [one for one in DOCUMENTED if one.startswith(".venv/bin/chunkserve plan ")])
+def test_a_documented_command_makes_a_plan(tmp_path: Path, command: str) -> None:
+    words = [str(tmp_path / word) if word == "planned.yaml" else word for word in shlex.split(command)[2:]]
+    done = chunkserve("plan", *words, *QUICK, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "What to set" in done.stdout
+
+
+def test_what_cannot_be_held_is_said_and_is_the_status(tmp_path: Path) -> None:
+    load = ("--rate", "20", "--prompt-tokens", "400", "--answer-tokens", "30", "--max-replicas", "2")
+    told, found = planned(tmp_path, *load, *TARGETS, "--steps", str(STEPS), status=3)
+    assert "CANNOT BE HELD: with 2 replicas" in told
+    assert 0 < found["nearest"]["rate_per_s"] < 20
+
+
+def test_without_steps_those_that_an_engine_has_kept_of_the_model_are_taken(tmp_path: Path) -> None:
+    """`--steps` names no file here, and the cache has two: the model's, and another's."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
+    (model / "config.json").write_text(json.dumps(shape | {"num_attention_heads": 2, "vocab_size": 64}))
+    costs = StepCosts((1, 512), (0.005, 0.2), key_s=1e-7)
+    of = identity(model, resolved_config(max_num_seqs=16, max_num_batched_tokens=512, num_kv_blocks=2000))
+    folder = tmp_path / "cache" / "step_times"
+    folder.mkdir(parents=True)
+    document = {"costs": costs.document(), "deviation": 0.02, "of": of}
+    (folder / "of-it.json").write_text(json.dumps(document))
+    (folder / "of-another.json").write_text(json.dumps(document | {"of": of | {"shape": "x"}}))
+    (folder / "broken.json").write_text("{")
+    env = {"CHUNKSERVE_CACHE": str(tmp_path / "cache")}
+    from engine.build.step_times import kept_step_times
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHUNKSERVE_CACHE", env["CHUNKSERVE_CACHE"])
+        assert kept_step_times(model) == folder / "of-it.json"
+        (folder / "of-it.json").unlink()
+        assert kept_step_times(model) is None
+
+
+def test_where_nothing_is_kept_one_line_says_how_to_get_it(tmp_path: Path) -> None:
+    line = refusal("plan", *NUMBERS, *TARGETS, env={"CHUNKSERVE_CACHE": str(tmp_path)})
+    assert line.startswith(f"chunkserve plan: no engine has kept step times of {DEFAULT_MODEL} here")
+    assert f"`chunkserve serve {DEFAULT_MODEL}`" in line
+    assert "--steps" in line
+
+
+def test_ctrl_c_ends_it_at_once_with_all_its_processes(tmp_path: Path) -> None:
+    load = ("--rate", "20", "--prompt-tokens", "400", "--answer-tokens", "200", "--steps", str(STEPS), *TARGETS)
+    command = [*COMMAND, "plan", *load, "--processes", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        while "searching" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(1.0)  # for its processes to have begun
+        process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert told == ""
+    assert "Traceback" not in errors
+
+
+BAD = {
+    "a negative rate": (["--rate", "-1"], "--rate: expected a number from 0.0001 to 1e+06, not -1"),
+    "no number": (["--ttft-ms", "nan"], "--ttft-ms: expected a number from 1 to 1e+07, not nan"),
+    "no share": (["--attainment", "101"], "--attainment: expected a number from 50 to 100, not 101"),
+    "bounds in the wrong order": (["--min-replicas", "20"], "--min-replicas 20 is more than --max-replicas 16"),
+    "no lengths": (
+        ["--prompt-tokens", "many"],
+        "--prompt-tokens: expected MEAN or MEAN:P95, such as 500:1500, not 'many'",
+    ),
+    "impossible lengths": (
+        ["--answer-tokens", "100:9000"],
+        "--answer-tokens: a 95th percentile of 9000: expected from",
+    ),
+    "too long for an engine": (["--prompt-tokens", "9000"], "are more than the 8192 tokens that a request may have"),
+    "no such steps": (["--steps", "/no/steps.json"], "/no/steps.json"),
+    "no steps in a file": (["--steps", str(ROOT / "loadtest/results/peers.json")], "peers.json is not a result of"),
+    "no such config": (["--config", "/no/config.yaml"], "/no/config.yaml: No such file or directory"),
+    "two models": (["--config", str(ROOT / "config.yaml"), "--model", "x"], "--model: the config names the model"),
+    "a trace besides numbers": (
+        ["--trace", str(SAMPLES / "azure_sample.csv")],
+        "--prompt-tokens: a trace has lengths of its own",
+    ),
+    "no place to write": (["--json", "/no/folder/x"], "argument --json: expected a file that can be written"),
+}
+
+
+@pytest.mark.parametrize(("words", "reason"), BAD.values(), ids=BAD)
+def test_what_makes_no_plan_is_refused_in_one_line(words: list[str], reason: str) -> None:
+    assert reason in refusal("plan", *NUMBERS, *TARGETS, "--steps", str(STEPS), *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("arrival_s,prompt_tokens,answer_tokens\n0,100,5\n1,,5\n", "line 3: invalid literal"),
+        ("arrival_s,prompt_tokens,answer_tokens\n0,100,5\nnan,100,5\n", "line 3: a time of nan s"),
+        ("arrival_s,prompt_tokens,answer_tokens\n0,100,5\n1,100,-5\n", "line 3: lengths of 100 and -5 tokens"),
+        ("arrival_s,prompt_tokens,answer_tokens\n0,100,5\n", "1 requests of up to 8192 tokens over no time"),
+        ("a,b,c\n", "line 1: the columns are arrival_s, prompt_tokens, answer_tokens"),
+    ],
+)
+def test_a_trace_with_holes_is_refused_with_its_line(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    line = refusal("plan", "--trace", str(path), *TARGETS, "--steps", str(STEPS))
+    assert str(path) in line
+    assert reason in line
+
+
+def test_a_load_or_targets_that_are_missing_are_named() -> None:
+    assert "a plan needs targets: --ttft-ms, --tpot-ms or both" in refusal("plan", *NUMBERS, "--steps", str(STEPS))
+    assert "a plan needs a load: --trace, or --rate" in refusal("plan", *TARGETS, "--steps", str(STEPS))
