@@ -10,10 +10,10 @@ import torch
 
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, kept_on_cpu
-from engine.build.machine import usable_threads
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
+from engine.host.cores import usable_threads
 from engine.models.config import CheckpointError, ModelConfig, read_json
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.narrow import Keep, Narrow

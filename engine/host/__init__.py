@@ -1,4 +1,4 @@
-"""The machine that engines share: how much memory it has, and how much of it each engine takes.
+"""The machine that engines share: its cores, how much memory it has, and how much of it each engine takes.
 
 Pure Python: no torch.
 """

@@ -9,9 +9,9 @@ from pathlib import Path
 import pydantic_core
 
 from engine.async_engine import AsyncEngine
-from engine.build.machine import usable_threads
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig
+from engine.host.cores import usable_threads
 from engine.protocol import EngineError, Failed, SamplingParams
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel

@@ -26,6 +26,8 @@ BUILT_DIR = SOURCE_DIR / "built"
 _ANYWHERE = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-Wno-psabi")
 FLAGS = (*_ANYWHERE, "-march=native")
 COMPILE_TIMEOUT_S = 300.0
+_BUILD_TIMEOUT_S = 3600.0
+"""A build of a wheel waits longer than a start: without the libraries, it would be another wheel."""
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
 _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), one letter each
@@ -66,6 +68,10 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
 
 class NoLibraryError(Exception):
     """The native kernels are not available on this machine. The message says why, in one line."""
+
+
+class NoCompilerError(NoLibraryError):
+    """There is no compiler at all."""
 
 
 @cache
@@ -133,7 +139,7 @@ def cache_dir() -> Path:
 def _compiler() -> list[str]:
     command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if not shutil.which(command[0]):
-        raise NoLibraryError(f"there is no C++ compiler: {command[0]} is not on the PATH")
+        raise NoCompilerError(f"there is no C++ compiler: {command[0]} is not on the PATH")
     return command
 
 
@@ -151,15 +157,16 @@ def build(level: Level, directory: Path) -> Path:
     """Compile the library of a wheel for a level, into `directory`. It needs no C++ library of its machine.
 
     Raises:
-        NoLibraryError: there is no compiler, or it failed.
+        NoCompilerError: there is no compiler.
+        NoLibraryError: it failed.
     """
     target = directory / f"{level.name}.so"
-    compile_to(target, (*_ANYWHERE, *level.flags, "-static-libstdc++", "-static-libgcc", "-s"))
+    compile_to(target, (*_ANYWHERE, *level.flags, "-static-libstdc++", "-static-libgcc", "-s"), _BUILD_TIMEOUT_S)
     return target
 
 
-def compile_to(target: Path, flags: Sequence[str]) -> None:
-    """Compile the C++ beside this file into a shared library.
+def compile_to(target: Path, flags: Sequence[str], timeout_s: float = COMPILE_TIMEOUT_S) -> None:
+    """Compile the C++ beside this file into a shared library. timeout_s: of each run of the compiler.
 
     Raises:
         NoLibraryError: there is no compiler, it failed, or `target` cannot be written.
@@ -171,12 +178,14 @@ def compile_to(target: Path, flags: Sequence[str]) -> None:
             sources = sorted(SOURCE_DIR.glob("*.cpp"))
             objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
             with ThreadPoolExecutor(len(sources)) as pool:  # each takes a core for some seconds
-                commands = zip(sources, objects, strict=True)
-                jobs = [pool.submit(_run, [*compiler, *flags, "-c", str(one), "-o", str(to)]) for one, to in commands]
+                jobs = [
+                    pool.submit(_run, [*compiler, *flags, "-c", str(one), "-o", str(to)], timeout_s)
+                    for one, to in zip(sources, objects, strict=True)
+                ]
             for job in jobs:
                 job.result()
             made = Path(scratch) / target.name
-            _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(made)])
+            _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(made)], timeout_s)
             made.replace(target)
     except OSError as error:
         raise NoLibraryError(f"the compiled kernels cannot be kept in {target.parent}: {error}") from error
@@ -191,9 +200,9 @@ def _digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], timeout_s: float) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoLibraryError(f"{command[0]} did not run: {error}") from error
     if done.returncode:

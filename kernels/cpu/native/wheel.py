@@ -1,5 +1,6 @@
 """Owns what a wheel has besides files of this checkout: the native library for each level of processors, and its tag.
-Never runs outside a build: setuptools calls it, by pyproject.toml. Without g++ it makes a wheel of sources alone."""
+Never runs outside a build: setuptools calls it, by pyproject.toml. Without g++ it makes a wheel of sources alone; if
+g++ fails, it makes none."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))  # a build runs outside of this checkout
 
 from kernels.cpu.native.levels import LEVELS  # noqa: E402
-from kernels.cpu.native.library import NoLibraryError, build  # noqa: E402
+from kernels.cpu.native.library import NoCompilerError, build  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ class BuildWithLibraries(build_py):
         try:
             for level in LEVELS:
                 self.built.append(build(level, directory))
-        except NoLibraryError as error:
-            logger.warning("this wheel has no native library beyond %d levels: %s", len(self.built), error)
+        except NoCompilerError as error:
+            logger.warning("this wheel has no native library: %s", error)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         return [*super().get_outputs(include_bytecode), *map(str, self.built)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from setuptools import Distribution
 
 from kernels.choice import choose_kernels
 from kernels.cpu.native import library
@@ -85,3 +88,20 @@ def test_with_a_compiler_the_library_is_compiled_for_this_processor(
     monkeypatch.undo()
     load_library.cache_clear()
     assert origin() == "C++ compiled for this processor"
+
+
+@pytest.mark.parametrize(("compiler", "is_made"), [("no-such-compiler", True), ("false", False)])
+def test_a_wheel_is_made_without_a_compiler_and_not_with_one_that_fails(
+    compiler: str, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: on a busy machine a compiler once took too long, and the wheel had no library, without a word."""
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the build's module changes it
+    from kernels.cpu.native.wheel import BuildWithLibraries
+
+    command = BuildWithLibraries(Distribution({"packages": []}))
+    command.ensure_finalized()
+    command.build_lib = str(tmp_path)
+    with nullcontext() if is_made else pytest.raises(NoLibraryError, match="false failed with status 1"):
+        command.run()
+    assert not list(tmp_path.rglob("*.so"))

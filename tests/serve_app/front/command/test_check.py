@@ -12,6 +12,7 @@ import yaml
 from engine.build import machine, resolve
 from engine.build.machine import Machine, gpus
 from engine.config import EngineConfig
+from engine.host import cores
 from engine.host.memory import HostMemory
 from loadtest.server import ROOT
 from serve_app.front.command.check import machine_lines, main
@@ -280,18 +281,18 @@ def test_a_machine_is_described_in_three_lines() -> None:
 def test_cores_are_those_that_a_containers_quota_leaves(
     limit: str | None, threads: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
     if limit is not None:
         (tmp_path / "sys" / "fs" / "cgroup").mkdir(parents=True)
         (tmp_path / "sys" / "fs" / "cgroup" / "cpu.max").write_text(f"{limit}\n")
-    assert machine.usable_threads(tmp_path) == (threads, why)
+    assert cores.usable_threads(tmp_path) == (threads, why)
 
 
 def test_the_machine_and_an_engine_count_threads_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check once promised all cores where the engine ran as many threads as the quota allowed; and the server ran
     as many as there were cores, whatever the quota."""
-    monkeypatch.setattr(machine, "_cpu_quota", lambda root: 1.0)
-    monkeypatch.setattr(machine, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cores, "_cpu_quota", lambda root: 1.0)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
     assert machine.this_machine().threads == resolve._num_threads(EngineConfig())
     assert share_threads(EngineConfig(), 1).num_threads == 1
 
