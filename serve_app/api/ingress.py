@@ -145,8 +145,9 @@ class _Generate(Generic[RequestT]):
 
     async def _answer(self, admitted: _Admitted, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers, lane = Headers(scope=scope), admitted.lane
-        with admitted.lifecycle.bound(), admitted.times.at_gate():
-            await lane.known()
+        if lane.sleeper is not None:
+            with admitted.lifecycle.bound(), admitted.times.at_gate():
+                await lane.known()
         asked = await self._read(lane, body, admitted.ticket.tenant.name)
         request = asked.request
         admitted.until(deadline_of(admitted.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))

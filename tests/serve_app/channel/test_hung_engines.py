@@ -187,6 +187,27 @@ async def test_a_call_that_its_engine_never_heard_of_fails_too() -> None:
         assert not liveness.engines_with_calls()
 
 
+async def test_the_silence_of_one_models_engines_is_no_concern_of_anothers() -> None:
+    """Each model's end of the channel numbers its calls by itself, and expects no engine of another deployment."""
+    other = TokenReceiver(HOST, 1000, engine_silence_s=MOST_LOOKS * LOOK_S, deployment="Engine-b")
+    async with rig() as engine:
+        receiver = receiver_of(engine)
+        liveness.set_engines(frozenset({"b1", "b2"}), "Engine-b")
+        stream, others = receiver.open("r", may_move=True), other.open("r", may_move=True)
+        assert stream.stream_id == others.stream_id
+        liveness.place_call(stream.stream_id, FIRST)
+        for _ in range(2 * MOST_LOOKS):
+            receiver.look()
+            other.look()
+        assert liveness.silent_engines() == {FIRST}
+        assert liveness.silent_engines("Engine-b") == set()
+        assert (stream.ended, others.ended) == (True, False)
+        assert other.unheard == {"b1", "b2"}
+        other.close(others)
+        receiver.close(stream)
+    other.shutdown()
+
+
 async def test_when_no_engine_is_heard_of_all_streams_wait_and_the_first_that_is_heard_takes_them() -> None:
     async with rig() as engine:
         receiver = receiver_of(engine)

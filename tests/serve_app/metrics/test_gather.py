@@ -163,3 +163,21 @@ async def test_a_scrape_does_not_wake_a_deployment_that_sleeps(monkeypatch: pyte
     scrape = await client_of(asleep, Handle(answers("i1"))).metrics()
     assert asleep.asked == []
     assert (scrape.engines, scrape.missing) == ([], {"engine": 0, "ingress": 0})
+
+
+async def test_a_client_of_one_of_several_models_asks_its_own_engines_and_for_that_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a model that may sleep is not woken by a look, also while nothing is known of its engines."""
+    known: dict[str, int] = {"Engine": 0, "Engine-a": 1}
+    monkeypatch.setattr(engine_count, "_known", known)
+    engine, ingress = Handle(answers("e1")), Handle(answers("i1"))
+    unused: Any = None
+    handles: tuple[Any, Any] = (engine, ingress)
+    client = HandleClient(*handles, unused, unused, may_sleep=True, deployment="Engine-a", model_id="a")
+    await client.metrics()
+    assert (engine.asked, ingress.asked) == ([("metrics",)], [("metrics", "a")])
+    known.clear()
+    scrape = await client.metrics()
+    assert len(engine.asked) == 1
+    assert scrape.missing == {"engine": 0, "ingress": 0}
