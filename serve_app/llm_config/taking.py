@@ -18,7 +18,7 @@ class Kind(StrEnum):
     """Taken along, with another meaning or value."""
     LEFT_OUT = "left out"
     """Not taken along; answers do not depend on it."""
-    UNSUPPORTED = "unsupported"
+    NOT_SUPPORTED = "unsupported"
     """Not taken along, and answers, or where the model runs, depend on it."""
 
 
@@ -73,7 +73,7 @@ class Taking:
         self._note(Kind.LEFT_OUT, path, value, text)
 
     def unsupported(self, path: str, value: Any, text: str) -> None:
-        self._note(Kind.UNSUPPORTED, path, value, text)
+        self._note(Kind.NOT_SUPPORTED, path, value, text)
 
     def _note(self, kind: Kind, path: str, value: Any, text: str) -> None:
         self.notes.append(Note(kind, path, f"{text} (given: {shown(value)})"))

@@ -80,7 +80,7 @@ def _in_config(llm_config: Any, setting: str) -> Any:
 
 def _taken(llm_config: Any) -> Taking:
     taking = convert_engine(_as_mapping(llm_config), _base)
-    lines = [f"{note.path}: {note.text}" for note in taking.notes if note.kind is Kind.UNSUPPORTED]
+    lines = [f"{note.path}: {note.text}" for note in taking.notes if note.kind is Kind.NOT_SUPPORTED]
     own = llm_config.engine_kwargs.get(OWN) or {}
     lines += [
         f"{PATH}.{OWN}.{name}: it has no effect behind Ray Serve LLM's ingress; expected one of "
@@ -98,7 +98,7 @@ def _taken(llm_config: Any) -> Taking:
         lines.append(f"deployment_config.{_ROUTER}: KVAwareRouter reads the events of vLLM's KV cache")
     if lines:
         raise ValueError(_refusal(llm_config, lines))
-    taking.notes = [note for note in taking.notes if note.kind is not Kind.UNSUPPORTED]
+    taking.notes = [note for note in taking.notes if note.kind is not Kind.NOT_SUPPORTED]
     return taking
 
 

@@ -5,7 +5,6 @@ Never answers by itself: every request goes through the ASGI app that the projec
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from importlib import import_module
@@ -26,6 +25,7 @@ from serve_app.errors.api_error import ApiError, to_api_error
 from serve_app.errors.refusal import refusal
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.ray_llm.answers import error_object, read_answer, refusal_object
 from serve_app.ray_llm.exchange import Exchange
 from serve_app.ray_llm.local_engine import LocalEngine
 from serve_app.ray_llm.pausing import Pausing
@@ -161,7 +161,7 @@ class ChunkserveServer:
         try:
             await self._find_adapter()
         except ApiError as error:
-            yield self._error(error.status, error.body()["error"])
+            yield refusal_object(self._models, error)
             return
         # Without fields that the client has not sent: each means its default, and ours refuses foreign ones by name.
         body = request.model_dump_json(exclude_unset=True, by_alias=True, exclude={"request_id"}, warnings=False)
@@ -170,22 +170,15 @@ class ChunkserveServer:
             headers["x-request-id"] = request.request_id
         async with Exchange(self._app, path, body.encode(), headers) as exchange:
             if (status := await exchange.status()) != 200:
-                yield self._error(status, _error_in(await exchange.body()))
+                yield error_object(self._models, status, await exchange.body())
             elif getattr(request, "stream", None):
                 async for part in exchange.parts():
                     yield [part.decode()]
             else:
-                yield kind.model_validate_json(await exchange.body())
+                yield read_answer(kind, await exchange.body())
 
     async def _refuse(self, text: str) -> Answers:
-        yield self._error(400, ApiError(400, text).body()["error"])
-
-    def _error(self, status: int, error: dict[str, Any]) -> Any:
-        """Make the object whose code Ray's ingress answers with."""
-        info = self._models.ErrorInfo(
-            message=error["message"], type=error["type"], param=error.get("param"), code=status
-        )
-        return self._models.ErrorResponse(error=info)
+        yield refusal_object(self._models, ApiError(400, text))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the app that serves HTTP itself, for RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING."""
@@ -324,11 +317,6 @@ def _downloads(llm_config: Any, model_downloader: Any) -> Callable[[str], Awaita
         max_num_models_per_replica=multiplex.max_num_models_per_replica
     )(directory_of)
     return limited
-
-
-def _error_in(body: bytes) -> dict[str, Any]:
-    error: dict[str, Any] = json.loads(body)["error"]
-    return error
 
 
 def _replica_name() -> str:

@@ -1,5 +1,5 @@
 """Makes `ray.serve.llm` importable where vLLM is not installed: with stand-ins for the types that it takes from there.
-Never hides what is installed: the stand-ins come last on the path."""
+Never hides what is installed: where vLLM is, nothing stands in."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,24 @@ ON_CPU: dict[str, Any] = {"placement_group_config": {"bundle_per_worker": {"CPU"
 FAKE: dict[str, Any] = {"executor": "fake"}
 
 
+def stand_ins() -> list[str]:
+    return [] if find_spec("vllm") else [str(STAND_INS)]
+
+
 @contextmanager
 def importable() -> Iterator[None]:
     """Let ray.serve.llm be imported and used in the block. Afterwards nothing imports a stand-in, and the root logger
     is as it was: Ray Serve LLM replaces its handlers, those of pytest among them."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    sys.path.append(str(STAND_INS))
+    before = list(sys.path)
+    sys.path += stand_ins()
     try:
         yield
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-        sys.path.remove(str(STAND_INS))
+        sys.path[:] = before
         for name, loaded in list(sys.modules.items()):
             if str(STAND_INS) in str(getattr(loaded, "__file__", "")):
                 del sys.modules[name]
@@ -49,8 +55,8 @@ def import_ray_llm(name: str = "ray.serve.llm") -> Any:
 
 
 def ingress_fails() -> str | None:
-    """Say why the ingress of Ray Serve LLM cannot answer here; None if it can. From FastAPI 0.137 on, routes are
-    analysed in the replica, where Ray's note on the parameter `self` is lost, and each request is a 400."""
+    """Say why the ingress of Ray Serve LLM cannot answer here; None if it can. From FastAPI 0.137 on routes are read in
+    the replica, where Ray's note on the parameter `self` is lost, so that each request is a 400."""
     installed = version("fastapi")
     if tuple(map(int, installed.split(".")[:2])) < (0, 137):
         return None
@@ -59,7 +65,7 @@ def ingress_fails() -> str | None:
 
 def environment() -> dict[str, str]:
     """Return the variables of a server's process in which ray.serve.llm can be imported."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(STAND_INS)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), *stand_ins()]
     return {"PYTHONPATH": os.pathsep.join(paths), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
 
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str], prog: str) -> int:
         return BAD_INPUT
     for note in converted.notes:
         print(note, file=sys.stderr)
-    return FAILED if any(note.kind is Kind.UNSUPPORTED for note in converted.notes) else 0
+    return FAILED if any(note.kind is Kind.NOT_SUPPORTED for note in converted.notes) else 0
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -92,19 +92,19 @@ def test_an_argument_of_a_gpu_is_taken_along_for_one(kwargs: dict[str, Any], set
 
 
 NOTED: list[tuple[dict[str, Any], Kind, str]] = [
-    ({"tensor_parallel_size": 2}, Kind.UNSUPPORTED, "tensor_parallel_size: an engine runs on one device"),
-    ({"hf_overrides": {"a": 1}}, Kind.UNSUPPORTED, "hf_overrides: chunkserve reads it from the model's directory"),
-    ({"chat_template": "/t.jinja"}, Kind.UNSUPPORTED, "put it there as chat_template.jinja (given: /t.jinja)"),
-    ({"quantization": "bitsandbytes"}, Kind.UNSUPPORTED, "quantization: expected one of awq"),
+    ({"tensor_parallel_size": 2}, Kind.NOT_SUPPORTED, "tensor_parallel_size: an engine runs on one device"),
+    ({"hf_overrides": {"a": 1}}, Kind.NOT_SUPPORTED, "hf_overrides: chunkserve reads it from the model's directory"),
+    ({"chat_template": "/t.jinja"}, Kind.NOT_SUPPORTED, "put it there as chat_template.jinja (given: /t.jinja)"),
+    ({"quantization": "bitsandbytes"}, Kind.NOT_SUPPORTED, "quantization: expected one of awq"),
     ({"quantization": "awq"}, Kind.LEFT_OUT, "a packed checkpoint is recognised by its own config"),
     ({"quantization": "fp8"}, Kind.LEFT_OUT, "set engine.quantize int8"),
-    ({"tool_call_parser": "granite"}, Kind.UNSUPPORTED, "tool_call_parser: expected one of auto, none, hermes"),
-    ({"override_generation_config": {"temperature": 0}}, Kind.UNSUPPORTED, "the defaults of sampling are OpenAI's"),
+    ({"tool_call_parser": "granite"}, Kind.NOT_SUPPORTED, "tool_call_parser: expected one of auto, none, hermes"),
+    ({"override_generation_config": {"temperature": 0}}, Kind.NOT_SUPPORTED, "the defaults of sampling are OpenAI's"),
     ({"generation_config": "auto"}, Kind.LEFT_OUT, "the defaults of sampling are OpenAI's, and not the model's"),
-    ({"kv_transfer_config": {"kv_connector": "Nixl"}}, Kind.UNSUPPORTED, "kv_transfer_config: an engine's KV cache"),
+    ({"kv_transfer_config": {"kv_connector": "Nixl"}}, Kind.NOT_SUPPORTED, "kv_transfer_config: an engine's KV cache"),
     ({"max_model_len": -1}, Kind.CHANGED, "what the checkpoint was trained for (given: -1)"),
     ({"dtype": "half"}, Kind.CHANGED, "a CPU computes in bfloat16 or float32"),
-    ({"dtype": "int3"}, Kind.UNSUPPORTED, "dtype: expected one of auto, bfloat16, float16, float32"),
+    ({"dtype": "int3"}, Kind.NOT_SUPPORTED, "dtype: expected one of auto, bfloat16, float16, float32"),
     ({"max_logprobs": 100}, Kind.CHANGED, "a token has up to 20 alternatives"),
     ({"enable_chunked_prefill": False}, Kind.CHANGED, "prompts are always computed in chunks"),
     ({"gpu_memory_utilization": 0.9}, Kind.LEFT_OUT, "on a CPU, engine.kv_cache_memory_gib"),
@@ -116,11 +116,11 @@ NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"max_loras": 4}, Kind.LEFT_OUT, "it has no effect without enable_lora"),
     ({"limit_mm_per_prompt": {"video": 1}}, Kind.LEFT_OUT, "limit_mm_per_prompt.video: requests bring text"),
     ({"speculative_config": {"method": "eagle", "model": "e"}}, Kind.LEFT_OUT, "answers are the same"),
-    ({"served_model_name": "x"}, Kind.UNSUPPORTED, "served_model_name: set model_loading_config instead"),
+    ({"served_model_name": "x"}, Kind.NOT_SUPPORTED, "served_model_name: set model_loading_config instead"),
     ({"enable_auto_tool_choice": False}, Kind.LEFT_OUT, "calls are parsed in either case"),
     ({"runner": "pooling"}, Kind.CHANGED, "/v1/embeddings is served beside answers"),
-    ({"max_sequences": 3}, Kind.UNSUPPORTED, "max_sequences: chunkserve knows no such engine argument (given: 3)"),
-    ({"allowed_media_domains": 3}, Kind.UNSUPPORTED, "allowed_media_domains: not a value that vLLM takes here"),
+    ({"max_sequences": 3}, Kind.NOT_SUPPORTED, "max_sequences: chunkserve knows no such engine argument (given: 3)"),
+    ({"allowed_media_domains": 3}, Kind.NOT_SUPPORTED, "allowed_media_domains: not a value that vLLM takes here"),
 ]
 
 
@@ -148,7 +148,7 @@ def test_a_value_that_changes_nothing_needs_no_line(kwargs: dict[str, Any]) -> N
 
 def test_a_bool_is_not_taken_for_the_number_that_it_equals_in_python() -> None:
     (note,) = with_kwargs(tensor_parallel_size=True).notes
-    assert note.kind is Kind.UNSUPPORTED
+    assert note.kind is Kind.NOT_SUPPORTED
 
 
 def test_the_larger_word_on_the_kv_cache_wins_as_in_vllm() -> None:
@@ -227,31 +227,31 @@ REST_NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"deployment_config": {"max_queued_requests": 9}}, Kind.CHANGED, "it bounds what waits for each engine"),
     ({"deployment_config": {"graceful_shutdown_timeout_s": 9}}, Kind.CHANGED, "taken as drain_timeout_s"),
     ({"deployment_config": {"name": "x"}}, Kind.LEFT_OUT, "the deployments are called Engine and Ingress"),
-    ({"deployment_config": {"ray_actor_options": {"num_gpus": 2}}}, Kind.UNSUPPORTED, "an engine takes a whole GPU"),
+    ({"deployment_config": {"ray_actor_options": {"num_gpus": 2}}}, Kind.NOT_SUPPORTED, "an engine takes a whole GPU"),
     ({"deployment_config": {"ray_actor_options": {"memory": 2}}}, Kind.LEFT_OUT, "ray_actor_options.memory"),
-    ({"deployment_config": 3}, Kind.UNSUPPORTED, "deployment_config: expected a mapping (given: 3)"),
-    ({"placement_group_config": {"bundles": [{"GPU": 1}] * 2}}, Kind.UNSUPPORTED, "it gets the first bundle"),
-    ({"placement_group_config": {"bundles": [{"GPU": 0.5}]}}, Kind.UNSUPPORTED, "an engine takes a whole GPU"),
-    ({"accelerator_config": {"kind": "tpu"}}, Kind.UNSUPPORTED, "no TPU is supported"),
-    ({"lora_config": {"dynamic_lora_loading_path": "s3://a/b"}}, Kind.UNSUPPORTED, "name each in lora_adapters"),
-    ({"model_loading_config": {"model_id": "m", "model_source": "s3://a/b"}}, Kind.UNSUPPORTED, "download it first"),
+    ({"deployment_config": 3}, Kind.NOT_SUPPORTED, "deployment_config: expected a mapping (given: 3)"),
+    ({"placement_group_config": {"bundles": [{"GPU": 1}] * 2}}, Kind.NOT_SUPPORTED, "it gets the first bundle"),
+    ({"placement_group_config": {"bundles": [{"GPU": 0.5}]}}, Kind.NOT_SUPPORTED, "an engine takes a whole GPU"),
+    ({"accelerator_config": {"kind": "tpu"}}, Kind.NOT_SUPPORTED, "no TPU is supported"),
+    ({"lora_config": {"dynamic_lora_loading_path": "s3://a/b"}}, Kind.NOT_SUPPORTED, "name each in lora_adapters"),
+    ({"model_loading_config": {"model_id": "m", "model_source": "s3://a/b"}}, Kind.NOT_SUPPORTED, "download it first"),
     (
         {"model_loading_config": {"model_id": "m", "model_source": {"bucket_uri": "gs://a"}}},
-        Kind.UNSUPPORTED,
+        Kind.NOT_SUPPORTED,
         "download it first",
     ),
     (
         {"model_loading_config": {"model_id": "m", "tokenizer_source": "org/t"}},
-        Kind.UNSUPPORTED,
+        Kind.NOT_SUPPORTED,
         "the tokenizer is read beside the weights",
     ),
     ({"runtime_env": {"env_vars": {"VLLM_USE_V1": "1"}}}, Kind.LEFT_OUT, "nothing here reads vLLM's variables"),
     ({"log_engine_metrics": False}, Kind.LEFT_OUT, "/metrics always has the engines' numbers"),
-    ({"callback_config": {"callback_class": "my.Callback"}}, Kind.UNSUPPORTED, "no code is called while a replica"),
+    ({"callback_config": {"callback_class": "my.Callback"}}, Kind.NOT_SUPPORTED, "no code is called while a replica"),
     ({"experimental_configs": {"stream_batching_interval_ms": 9}}, Kind.LEFT_OUT, "sends each token as it comes"),
     ({"experimental_configs": {"dp_size_per_node": 9}}, Kind.LEFT_OUT, "has no counterpart"),
-    ({"server_cls": "my.app:Server"}, Kind.UNSUPPORTED, "server_cls: the server class is chunkserve's own"),
-    ({"acelerator_type": "L4"}, Kind.UNSUPPORTED, "acelerator_type: Ray Serve LLM has no such field"),
+    ({"server_cls": "my.app:Server"}, Kind.NOT_SUPPORTED, "server_cls: the server class is chunkserve's own"),
+    ({"acelerator_type": "L4"}, Kind.NOT_SUPPORTED, "acelerator_type: Ray Serve LLM has no such field"),
 ]
 
 

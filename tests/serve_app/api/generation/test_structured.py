@@ -113,6 +113,7 @@ async def text_of(app: ASGIApp, **fields: Any) -> str:
         {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}},
         {"json_schema": json.dumps(SCHEMA)},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "schema": json.dumps(SCHEMA)}},
     ],
     ids=lambda fields: next(iter(fields)),
 )

@@ -55,7 +55,7 @@ def test_a_subcommand_explains_itself_and_each_of_its_options(name: str) -> None
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_subcommand_refuses_an_option_that_it_does_not_know(name: str) -> None:
-    line = refusal(name, *["x"] * (name in ("serve", "check")), "--no-such-option")
+    line = refusal(name, *["x"] * (name in ("serve", "check", "convert")), "--no-such-option")
     assert line.startswith(f"chunkserve {name}: unrecognized arguments: --no-such-option")
 
 

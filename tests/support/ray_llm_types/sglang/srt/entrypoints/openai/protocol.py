@@ -48,8 +48,18 @@ class DetokenizeRequest(_Open):
     tokens: list[int] = Field(default_factory=list)
 
 
+class ChatMessage(_Open):
+    role: str
+    annotations: dict[str, Any] | None = None
+    """vLLM's type: OpenAI's own is a list."""
+
+
+class ChatCompletionResponseChoice(_Open):
+    message: ChatMessage
+
+
 class ChatCompletionResponse(_Open):
-    choices: list[dict[str, Any]]
+    choices: list[ChatCompletionResponseChoice]
 
 
 class CompletionResponse(_Open):
