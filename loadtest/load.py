@@ -22,6 +22,9 @@ LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
 USAGE = 2
 """Exit code for invalid options. The exit codes of a run are in slo.py."""
 
+_START = "import loadtest, locust.main; locust.main.main()"
+"""Imports this package first. Locust lets modules be found in the current directory before all others, and a folder of
+the user's may be called `loadtest`, too."""
 _OWN = ("--url", "--workers", "--expect-workers", "--worker-of", "--port")
 
 
@@ -102,9 +105,8 @@ def check(options: argparse.Namespace) -> None:
 
 
 def command_of(options: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Build Locust's command line. Options that are not this command's own are passed on to the Locust file. `-P`: a
-    folder of the user's that is called `loadtest`, too, must not be taken for this package."""
-    command = [sys.executable, "-P", "-m", "locust", "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
+    """Build Locust's command line. Options that are not this command's own are passed on to the Locust file."""
+    command = [sys.executable, "-P", "-c", _START, "--locustfile", str(LOCUSTFILE), "--headless", "--only-summary"]
     command += ["--host", options.url, "--loglevel", "WARNING"]
     if options.worker_of:
         host, _, port = options.worker_of.partition(":")

@@ -211,7 +211,7 @@ def run_task(case: Case, task: Task) -> Run:
 
 
 def _scaler(bounds: Bounds, clock: Callable[[], float]) -> Scaler:
-    return EngineLoad(ScalingSettings(startup_time_s=bounds.startup_s), bounds.least, bounds.most)
+    return EngineLoad(ScalingSettings.model_validate({"startup_time_s": bounds.startup_s}), bounds.least, bounds.most)
 
 
 class _Sender:

@@ -73,8 +73,8 @@ def read_machine(path: Path) -> Machine:
     if is_kept(document) or (isinstance(document, dict) and document.get("benchmark") == CALIBRATION):
         try:
             costs, deviation = read_costs(document["costs"]), float(document["deviation"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path.name} holds no step times: {error!r}") from error
+        except (KeyError, TypeError) as wrong:
+            raise ValueError(f"{path.name} holds no step times: {wrong!r}") from wrong
         return Machine(path.name, costs, deviation, _of_calibration(costs, settings), settings)
     steps, error = measured(path)
     if isinstance(steps, LinearStep):
@@ -172,7 +172,7 @@ def kv_bytes_a_token(shape: Mapping[str, Any], kv_cache_dtype: str = "auto") -> 
     Raises:
         ValueError: the file does not say them.
     """
-    text = {**shape, **shape.get("text_config", {})}
+    text: dict[str, Any] = {**shape, **shape.get("text_config", {})}
     try:
         heads = int(text.get("num_key_value_heads") or text["num_attention_heads"])
         size = int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
@@ -180,7 +180,8 @@ def kv_bytes_a_token(shape: Mapping[str, Any], kv_cache_dtype: str = "auto") -> 
     except (KeyError, TypeError) as error:
         raise ValueError(f"the model's config.json does not say the size of its KV cache: {error!r}") from error
     width = 2 if kv_cache_dtype == "auto" else 1
-    return 2 * width * heads * size * sum(kind != "linear_attention" for kind in kinds)
+    num_layers: int = sum(kind != "linear_attention" for kind in kinds)
+    return 2 * width * heads * size * num_layers
 
 
 @dataclass(slots=True)

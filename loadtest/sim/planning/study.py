@@ -29,7 +29,7 @@ WITHIN = 0.05
 """How much dearer a plan may be than the best of the sweep, and how much less good."""
 SEEDS = 2
 MOST = 6
-VALUES = 3
+VALUES = 2
 """Values of each number that are swept."""
 
 

@@ -228,7 +228,7 @@ def _directories(model: str) -> list[Path]:
     from engine.checkpoints.model_name import ready_directory
 
     try:
-        found = [ready_directory(model, stored=stored) for stored in (False, True)]
+        found = [ready_directory(model, weights=False, stored=stored) for stored in (False, True)]
     except ModelError as error:
         raise _Refused(str(error)) from error
     return [one for one in dict.fromkeys(found) if one is not None]

@@ -16,18 +16,18 @@ from loadtest.sim.planning.plan import Limits, Plan, make_plan
 from loadtest.sim.planning.search import Trial
 from loadtest.slo import Goal
 from loadtest.traces import Row, Trace
-from tests.loadtest.sim.planning.cases import ENGINE, GOAL, MACHINE, MEASURED, START, case, choices, numbers
+from tests.loadtest.sim.planning.cases import ENGINE, GOAL, MACHINE, MEASURED, START, Formula, case, choices, numbers
 
 LIMITS = Limits(wanted=0.9, most=8)
 
 
-def planned(rate: float, limits: Limits = LIMITS, **changes: object) -> Plan:
+def planned(rate: float, limits: Limits = LIMITS, kind: type[Simulations] = Formula, **changes: object) -> Plan:
     one = case(numbers(rate), **changes)
-    with Simulations(one, processes=1) as simulations:
+    with kind(one, processes=1) as simulations:
         return make_plan(one, limits, choices(one), simulations)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plan() -> Plan:
     return planned(8.0)
 
@@ -39,12 +39,24 @@ def results(*pairs: tuple[int, int]) -> Result:
 
 
 def test_a_plan_holds_what_is_wanted_with_as_few_replicas_as_it_says(plan: Plan) -> None:
+    """Eight requests a second of which 90 % must be good, and three that a replica serves."""
+    assert plan.is_held
+    assert plan.trial.replicas == 3
+    assert plan.fewer is not None
+    assert plan.fewer.good_share == pytest.approx(6 / 8, abs=1e-3)
+    assert 1.1 * plan.highest_load >= 9 / 8 / 0.9 >= plan.highest_load
+    assert plan.slower.good_share == pytest.approx(1.0)
+    assert plan.trial.settings.ttft_ms == GOAL.ttft_ms
+
+
+@pytest.mark.slow
+def test_a_simulated_plan_holds_what_is_wanted_and_one_replica_less_does_not() -> None:
+    plan = planned(8.0, kind=Simulations, few=1, all=1, seconds=10.0)
     assert plan.is_held
     assert plan.result.good_share >= LIMITS.wanted
     assert plan.trial.replicas > 1
     assert plan.fewer is not None
     assert plan.fewer.good_share < LIMITS.wanted
-    assert plan.highest_load >= 1
 
 
 def test_the_document_says_everything_in_plain_numbers(plan: Plan) -> None:
@@ -74,7 +86,8 @@ def test_what_cannot_be_held_is_said_with_what_comes_nearest() -> None:
     found = document_of(plan, None)
     assert not found["holds"]
     assert found["set"]["engine_replicas"] == 2
-    assert 1 < found["nearest"]["rate_per_s"] < 60
+    assert found["nearest"]["rate_per_s"] == pytest.approx(6 / 0.9, rel=0.11)
+    assert found["nearest"]["ttft_ms"] == 9000.0
     text = "\n".join(lines_of(found))
     assert "CANNOT BE HELD: with 2 replicas" in text
     assert "at these targets: " in text
@@ -84,9 +97,13 @@ def test_bounds_that_follow_the_load_hold_what_is_wanted() -> None:
     plan = planned(8.0, replace(LIMITS, autoscaling=True, startup_s=2.0))
     assert plan.scaled is not None
     assert plan.scaled.result.good_share >= LIMITS.wanted
-    assert plan.scaled.bounds.least <= plan.trial.replicas <= plan.scaled.bounds.most
-    text = "\n".join(lines_of(document_of(plan, 1.0)))
+    assert (plan.scaled.bounds.least, plan.scaled.bounds.most) == (3, 6)
+    found = document_of(plan, 1.0)
+    assert found["autoscaling"]["is_cheaper"] is False
+    assert found["autoscaling"]["replica_hours_per_hour"] == pytest.approx(3.3)
+    text = "\n".join(lines_of(found))
     assert "or autoscaling" in text
+    assert "no cheaper" in text
 
 
 # --- how sure ---------------------------------------------------------------------------------------------------------

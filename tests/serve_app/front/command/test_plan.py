@@ -7,16 +7,18 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from engine.build.step_times import identity
+from engine.build.step_times import identity, kept_step_times
 from engine.config import DEFAULT_MODEL
 from engine.scheduling.step_time import StepCosts
 from loadtest.server import ROOT
+from serve_app.front.command import plan
 from serve_app.front.command.problems import find_problems
 from tests.docsite.blocks import BLOCKS
 from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
@@ -56,6 +58,7 @@ def test_numbers_make_a_plan_with_a_config_that_check_accepts(tmp_path: Path) ->
     assert found["costs"]["cost_per_hour"] == 2 * found["set"]["engine_replicas"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", ["azure_sample.csv", "mooncake_sample.jsonl"])
 def test_a_trace_makes_a_plan_at_the_rate_that_is_asked_for(tmp_path: Path, sample: str) -> None:
     trace = ("--trace", str(SAMPLES / sample), "--rate", "0.2", "--ttft-ms", "60000", "--kv-tokens", "200000")
@@ -64,6 +67,7 @@ def test_a_trace_makes_a_plan_at_the_rate_that_is_asked_for(tmp_path: Path, samp
     assert found["wanted"] == {"ttft_ms": 60_000, "tpot_ms": None, "attainment": 0.5}
 
 
+@pytest.mark.slow
 def test_a_plan_changes_the_config_that_it_is_given_and_takes_its_targets(tmp_path: Path) -> None:
     out = tmp_path / "planned.yaml"
     given = yaml.safe_load((ROOT / "config.yaml").read_text())
@@ -78,6 +82,7 @@ def test_a_plan_changes_the_config_that_it_is_given_and_takes_its_targets(tmp_pa
     assert find_problems(out).problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [one for one in DOCUMENTED if one.startswith(".venv/bin/chunkserve plan ")])
 def test_a_documented_command_makes_a_plan(tmp_path: Path, command: str) -> None:
     words = [str(tmp_path / word) if word == "planned.yaml" else word for word in shlex.split(command)[2:]]
@@ -86,6 +91,7 @@ def test_a_documented_command_makes_a_plan(tmp_path: Path, command: str) -> None
     assert "What to set" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_cannot_be_held_is_said_and_is_the_status(tmp_path: Path) -> None:
     load = ("--rate", "20", "--prompt-tokens", "400", "--answer-tokens", "30", "--max-replicas", "2")
     told, found = planned(tmp_path, *load, *TARGETS, "--steps", str(STEPS), status=3)
@@ -93,8 +99,10 @@ def test_what_cannot_be_held_is_said_and_is_the_status(tmp_path: Path) -> None:
     assert 0 < found["nearest"]["rate_per_s"] < 20
 
 
-def test_without_steps_those_that_an_engine_has_kept_of_the_model_are_taken(tmp_path: Path) -> None:
-    """`--steps` names no file here, and the cache has two: the model's, and another's."""
+def test_without_steps_those_that_an_engine_has_kept_of_the_model_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has three: the model's, another's, and one that is broken."""
     model = tmp_path / "model"
     model.mkdir()
     shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
@@ -107,14 +115,11 @@ def test_without_steps_those_that_an_engine_has_kept_of_the_model_are_taken(tmp_
     (folder / "of-it.json").write_text(json.dumps(document))
     (folder / "of-another.json").write_text(json.dumps(document | {"of": of | {"shape": "x"}}))
     (folder / "broken.json").write_text("{")
-    env = {"CHUNKSERVE_CACHE": str(tmp_path / "cache")}
-    from engine.build.step_times import kept_step_times
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHUNKSERVE_CACHE", env["CHUNKSERVE_CACHE"])
-        assert kept_step_times(model) == folder / "of-it.json"
-        (folder / "of-it.json").unlink()
-        assert kept_step_times(model) is None
+    monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
+    assert kept_step_times(model) == folder / "of-it.json"
+    assert plan._steps(None, str(tmp_path / "model")) == folder / "of-it.json"
+    (folder / "of-it.json").unlink()
+    assert kept_step_times(model) is None
 
 
 def test_where_nothing_is_kept_one_line_says_how_to_get_it(tmp_path: Path) -> None:
@@ -139,6 +144,24 @@ def test_ctrl_c_ends_it_at_once_with_all_its_processes(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert told == ""
     assert "Traceback" not in errors
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command in this process, which must refuse its input, and return the only line that it prints."""
+    monkeypatch.setattr(plan, "exit_on_signals", lambda: None)
+
+    def run(*words: str) -> str:
+        try:
+            status = plan.main(words, "chunkserve plan")
+        except SystemExit as end:
+            status = int(str(end.code))
+        told = capsys.readouterr()
+        assert (status, told.out) == (2, "")
+        (line,) = told.err.splitlines()
+        return line
+
+    return run
 
 
 BAD = {
@@ -168,8 +191,8 @@ BAD = {
 
 
 @pytest.mark.parametrize(("words", "reason"), BAD.values(), ids=BAD)
-def test_what_makes_no_plan_is_refused_in_one_line(words: list[str], reason: str) -> None:
-    assert reason in refusal("plan", *NUMBERS, *TARGETS, "--steps", str(STEPS), *words)
+def test_what_makes_no_plan_is_refused_in_one_line(refused: Callable[..., str], words: list[str], reason: str) -> None:
+    assert reason in refused(*NUMBERS, *TARGETS, "--steps", str(STEPS), *words)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +205,16 @@ def test_what_makes_no_plan_is_refused_in_one_line(words: list[str], reason: str
         ("a,b,c\n", "line 1: the columns are arrival_s, prompt_tokens, answer_tokens"),
     ],
 )
-def test_a_trace_with_holes_is_refused_with_its_line(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_trace_with_holes_is_refused_with_its_line(
+    refused: Callable[..., str], tmp_path: Path, text: str, reason: str
+) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(text)
-    line = refusal("plan", "--trace", str(path), *TARGETS, "--steps", str(STEPS))
+    line = refused("--trace", str(path), *TARGETS, "--steps", str(STEPS))
     assert str(path) in line
     assert reason in line
 
 
-def test_a_load_or_targets_that_are_missing_are_named() -> None:
-    assert "a plan needs targets: --ttft-ms, --tpot-ms or both" in refusal("plan", *NUMBERS, "--steps", str(STEPS))
-    assert "a plan needs a load: --trace, or --rate" in refusal("plan", *TARGETS, "--steps", str(STEPS))
+def test_a_load_or_targets_that_are_missing_are_named(refused: Callable[..., str]) -> None:
+    assert "a plan needs targets: --ttft-ms, --tpot-ms or both" in refused(*NUMBERS, "--steps", str(STEPS))
+    assert "a plan needs a load: --trace, or --rate" in refused(*TARGETS, "--steps", str(STEPS))
