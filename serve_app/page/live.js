@@ -46,19 +46,8 @@ function showFleet(text, bad = false) {
   $("fleet").classList.toggle("bad", bad);
 }
 
-/** Name the model, or let one be chosen if there are several; the name that shows is the one that is asked. */
-function offer(told) {
-  const names = (told.models ?? []).map((one) => one.model);
-  const chosen = names.includes($("model").textContent) ? $("model").textContent : told.model;
-  if ($("model").textContent !== chosen) $("model").textContent = chosen;
-  $("model").hidden = names.length > 1;
-  $("models").hidden = !$("model").hidden;
-  if (names.join() === [...$("models").options].map((one) => one.value).join()) return;
-  $("models").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
-}
-
 function show(told) {
-  offer(told);
+  suggestModel(told.model);
   const owners = new Map((told.models ?? []).flatMap(({ model, engines }) => engines.map((name) => [name, model])));
   const there = new Set(told.engines.map((one) => one.engine));
   for (const [name, card] of cards) if (!there.has(name)) { card.element.remove(); cards.delete(name); }
@@ -83,11 +72,12 @@ async function poll({ signal }) {
     const response = await fetch(at(`activity?${after}`), { signal: patience });
     if (!response.ok) throw await failureOf(response);
     show(await response.json());
+    if (wait > POLL_MS) lookUpModels();  // it is back, and may be another
     wait = POLL_MS;
   } catch (error) {
     if (signal.aborted) return;
     wait = Math.min(2 * wait, LONGEST_MS);  // a server that has trouble is not asked more often
-    showFleet(error instanceof Failure ? error.message : "The server cannot be reached.", true);
+    showFleet(error instanceof Failure ? error.message : GONE, true);
   }
   timer = setTimeout(poll, wait, polling);
 }
@@ -98,4 +88,9 @@ function follow() {
   polling.abort();
   polling = new AbortController();
   if (!document.hidden) poll(polling);
+}
+
+/** After a change of colours. */
+function redraw() {
+  for (const card of cards.values()) card.chart.draw(card.steps);
 }

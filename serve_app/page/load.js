@@ -4,13 +4,6 @@
 const STREAMS = 4, STREAM_TOKENS = 160, PROMPT_TOKENS = 1500, HEAD_START_MS = 1500, LONGEST_LOAD_MS = 60000;
 let loading = null;
 
-async function modelLength() {
-  const headers = apiKey() ? { Authorization: `Bearer ${apiKey()}` } : {};
-  const response = await fetch(at("v1/models"), { headers });
-  if (!response.ok) throw await failureOf(response);
-  return (await response.json()).data.find((one) => one.id === $("model").textContent).max_model_len;
-}
-
 /** Text that no prefix cache has seen, and longer than the tokens that are kept of it. */
 function longText(name) {
   return Array.from({ length: 400 }, (_, i) => `${i}, ${name}: the keeper lit the lamp. `).join("");
@@ -30,14 +23,14 @@ class Gaps {
 
 async function runLoad(signal) {
   const told = $("load-status"), name = String(crypto.getRandomValues(new Uint32Array(1))[0]);
-  const common = { model: $("model").textContent, ignore_eos: true, prompt_cache_key: name };  // all to one engine
-  const length = await modelLength(), gaps = new Gaps(), key = apiKey();
+  const common = { model: modelName(), ignore_eos: true, prompt_cache_key: name };  // all to one engine
+  const length = modelLength(), gaps = new Gaps();
   const room = Math.min(STREAM_TOKENS, Math.floor(length / 2)), kept = Math.min(PROMPT_TOKENS, length - 16);
   told.textContent = `${STREAMS} streams have begun.`;
   // One request: browsers open six connections to a host, and the live view needs one of them.
   const prompts = Array.from({ length: STREAMS }, (_, i) => `${i + 1}. A story:`);
   const four = { ...common, prompt: prompts, max_tokens: room };
-  const streams = ask("v1/completions", four, { key, signal, take: gaps.take });
+  const streams = ask("v1/completions", four, { signal, take: gaps.take });
   streams.catch(() => {});  // it is awaited below; until then its failure is not unheard
   await new Promise((resolve) => setTimeout(resolve, HEAD_START_MS));
   signal.throwIfAborted();
@@ -50,13 +43,14 @@ async function runLoad(signal) {
     gaps.from = Infinity;
   };
   const prompt = { ...common, prompt: longText(name), truncate_prompt_tokens: kept, max_tokens: 8 };
-  await Promise.all([streams, ask("v1/completions", prompt, { key, signal, take })]);
+  await Promise.all([streams, ask("v1/completions", prompt, { signal, take })]);
   const beside = gaps.longest ? ` The longest gap of the streams beside it: ${Math.round(gaps.longest)} ms.` : "";
   told.textContent = `A prompt of ${read} tokens had its first token after ${Math.round(first - began)} ms.${beside}`;
 }
 
 async function toggleLoad() {
   if (loading) return loading.abort();
+  if (!(await haveKey()) || loading) return;
   loading = new AbortController();
   $("load").textContent = "Stop the load";
   try {
@@ -64,7 +58,7 @@ async function toggleLoad() {
   } catch (error) {
     const late = error.name === "TimeoutError" ? "Ended after a minute." : error.message;
     $("load-status").textContent = loading.signal.aborted ? "Stopped." : late;
-    askForKey(error);
+    ifRefused(error);
   } finally {
     loading.abort();  // one that failed takes the others with it
     loading = null;

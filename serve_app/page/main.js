@@ -8,17 +8,28 @@ $("composer").addEventListener("keydown", (event) => {
   event.preventDefault();
   send();
 });
+$("log").addEventListener("scroll", noteScroll);
 $("stop").addEventListener("click", () => running?.abort());
-$("models").addEventListener("change", () => { $("model").textContent = $("models").value; });
 $("new-chat").addEventListener("click", newChat);
 $("load").addEventListener("click", toggleLoad);
-$("timing").addEventListener("submit", (event) => {
+$("theme").addEventListener("click", nextTheme);
+$("key-button").addEventListener("click", () => askForKey("The key of this server's API."));
+$("key-form").addEventListener("submit", (event) => { event.preventDefault(); checkKey(); });
+$("key-cancel").addEventListener("click", () => closeKey(false));
+$("key-forget").addEventListener("click", forgetKey);
+$("key-dialog").addEventListener("cancel", (event) => { event.preventDefault(); closeKey(false); });
+$("timing").addEventListener("submit", async (event) => {
   event.preventDefault();
-  if ($("timing-id").value.trim()) explain($("timing-id").value.trim());
+  const id = $("timing-id").value.trim();
+  if (id && (await haveKey())) explain(id, $("timing-shown"));
 });
-document.addEventListener("visibilitychange", follow);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  for (const card of cards.values()) card.chart.draw(card.steps);
+document.addEventListener("visibilitychange", () => {
+  follow();
+  if (!document.hidden) lookUpModels();
 });
-for (const link of document.links) link.href = at(link.getAttribute("href"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+for (const anchor of document.links) anchor.href = at(anchor.getAttribute("href"));
+showTheme();
+showExamples();
+lookedUp = lookUpModels();
 follow();

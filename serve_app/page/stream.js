@@ -4,6 +4,8 @@
 const base = new URL(location.pathname.endsWith("/") ? "." : `${location.pathname}/`, location.href);
 const at = (path) => new URL(path, base);
 
+const GONE = "The server cannot be reached.";
+
 class Failure extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -41,13 +43,12 @@ async function failureOf(response) {
 }
 
 /** Ask, and give each chunk of the answer to `take` as it comes. Rejects with a Failure, or as `signal` does. */
-async function ask(path, body, { key, signal, take }) {
-  const headers = { "Content-Type": "application/json" };
-  if (key) headers.Authorization = `Bearer ${key}`;
+async function ask(path, body, { signal, take }) {
+  const headers = { "Content-Type": "application/json", ...authorized() };
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const request = { method: "POST", headers, signal, body: JSON.stringify({ ...body, ...options }) };
   const lost = (why) => (error) => { throw signal.aborted ? error : new Failure(why); };
-  const response = await fetch(at(path), request).catch(lost("The server cannot be reached."));
+  const response = await fetch(at(path), request).catch(lost(GONE));
   if (!response.ok) throw await failureOf(response);
   const all = events(response.body), cut = "The connection ended before the answer did.";
   for (;;) {

@@ -1,51 +1,79 @@
-// Owns the answer to why a request was slow: its wall time, a line for each cause.
+// Owns the answer to why a request was slow: its wall time as a bar of causes, and the same in words.
 // Never asks for a request that nobody has named.
 
 const AGAIN_MS = 300;  // a stream's last byte comes a moment before the server has added up
+const KINDS = {  // of causes, by the colour that they share
+  prefill: ["prefill"],
+  decode: ["decode"],
+  wait: ["queue", "gate", "memory", "preemption", "adapter", "grammar", "inputs"],
+  beside: ["prefill_beside_prompts", "prefill_beside_answers", "decode_beside_prompts", "decode_beside_answers"],
+};  // and "other": the way to the server and back, and what is not known
+const kindOf = (cause) => Object.keys(KINDS).find((kind) => KINDS[kind].includes(cause)) ?? "other";
 
 async function timingOf(id) {
-  const headers = apiKey() ? { Authorization: `Bearer ${apiKey()}` } : {};
-  const response = await fetch(at(`v1/requests/${encodeURIComponent(id)}/timing`), { headers });
+  const response = await fetch(at(`v1/requests/${encodeURIComponent(id)}/timing`), { headers: authorized() })
+    .catch(() => { throw new Failure(GONE); });
   if (!response.ok) throw await failureOf(response);
   return response.json();
 }
 
-function timingLine(part, wall, kind) {
+const percent = (share) => (share >= 0.005 ? `${Math.round(share * 100)} %` : "< 1 %");
+
+function timingLine(part) {
   const line = $("timing-part").content.firstElementChild.cloneNode(true);
   const put = (name, text) => { line.querySelector(`.${name}`).textContent = text; };
-  line.classList.add(kind);
   line.dataset.cause = part.cause;
+  line.querySelector(".swatch").classList.add(kindOf(part.cause));
   put("ms", `${Math.round(part.ms)} ms`);
+  put("share", percent(part.share));
   put("about", part.about);
-  line.querySelector("meter").value = part.ms / wall;
   return line;
 }
 
-function showTiming(timing) {
+function segment(part) {
+  const element = make("span", [], kindOf(part.cause));
+  element.style.flexGrow = part.share;
+  return element;
+}
+
+/** `place` has the elements of the template "timing-shown". */
+function showTiming(place, timing) {
   const { wall_ms: wall, own, slowed_by: others, ahead } = timing;
   const told = [`${Math.round(wall)} ms`];
   if (timing.first_token_ms !== null) told.push(`first token after ${Math.round(timing.first_token_ms)} ms`);
   if (ahead?.requests) told.push(`${count(ahead.requests, "request", "requests")} ahead, ${ahead.prompt_tokens} tokens`);
   if (timing.migrations) told.push(count(timing.migrations, "migration", "migrations"));
-  $("timing-told").textContent = told.join(" · ");
-  const lines = [...others.map((part) => [part, "lost"]), ...own.map((part) => [part, "own"])];
-  const shown = lines.filter(([part]) => part.ms >= 0.5);
-  $("timing-parts").replaceChildren(...shown.map(([part, kind]) => timingLine(part, wall, kind)));
+  place.querySelector(".told").textContent = told.join(" · ");
+  const shown = [...own, ...others].filter((part) => part.ms >= 0.5);
+  const stack = place.querySelector(".stack");
+  const words = shown.map((part) => `${part.cause.replaceAll("_", " ")} ${percent(part.share)}`);
+  stack.replaceChildren(...shown.map(segment));
+  stack.setAttribute("aria-label", `Shares of the time: ${words.join(", ")}`);
+  stack.hidden = !shown.length;
+  place.querySelector(".parts").replaceChildren(...shown.map(timingLine));
 }
 
-/** Show where the time of a request went. `again`: it has only just ended. */
-async function explain(id, { again = false } = {}) {
-  $("timing-id").value = id;
+function showNoTiming(place, told) {
+  place.querySelector(".told").textContent = told;
+  place.querySelector(".stack").hidden = true;
+  place.querySelector(".parts").replaceChildren();
+}
+
+/** Show where the time of a request went, or in a line why that is not to be had. */
+async function explain(id, place, { again = true } = {}) {
+  place.dataset.id = id;
   try {
-    showTiming(await timingOf(id));
+    const timing = await timingOf(id);
+    if (place.dataset.id === id) showTiming(place, timing);  // and nobody has asked for another meanwhile
   } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    if (place.dataset.id !== id) return;
     if (again && error.status === 404) {
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
-      if ($("timing-id").value === id) await explain(id);
+      if (place.dataset.id === id) await explain(id, place, { again: false });
       return;
     }
-    $("timing-parts").replaceChildren();
-    $("timing-told").textContent = error instanceof Failure ? error.message : "The server cannot be reached.";
-    askForKey(error);
+    showNoTiming(place, error.message);
+    ifRefused(error);
   }
 }

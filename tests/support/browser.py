@@ -27,7 +27,7 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     *("--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"),
 )
-_KEYS = {"Enter": (13, "\r"), "Tab": (9, "")}
+_KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, "")}
 
 
 class PageError(Exception):
@@ -45,10 +45,12 @@ class Page:
         self._session: str | None = None
         self.complaints: list[str] = []
         """What the page wrote to the console as an error, threw, or was not allowed to do."""
+        self.fetched: list[str] = []
+        """The address of each request that the page made."""
         (target,) = (one for one in self("Target.getTargets")["targetInfos"] if one["type"] == "page")
         attached = self("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self(f"{domain}.enable")
 
     def __call__(self, method: str, **params: Any) -> dict[str, Any]:
@@ -80,6 +82,8 @@ class Page:
         match message.get("method"):
             case "Runtime.exceptionThrown":
                 self.complaints.append(json.dumps(params["exceptionDetails"]))
+            case "Network.requestWillBeSent":
+                self.fetched.append(params["request"]["url"])
             case "Log.entryAdded" if params["entry"]["level"] == "error":
                 self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
@@ -124,9 +128,10 @@ class Page:
     def resize(self, width: int, height: int, scale: float = 1) -> None:
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
 
-    def prefer(self, scheme: str) -> None:
-        """Set the preferred colour scheme, `light` or `dark`."""
-        self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    def prefer(self, scheme: str, *, motion: str = "no-preference") -> None:
+        """Set the preferred colour scheme, `light` or `dark`, and whether motion is to be reduced (`reduce`)."""
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": motion}
+        self("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in wanted.items()])
 
     def picture(self) -> bytes:
         """Return what is seen, as a PNG."""

@@ -1,4 +1,4 @@
-"""Owns the proof that the page does what it shows: a real browser, over a real server with the fake executor.
+"""Owns the proof that the page does what it shows: a real browser, over a real server. Long: one server for all.
 Never asks the page about itself where the server can be asked. Waits for states, and measures no time."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ pytestmark = [
 KEY, BAD_KEY = "sk-right", "sk-wrong"
 REPLY = "Ships pass <b>at night</b> & <img src=x onerror=alert(1)>. " * 40  # markup that a model might write
 STEP_MS = 10
-IDLE = "document.querySelector('#stop').hidden"
+IDLE = "document.querySelector('#stop').hidden && !document.querySelector('#key-dialog').open"
+ASKED = "document.querySelector('#key-dialog').open && document.activeElement.id === 'key'"
 PIXELS = """
 (() => {
   const canvas = document.querySelector("canvas"), {width, height} = canvas;
@@ -46,7 +47,8 @@ PIXELS = """
 def server() -> Iterator[Server]:
     keys = [{"tenant": "ann", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}]
     engine = {"executor": "fake", "max_num_batched_tokens": 128, "fake": {"reply": REPLY, "step_delay_ms": STEP_MS}}
-    with serve_run({"engine": engine, "auth": {"keys": keys}}) as running:
+    names = {"served_model_name": ["scripted", "scripted-too"], "model_aliases": {"gpt": "scripted"}}
+    with serve_run({"engine": engine, "auth": {"keys": keys}, **names}) as running:
         yield running
 
 
@@ -59,8 +61,11 @@ def browser(server: Server) -> Iterator[Page]:
 
 @pytest.fixture
 def page(browser: Page, server: Server) -> Iterator[Page]:
-    """Open the page anew."""
+    """Open the page anew, in a tab that has no key."""
+    browser.open(server.url)
+    browser.value("sessionStorage.clear()")
     browser.complaints.clear()
+    browser.fetched.clear()
     browser.open(server.url)
     browser.until("document.querySelector('canvas')")
     yield browser
@@ -68,6 +73,8 @@ def page(browser: Page, server: Server) -> Iterator[Page]:
         told for told in browser.complaints if not re.search("status of 40[14]", told)
     ]  # which Chromium reports itself
     assert unexpected == []
+    assert [url for url in browser.fetched if not url.startswith((server.url, "data:"))] == []
+    assert [url for url in browser.fetched if KEY in url or BAD_KEY in url] == []
 
 
 def say(page: Page, text: str) -> None:
@@ -77,15 +84,25 @@ def say(page: Page, text: str) -> None:
 
 
 def causes(page: Page) -> list[str]:
-    found: list[str] = page.value("[...document.querySelectorAll('#timing-parts li')].map((e) => e.dataset.cause)")
+    found: list[str] = page.value("[...document.querySelectorAll('#timing-shown li')].map((e) => e.dataset.cause)")
     return found
 
 
 def let_in(page: Page) -> None:
-    """Give the key that the server asks for."""
+    """Write a message, and give the key that the server asks for; Enter then sends both."""
     say(page, "hello")
-    page.until("!document.querySelector('#key-field').hidden && document.activeElement.id === 'key'")
+    page.until(ASKED)
     page.write(KEY)
+
+
+def pace(page: Page) -> str:
+    return str(page.value("[...document.querySelectorAll('.pace')].at(-1).textContent"))
+
+
+def prompt_size(page: Page) -> int:
+    found = re.search(r"prompt of (\d+)", pace(page))
+    assert found is not None
+    return int(found[1])
 
 
 def limit(page: Page, tokens: int) -> None:
@@ -110,38 +127,107 @@ def until_running(server: Server, number: int) -> None:
     until(lambda: engine_of(server)["num_running"] == number, lambda: f"{engine_of(server)}, not {number} running")
 
 
-def test_a_key_that_a_server_needs_is_entered_in_the_page_and_a_bad_one_is_an_error(page: Page) -> None:
-    assert page.value("document.querySelector('#key-field').hidden"), "nobody is asked for what may not be needed"
+def test_a_key_that_a_server_needs_is_asked_for_before_the_first_message_and_a_wrong_one_is_told(
+    page: Page, server: Server
+) -> None:
+    assert not page.value("document.querySelector('#key-dialog').open"), "a look at the replicas needs none"
     say(page, "hello")
-    page.until("document.activeElement.id === 'key'")
-    assert "needs a valid API key" in last_note(page)
+    page.until(ASKED)
+    assert page.value("document.querySelector('#prompt').value") == "hello"
+    assert texts(page, "user") == [], "nothing was sent"
+    told = "document.querySelector('#key-told').textContent"
+    assert page.value(told) == "This server needs an API key."
     page.write(BAD_KEY)
-    page.click("#send")  # what was written is there again
-    page.until("document.querySelectorAll('.note.bad:not([hidden])').length === 2")
-    assert "needs a valid API key" in last_note(page)
-    page.value("document.querySelector('#key').value = ''")
-    page.click("#key")
+    page.press("Enter")
+    page.until(f"{told} === 'The server does not accept this key.'")
+    page.write("schlüssel")  # over the other, which is selected
+    page.press("Enter")
+    page.until(f"{told}.includes('ASCII')")
     page.write(KEY)
     limit(page, 5)
     page.press("Enter")
+    page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 1")
+    assert texts(page, "assistant") == [REPLY[:5]], "the message went on by itself"
+    kept = page.value("JSON.stringify([Object.values(sessionStorage), localStorage.length, document.cookie])")
+    assert kept == f'[["{KEY}"],0,""]', "for this tab alone"
+    page.open(server.url)
+    say(page, "again")
+    page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 1")
+    page.click("#key-button")
+    page.until(ASKED)
+    page.click("#key-forget")
+    page.until("!document.querySelector('#key-dialog').open")
+    assert page.value("sessionStorage.length") == 0
+    say(page, "and again")
+    page.until(ASKED)
+    page.press("Escape")
+    page.until("!document.querySelector('#key-dialog').open")
+    assert len(texts(page, "user")) == 1, "without a key nothing is sent"
+    assert page.value("document.querySelector('#prompt').value") == "and again"
+
+
+def test_a_key_that_is_taken_back_is_asked_for_again_and_the_message_is_not_lost(page: Page) -> None:
+    let_in(page)
+    limit(page, 3)
+    page.press("Enter")
+    page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 1")
+    page.value(
+        """
+        window.real = window.fetch;
+        const refused = () => Response.json({error: {message: "This needs a valid API key."}}, {status: 401});
+        window.fetch = async (url, options) => String(url).includes("/chat/") ? refused() : real(url, options);
+        0
+        """
+    )
+    say(page, "go on")
+    page.until(ASKED)
+    assert last_note(page) == "This needs a valid API key."
+    assert page.value("sessionStorage.length") == 0
+    page.write(KEY)
+    page.press("Enter")
+    page.until("!document.querySelector('#key-dialog').open")
+    assert page.value("document.querySelector('#prompt').value") == "go on"
+    page.value("window.fetch = real; 0")
+    page.click("#send")
     page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 3")
-    assert texts(page, "assistant") == ["", "", REPLY[:5]]
-    assert page.value("JSON.stringify([localStorage.length, sessionStorage.length, document.cookie])") == '[0,0,""]'
+    assert texts(page, "assistant")[2] == REPLY[:3]
 
 
-def test_an_answer_is_streamed_as_text_whatever_a_model_writes(page: Page) -> None:
+def test_the_models_of_the_server_are_there_to_choose_once_a_key_lets_them_be_seen(page: Page, server: Server) -> None:
+    names = "[...document.querySelector('#model').options].map((o) => o.value).join()"
+    assert page.value(names) == "scripted", "which everybody may know"
+    let_in(page)
+    limit(page, 3)
+    page.press("Enter")
+    page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 1")
+    assert page.value(names) == "scripted,scripted-too,gpt"
+    page.value("document.querySelector('#model').value = 'gpt'")
+    say(page, "and you?")
+    page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2")
+    assert texts(page, "assistant") == [REPLY[:3]] * 2
+    page.value(
+        "document.querySelector('#model').add(new Option('gone')); document.querySelector('#model').value = 'gone'"
+    )
+    say(page, "and you?")
+    page.until("document.querySelectorAll('.note.bad:not([hidden])').length === 1")
+    assert "gone" in last_note(page)
+
+
+def test_an_answer_is_streamed_and_read_out_as_it_was_written(page: Page) -> None:
     let_in(page)
     limit(page, 60)
     page.press("Enter")
-    page.until("document.querySelectorAll('.message.assistant')[1]?.querySelector('.text').textContent.length > 3")
-    assert len(texts(page, "assistant")[1]) < 60, "it is shown before it is whole"
+    page.until("document.querySelector('.message.assistant .text')?.textContent.length > 3")
+    assert len(texts(page, "assistant")[0]) < 60, "it is shown before it is whole"
+    assert page.value("document.querySelector('.message.assistant').getAttribute('aria-busy')") == "true"
     page.until(IDLE)
-    assert texts(page, "assistant")[1] == REPLY[:60]
+    assert page.value("document.querySelector('.message.assistant').getAttribute('aria-busy')") == "false"
+    assert texts(page, "assistant") == [REPLY[:60]]
     assert page.value("document.querySelectorAll('.log b, .log img').length") == 0
-    stats = page.value("document.querySelector('#stats').textContent")
-    assert "first token after" in stats
-    assert "tokens/s" in stats
-    assert "60 tokens · prompt of " in stats
+    assert "first token after" in pace(page)
+    assert "tokens/s" in pace(page)
+    assert " s in all" in pace(page)
+    assert "60 tokens · prompt of " in pace(page)
     assert page.value("document.activeElement.id") == "prompt", "so that the next message can be written"
 
 
@@ -149,18 +235,18 @@ def test_a_conversation_carries_its_turns_and_a_new_one_does_not(page: Page, ser
     let_in(page)
     limit(page, 4)
     page.press("Enter")
-    page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 2")
+    page.until(f"{IDLE} && document.querySelectorAll('.message.assistant').length === 1")
     sizes = []
     for text in ("and then?", "and then?"):
         say(page, text)
         page.until(IDLE)
-        sizes.append(int(page.value("document.querySelector('#stats').textContent.match(/prompt of (\\d+)/)[1]")))
+        sizes.append(prompt_size(page))
     assert sizes[1] > sizes[0] + len("and then?")
     page.click("#new-chat")
     assert texts(page, "user") == []
     say(page, "and then?")
     page.until(IDLE)
-    assert int(page.value("document.querySelector('#stats').textContent.match(/prompt of (\\d+)/)[1]")) < sizes[0]
+    assert prompt_size(page) < sizes[0]
 
 
 def test_stop_ends_the_request_in_the_engine_and_keeps_what_was_said(page: Page, server: Server) -> None:
@@ -168,18 +254,18 @@ def test_stop_ends_the_request_in_the_engine_and_keeps_what_was_said(page: Page,
     limit(page, 2000)
     page.press("Enter")
     until_running(server, 1)
-    page.until("document.querySelectorAll('.message.assistant')[1].querySelector('.text').textContent.length > 10")
+    page.until("document.querySelector('.message.assistant .text')?.textContent.length > 10")
     page.click("#stop")
     page.until(IDLE)
     assert last_note(page) == "Stopped."
     until_running(server, 0)
-    said = texts(page, "assistant")[1]
+    (said,) = texts(page, "assistant")
     assert REPLY.startswith(said)
     assert 10 < len(said) < len(REPLY)
     limit(page, 3)
     say(page, "go on")
     page.until(IDLE)
-    assert texts(page, "assistant")[2] == REPLY[:3]
+    assert texts(page, "assistant")[1] == REPLY[:3]
 
 
 def test_shift_enter_begins_a_new_line_and_sends_nothing(page: Page) -> None:
@@ -199,12 +285,19 @@ def test_a_setting_out_of_its_range_is_sent_to_nobody(page: Page) -> None:
     page.value("document.querySelector('#temperature').value = 1")
     page.click("#prompt")
     page.press("Enter")
+    page.until(ASKED)
+    page.write(KEY)
+    limit(page, 3)
+    page.press("Enter")
     page.until("document.querySelectorAll('.message.user').length === 1")
+    page.until(IDLE)
 
 
 def test_the_chart_shows_chunks_and_rows_that_share_steps(page: Page, server: Server) -> None:
-    let_in(page)
     page.click("#load")
+    page.until(ASKED)
+    page.write(KEY)
+    page.press("Enter")
     page.until("document.querySelector('#load-status').textContent.includes('had its first token after')")
     told = page.value("document.querySelector('#load-status').textContent")
     assert told.startswith("A prompt of 1500 tokens")
@@ -220,8 +313,10 @@ def test_the_chart_shows_chunks_and_rows_that_share_steps(page: Page, server: Se
 
 
 def test_the_load_is_stopped_by_the_button_that_began_it(page: Page, server: Server) -> None:
-    let_in(page)
     page.click("#load")
+    page.until(ASKED)
+    page.write(KEY)
+    page.press("Enter")
     until_running(server, 4)
     page.click("#load")
     page.until("document.querySelector('#load-status').textContent === 'Stopped.'")
@@ -272,7 +367,8 @@ def test_a_stream_is_read_as_it_is_framed_however_the_network_cuts_it(page: Page
         }};
         """
     )
-    say(page, "hello")
+    let_in(page)
+    page.press("Enter")
     page.until(f"taken && {IDLE}")
     assert texts(page, "assistant") == [text]
     assert page.value("document.querySelector('.message.assistant .note').textContent") == complaint
@@ -315,20 +411,22 @@ def test_an_answers_time_is_explained_and_that_of_any_request_of_the_same_key(pa
     let_in(page)
     limit(page, 20)
     page.press("Enter")
-    page.until("document.querySelector('#timing-parts .own[data-cause=decode]')")
-    assert "first token after" in page.value("document.querySelector('#timing-told').textContent")
-    assert page.value("document.querySelector('#timing-id').value").startswith("chatcmpl-")
+    page.until(f"{IDLE} && document.querySelector('.why')")
+    page.click(".why summary")
+    page.until("document.querySelector('.why li[data-cause=decode]')")
+    assert "first token after" in page.value("document.querySelector('.why .told').textContent")
+    assert "decode " in page.value("document.querySelector('.why .stack').getAttribute('aria-label')")
     named = {"authorization": f"Bearer {KEY}", "x-request-id": "asked-elsewhere"}
-    body = {"model": page.value("document.querySelector('#model').textContent"), "prompt": "a", "max_tokens": 1}
+    body = {"model": "scripted", "prompt": "a", "max_tokens": 1}
     httpx.post(f"{server.url}/v1/completions", json=body, headers=named, timeout=30).raise_for_status()
-    page.value("document.querySelector('#timing-id').value = ''")
     page.click("#timing-id")
     page.write("asked-elsewhere")
     page.press("Enter")
-    page.until("!document.querySelector('#timing-parts .own[data-cause=decode]')")
+    page.until("document.querySelector('#timing-shown li')")
+    assert "prefill" in causes(page)
     page.value("document.querySelector('#timing-id').value = 'never'")
     page.click("#timing button")
-    page.until("document.querySelector('#timing-told').textContent.startsWith('No request of that id')")
+    page.until("document.querySelector('#timing-shown .told').textContent.startsWith('No request of that id')")
     assert causes(page) == []
 
 

@@ -405,13 +405,32 @@ async def test_the_page_shows_every_operation_parameter_status_and_schema() -> N
     for path, methods in DOCUMENT["paths"].items():
         for method, operation in methods.items():
             assert f"{method.upper()} {path}" in page.text
-            assert operation["summary"] in page.text
+            assert operation["summary"].replace("`", "") in page.text
             for parameter in operation["parameters"]:
                 assert parameter["name"] in page.text
             for response in operation["responses"].values():
-                assert response["description"] in page.text
+                assert response["description"].replace("`", "") in page.text
     assert {f"schema-{name}" for name in DOCUMENT["components"]["schemas"]} <= page.ids
     assert "temperature" in page.text
+
+
+def test_code_in_the_documents_texts_is_code_on_the_page_and_no_text_is_lost() -> None:
+    html = render(DOCUMENT)
+    page = Page(html)
+    assert "`" not in page.text
+    assert "the smaller of it and <code>timeout_ms</code> counts." in html
+    shown = " ".join(page.text.split())
+
+    def texts(part: Any) -> list[str]:
+        if isinstance(part, dict):
+            own = [part["description"]] if isinstance(part.get("description"), str) else []
+            return own + [text for value in part.values() for text in texts(value)]
+        return [text for value in part for text in texts(value)] if isinstance(part, list) else []
+
+    written = texts(DOCUMENT["components"]["schemas"])
+    assert len(written) > 100
+    assert [text for text in written if " ".join(text.replace("`", "").split()) not in shown] == []
+    assert all(text.count("`") % 2 == 0 for text in texts(DOCUMENT)), "each code in a text has its end"
 
 
 @pytest.mark.anyio
