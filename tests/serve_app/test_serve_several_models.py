@@ -29,11 +29,12 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 NEW_TOKENS = 8
 STEP_MS = 60
-PATIENT_S = 12
-LONG = int(1.5 * PATIENT_S * 1000 / STEP_MS)
-"""The tokens of a stream that is longer than the wait for a model that cannot be woken."""
+PATIENCE_S = 4
+"""How long a request waits for the model that cannot be woken."""
+LONG = int(3 * PATIENCE_S * 1000 / STEP_MS)
+"""The tokens of a stream that is longer than that."""
 ROOM = get_num_cpus()
-"""The CPUs of the cluster. `echo` and `qwen` fit together, and `large` only alone."""
+"""The CPUs of the cluster. `echo` and `qwen` fit together, and `large` fits beside none that sleeps."""
 
 
 def save_tokenizer(directory: Path) -> None:
@@ -55,7 +56,7 @@ def greedy(model: PreTrainedModel) -> list[int]:
 
 
 def entries(directory: Path) -> list[dict[str, Any]]:
-    """Return the entries of the four models, of which only `llama` never sleeps."""
+    """Return the entries of the models, of which only `llama` never sleeps."""
     real = {"dtype": "float32", "num_kv_blocks": 200, "num_threads": 1}
     fake = {"executor": "fake", "fake": {"step_delay_ms": STEP_MS}}
     sleeps = {"min_replicas": 0, "max_replicas": 1}
@@ -79,7 +80,13 @@ def entries(directory: Path) -> list[dict[str, Any]]:
             "engine": fake,
             "engine_num_cpus": 0.3 * ROOM,
             "autoscaling": sleeps,
-            "wake_timeout_s": PATIENT_S,
+        },
+        {
+            "served_model_name": "late",
+            "engine": fake,
+            "engine_num_cpus": 0.3 * ROOM,
+            "autoscaling": sleeps,
+            "wake_timeout_s": PATIENCE_S,
         },
         {"served_model_name": "large", "engine": fake, "engine_num_cpus": 0.75 * ROOM, "autoscaling": sleeps},
     ]
@@ -154,7 +161,7 @@ def test_models_of_several_families_share_one_server_and_wake_and_sleep_without_
         client = Client(server, pool)
         listed = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
         assert [(one["id"], one["max_model_len"]) for one in listed][:2] == [("llama", 256), ("qwen", 256)]
-        assert [one["id"] for one in listed] == ["llama", "qwen", "echo", "large"]
+        assert [one["id"] for one in listed] == ["llama", "qwen", "echo", "late", "large"]
         assert client.token_ids("gpt-4o") == want["llama"]
         asleep = ("qwen", "echo", "large")
         assert [client.engines(name) for name in asleep] == [[], [], []], "nothing has woken them"
@@ -171,7 +178,7 @@ def test_models_of_several_families_share_one_server_and_wake_and_sleep_without_
         large = client.stream("large", LONG)
         large.wait_until_begun()
         assert (client.engines("qwen"), client.engines("echo")) == ([], [])
-        refused = client.complete("echo")
+        refused = client.complete("late")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_asleep"), refused.text
         assert int(refused.headers["retry-after"]) > 0
         assert not large.result.done(), "it was refused while the other streamed"
@@ -183,7 +190,7 @@ def test_models_of_several_families_share_one_server_and_wake_and_sleep_without_
         counted = {
             one.labels["model_name"]: one.value for one in requests.samples if one.labels["outcome"] == "complete"
         }
-        assert counted == {"llama": 4, "qwen": 5, "echo": 1, "large": 1}
+        assert counted == {"llama": 4, "qwen": 5, "echo": 1, "late": 0, "large": 1}
         missing = client.complete("nobody")
         assert missing.status_code == 404
-        assert "this server serves `llama`, `qwen`, `echo`, `large`" in missing.json()["error"]["message"]
+        assert "this server serves `llama`, `qwen`, `echo`, `late`, `large`" in missing.json()["error"]["message"]
