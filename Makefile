@@ -10,7 +10,7 @@ WORKERS ?= --numprocesses 2
 FLASH_TESTS := $(addprefix tests/,kernels/test_flash.py kernels/test_choice.py $(patsubst %,engine/execution/gpu/test_%.py,decode executor memory model))
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-seeds test-processors test-slow test-clients test-clients-newest record-clients test-gpu test-flash test-chaos test-chaos-short test-deep test-mutations check format install model docs docs-site load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools clean
+.PHONY: serve test test-seeds test-processors test-slow test-clients test-clients-newest record-clients test-gpu test-flash test-chaos test-chaos-short test-deep test-mutations check format install model docs docs-site load simulate find-rate bench-peers bench-gpu chart studies validate-k8s render-k8s k8s-tools image sbom clean
 
 serve: install ## prepare the model of config.yaml, start the server, and print how to call it once it answers
 	@exec $(BIN)/serve run $(CONFIG)
@@ -148,15 +148,28 @@ $(VENV)/installed: pyproject.toml constraints.txt scripts/serve
 	$(BIN)/python -m kernels.cpu.native.library
 	@touch $@
 
-validate-k8s: install k8s-tools ## build every overlay of k8s/ and its Helm chart, and check them without a cluster, with its alerts and dashboards
+validate-k8s: install k8s-tools ## build every overlay of k8s/ and its Helm chart, and check them without a cluster, with its alerts and dashboards; and check compose.yaml
 	$(BIN)/python -m k8s.validate
 
-render-k8s: install k8s-tools ## regenerate k8s/rendered, the dashboards and the schema of the chart's values, which tests compare
+render-k8s: install k8s-tools ## regenerate k8s/rendered, the dashboards, the schema of the chart's values and compose/rules.yaml, which tests compare
 	$(BIN)/python -m k8s.dashboards
 	$(BIN)/python -m k8s.validate --render
 
-k8s-tools: install ## download kubectl, helm, promtool and hadolint to .k8s-tools, unless they are there
+k8s-tools: install ## download kubectl, helm, promtool, hadolint and the Compose schema to .k8s-tools, unless they are there
 	@$(BIN)/python -m k8s.validate.tools
 
+# Debian's packages mmdebstrap and buildah, and root: see docs/how-to/compose.md.
+image: install ## build the image without a daemon as build/chunkserve.oci.tar, and start a server from it: make image IMAGE="--show HOST:PATH"
+	$(BIN)/python -m k8s.image --out build/chunkserve.oci.tar $(IMAGE)
+	$(BIN)/python -m pytest tests/k8s/built_image.py -rP
+
+sbom: install .venv-sbom/installed ## write what an installed server consists of to build/sbom.cdx.json, in CycloneDX's format
+	$(BIN)/python -m k8s.sbom --tool .venv-sbom/bin
+
+.venv-sbom/installed: k8s/sbom-requirements.txt
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet --requirement k8s/sbom-requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-clients .clients-npm .venv-clients-newest .clients-npm-newest $(PEERS_VENV) .k8s-tools
+	rm -rf $(VENV) .venv-clients .clients-npm .venv-clients-newest .clients-npm-newest $(PEERS_VENV) .k8s-tools .venv-sbom

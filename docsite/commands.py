@@ -89,6 +89,8 @@ PROGRAMS = (
     "tests.gpu.hour.report",
     "k8s.drain",
     "k8s.validate",
+    "k8s.image",
+    "k8s.sbom",
 )
 """Programs for users and operators, in the order of the page."""
 WITH_SUBCOMMANDS = (COMMAND, *(f"{COMMAND} {name}" for name in COMMANDS), *PROGRAMS[1:])

@@ -63,12 +63,13 @@ def _same(setting: str, taking: Taking, path: str, value: Any) -> None:
 
 def _tokens(setting: str, taking: Taking, path: str, value: Any) -> None:
     """Numbers of tokens may be written as 32k or 32K."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value))
-    if value in (-1, "auto") or not found:
-        text = "what fits into memory is not known before the start: it is what the checkpoint was trained for"
-        taking.changed(path, value, text if value in (-1, "auto") else "not a number of tokens: left to the checkpoint")
-    else:
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value)):
         taking.put(setting, int(float(found[1]) * _UNITS[found[2]]))
+    elif value in (-1, "auto") and setting == "engine.max_model_len":
+        text = "what fits into memory is not known before the start: it is what the checkpoint was trained for"
+        taking.changed(path, value, text)
+    else:
+        taking.unsupported(path, value, "expected a number of tokens, such as 4096 or 4K")
 
 
 def _dtype(taking: Taking, path: str, value: Any) -> None:

@@ -16,6 +16,7 @@ import yaml
 from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 
 from k8s import dashboards
+from k8s.image.build import image_name
 from k8s.validate import compose
 from k8s.validate.compose import COMPOSE, DIRECTORY, OVERRIDES, PROMETHEUS
 from k8s.validate.manifests import ROOT
@@ -98,6 +99,7 @@ def test_the_example_of_the_environment_names_every_variable() -> None:
 
 def test_the_server_is_the_image_that_the_manifests_run_built_from_the_same_file() -> None:
     assert f"--tag {SERVER['image']} ." in DOCKERFILE
+    assert SERVER["image"] == image_name(), "what is built without a daemon can be loaded in its place"
     for added in ((), (GPU,)):
         build = services(*added)["chunkserve"]["build"]
         assert (ROOT / build["context"] / build["dockerfile"]).is_file()

@@ -45,7 +45,7 @@ def convert_file(path: Path, model_id: str | None) -> Converted:
     """
     content = _read(path)
     if "applications" not in content:
-        application, args, config = None, content if _MODELS in content else {_MODELS: [content]}, dict[str, Any]()
+        application, args = None, content if _MODELS in content else {_MODELS: [content]}
     else:
         config = copy.deepcopy(read_config(path).content)
         number = _number_of(path, config["applications"])
@@ -60,9 +60,10 @@ def convert_file(path: Path, model_id: str | None) -> Converted:
     _settle_environment(taking, ours, chosen)
     ours["args"] = taking.args
     _validate(path, taking)
-    if application is not None:
-        config["applications"][number] = ours
-    return Converted(made | config, taking.notes)
+    if application is None:
+        return Converted(made, taking.notes)
+    config["applications"][number] = ours  # the rest keeps Ray's defaults, such as every address to listen on
+    return Converted(config, taking.notes)
 
 
 def _base(on_gpu: bool) -> dict[str, Any]:

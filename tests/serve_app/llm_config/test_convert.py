@@ -103,6 +103,7 @@ NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"generation_config": "auto"}, Kind.LEFT_OUT, "the defaults of sampling are OpenAI's, and not the model's"),
     ({"kv_transfer_config": {"kv_connector": "Nixl"}}, Kind.NOT_SUPPORTED, "kv_transfer_config: an engine's KV cache"),
     ({"max_model_len": -1}, Kind.CHANGED, "what the checkpoint was trained for (given: -1)"),
+    ({"max_num_batched_tokens": "many"}, Kind.NOT_SUPPORTED, "expected a number of tokens, such as 4096 or 4K"),
     ({"dtype": "half"}, Kind.CHANGED, "a CPU computes in bfloat16 or float32"),
     ({"dtype": "int3"}, Kind.NOT_SUPPORTED, "dtype: expected one of auto, bfloat16, float16, float32"),
     ({"max_logprobs": 100}, Kind.CHANGED, "a token has up to 20 alternatives"),

@@ -88,6 +88,7 @@ def test_ports_routes_names_and_other_applications_stay(tmp_path: Path) -> None:
     assert (ours["name"], ours["route_prefix"], ours["import_path"]) == ("llms", "/llm", "serve_app.app:build")
     assert kept == other
     assert config["http_options"] == {"port": 9000}
+    assert config.keys() == {"http_options", "applications"}, "what the file leaves to Ray stays so"
 
 
 def test_environments_are_put_together_without_vllms_variables(
