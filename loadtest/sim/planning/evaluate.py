@@ -120,7 +120,7 @@ class Run:
     """Replica-seconds in which a step ran, of these."""
     step_s: float
     beyond_s: float
-    """Of `step_s`, the time of steps that no measured one was as large as."""
+    """The part of `step_s` in steps that no measured one was as large as."""
     preemptions: int
     replicas_most: int
 

@@ -46,7 +46,7 @@ class Load:
 
 LOADS = {
     "azure_conv": Load(0.6, Goal(ttft_ms=10_000, tpot_ms=150), 1.0, 45.0),
-    "azure_code": Load(1.5, Goal(ttft_ms=4000, tpot_ms=100), 4.0, 90.0),
+    "azure_code": Load(1.5, Goal(ttft_ms=4000, tpot_ms=100), 10.0, 90.0),
     "mooncake_conv": Load(0.3, Goal(ttft_ms=20_000, tpot_ms=150), 24.0, 70.0),
 }
 ENGINE = Engine(kv_tokens=262_144, max_model_len=131_072, block_size=64)

@@ -14,7 +14,6 @@ from loadtest.sim.planning.evaluate import Result, Run, Simulations
 from loadtest.sim.planning.plan import Limits
 from loadtest.sim.planning.search import Trial
 from loadtest.sim.planning.study import LOADS, WANTED, best_of, case_of, compare, is_within
-from loadtest.slo import Goal
 from loadtest.traces import read_trace
 from tests.loadtest.sim.planning.cases import GOAL, START
 
@@ -67,12 +66,12 @@ def test_the_best_is_the_cheapest_that_holds_and_then_the_one_with_the_most_good
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sample", "ttft_ms"), [("azure_sample.csv", 1500), ("mooncake_sample.jsonl", 4000)])
-def test_a_plan_for_a_sample_of_a_trace_is_within_five_percent_of_a_sweep(sample: str, ttft_ms: int) -> None:
-    load = LOADS["azure_conv" if "azure" in sample else "mooncake_conv"]
-    trace = read_trace(SAMPLES / sample)
-    one = case_of(trace, replace(load, goal=Goal(ttft_ms, 60), seconds=15.0), seeds=2)
+@pytest.mark.parametrize(
+    ("sample", "like"), [("azure_sample.csv", "azure_conv"), ("mooncake_sample.jsonl", "mooncake_conv")]
+)
+def test_a_plan_for_a_sample_of_a_trace_is_within_five_percent_of_a_sweep(sample: str, like: str) -> None:
+    one = case_of(read_trace(SAMPLES / sample), replace(LOADS[like], seconds=15.0), seeds=2)
     with Simulations(one, processes=1) as simulations:
-        found = compare(one, simulations, Limits(WANTED, most=6))
+        found = compare(one, simulations, Limits(WANTED, most=4))
     assert is_within(found)
     assert found["best"]["good_share"] >= WANTED
