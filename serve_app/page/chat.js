@@ -23,7 +23,8 @@ class Pace {
   take(chunk) {
     this.id = chunk.id;
     this.usage = chunk.usage ?? this.usage;
-    if (!chunk.choices.length) return;
+    const { content, reasoning, tool_calls: calls } = chunk.choices[0]?.delta ?? {};
+    if (!content && !reasoning && !calls) return;  // the first chunk only says whose turn it is, long before a token
     this.last = performance.now();
     this.first ??= this.last;
   }
@@ -41,7 +42,7 @@ class Pace {
 }
 
 async function answer({ signal }, extra) {
-  const message = new Answer(modelName()), pace = new Pace();
+  const message = new Answer(modelName(), "response_format" in extra), pace = new Pace();
   const take = (chunk) => {
     const delta = chunk.choices[0]?.delta ?? {};
     if (delta.reasoning) message.think(delta.reasoning);

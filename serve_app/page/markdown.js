@@ -30,12 +30,14 @@ function tokensOf(text, links) {
 const INTO = "ul, ol, li, blockquote, p, .code, pre, pre > code, .wide, table, tbody, tr, td";
 
 class Markdown {
-  constructor(root, whenShown = () => {}) {
+  /** `opening`: Markdown before the answer, such as the fence of one that is code as a whole. */
+  constructor(root, whenShown, opening) {
     this.root = root;
     this.whenShown = whenShown;
-    this.source = "";  // all of it
+    this.opening = opening;
+    this.source = "";  // all of the answer
     this.frame = 0;
-    this.clear("");
+    this.clear(opening);
   }
 
   clear(text) {
@@ -61,7 +63,7 @@ class Markdown {
     this.lex(true);
     if (Object.keys(this.links).length) {  // a definition may stand behind what refers to it
       const links = this.links;
-      this.clear(this.source);
+      this.clear(this.opening + this.source);
       this.links = links;
       this.lex(true);
     }

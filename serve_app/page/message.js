@@ -46,11 +46,11 @@ class Question extends Message {
   }
 }
 
-/** What a model writes: Markdown, with the thoughts before it as plain text. */
+/** What a model writes: Markdown, or JSON, with the thoughts before it as plain text. */
 class Answer extends Message {
-  constructor(model) {
+  constructor(model, isJson) {
     super("assistant", model || "Model");
-    this.markdown = new Markdown(this.part("text"), () => scrollLog());
+    this.markdown = new Markdown(this.part("text"), () => scrollLog(), isJson ? "```json\n" : "");
     this.item.setAttribute("aria-busy", true);  // so that it is read out once, when it is whole
     scrollLog(true);
   }

@@ -95,7 +95,8 @@ _STREAM = """
     port1.onmessage = resolve;
     port2.postMessage(0);
   });
-  const say = (content) => ({ id: "chatcmpl-1", choices: [{ index: 0, delta: { content } }] });
+  const deltaOf = (piece) => (typeof piece === "string" ? { content: piece } : piece);
+  const say = (piece) => ({ id: "chatcmpl-1", choices: [{ index: 0, delta: deltaOf(piece) }] });
   const encoder = new TextEncoder(), real = window.fetch;
   const body = (pieces, every, signal) => {
     let at = 0;
@@ -125,8 +126,8 @@ def script(page: Page) -> None:
     page.value(_STREAM)
 
 
-def answer(page: Page, pieces: Sequence[str], *, every: int = 1, stays_open: bool = False) -> None:
-    """Send a message that is answered by these pieces, with a frame after `every` of them."""
+def answer(page: Page, pieces: Sequence[str | dict[str, str]], *, every: int = 1, stays_open: bool = False) -> None:
+    """Send a message that is answered by these pieces, texts or deltas, with a frame after `every` of them."""
     page.value(f"pieces = {json.dumps(list(pieces))}; every = {every}; open_ = {json.dumps(stays_open)}; 0")
     before = page.value("document.querySelectorAll('.message.assistant').length")
     page.click("#prompt")

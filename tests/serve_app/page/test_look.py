@@ -181,11 +181,13 @@ def test_an_empty_playground_offers_prompts_until_something_is_said(page: Page) 
     assert page.value(seen)
     titles = page.value("[...document.querySelectorAll('#examples strong')].map((e) => e.textContent)")
     assert titles == ["Explain", "Write code", "JSON by a schema", "Read a long prompt"]
-    page.value("pieces = ['fine']")
+    page.value("pieces = [JSON.stringify({name: '_Ann_', age: 3, languages: ['*x*']})]")
     page.click("#examples button:nth-of-type(3)")
     page.until("document.querySelector('#stop').hidden && bodies.length === 1")
     assert not page.value(seen)
     assert page.value("document.querySelector('.message.user .note').textContent").startswith("With response_format")
+    shown = page.value("document.querySelector('.message.assistant pre').textContent")
+    assert json.loads(shown) == {"name": "_Ann_", "age": 3, "languages": ["*x*"]}, "JSON is no Markdown"
     body = page.value("bodies[0]")
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["name", "age", "languages"]
     answer(page, ["and?"])
@@ -231,6 +233,18 @@ def test_models_that_come_and_go_leave_the_choice_where_it_can_be_left(page: Pag
     page.value("listed.pop(); document.dispatchEvent(new Event('visibilitychange'))")
     page.until("document.querySelector('#model').length === 1")
     assert page.value("document.querySelector('#model').value") == "small"
+
+
+def test_the_first_token_is_the_first_that_says_something_and_thoughts_stand_before_the_answer(page: Page) -> None:
+    """The first chunk of a stream only has a role, and may come seconds before a long prompt is read."""
+    opening = {"role": "assistant", "content": ""}
+    answer(page, [opening])
+    assert page.value("document.querySelector('.pace').textContent") == ""
+    answer(page, [opening, {"reasoning": "Let me *see* "}, {"reasoning": "<b>."}, "Done."])
+    last = "[...document.querySelectorAll('.message.assistant')].at(-1)"
+    assert page.value(f"{last}.querySelector('.pace').textContent").startswith("first token after ")
+    assert page.value(f"{last}.querySelector('.thought').innerHTML") == "Let me *see* &lt;b&gt;."
+    assert page.value(f"{last}.querySelector('.text').textContent") == "Done."
 
 
 def test_the_time_of_an_answer_is_a_bar_with_words_that_is_asked_for_when_it_is_opened(page: Page) -> None:
