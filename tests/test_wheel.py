@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kernels.cpu.native.levels import LEVELS, levels_for
 from kernels.cpu.processor import cpu_flags
@@ -229,7 +230,7 @@ def needed(requirements: Iterable[str]) -> dict[str, Distribution]:
     pending = [Requirement(text) for text in requirements]
     while pending:
         one = pending.pop()
-        name, new = one.name.lower(), {"", *one.extras}
+        name, new = canonicalize_name(one.name), {"", *one.extras}
         if name in found and new <= extras[name]:
             continue
         found[name] = distribution(one.name)
@@ -250,7 +251,7 @@ def installed(package: Distribution, made: Environment) -> None:
     for file in package.files or ():
         at = Path(str(package.locate_file(file)))
         to = site / file
-        if ".." in file.parts or not at.is_file():
+        if ".." in file.parts or not at.is_file() or to.exists():
             continue
         to.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -322,7 +323,7 @@ def first_token_of(environment: Environment, tmp_path: Path) -> None:
             command, stdout=stream, stderr=stream, env=environment.env, cwd=tmp_path, start_new_session=True
         )
     with ended(process):
-        while b"is ready" not in log.read_bytes():
+        while b"chunkserve is ready" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() - began < 300, log.read_text()
             time.sleep(0.2)
