@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 SERVER = services()["chunkserve"]
 NOT_HERE = re.compile(r"autoscaler_|ray_node_(gpus|gram)|ray_serve_autoscaling_(desired_replicas|\w+_delay_ms)")
-"""What needs a cluster autoscaler, a GPU, or autoscaling."""
+"""What needs a GPU, autoscaling, or longer than the test takes."""
 
 
 @dataclass(frozen=True)
