@@ -229,6 +229,12 @@ SERVING = Dashboard(
     ),
 )
 
+
+def _of_all_models(metric: str) -> str:
+    """Return the sum over the engine deployments, of which each model has one, of a gauge that replicas repeat."""
+    return f'sum(max by (deployment) ({metric}{{deployment=~"Engine(-.+)?"}}))'
+
+
 AUTOSCALING = Dashboard(
     "autoscaling",
     "chunkserve / autoscaling",
@@ -238,8 +244,8 @@ AUTOSCALING = Dashboard(
             "Desired by the policy, set as target, and answering.",
             "short",
             (
-                ('max(ray_serve_autoscaling_desired_replicas{deployment="Engine"})', "wanted"),
-                ('max(ray_serve_autoscaling_target_replicas{deployment="Engine"})', "target"),
+                (_of_all_models("ray_serve_autoscaling_desired_replicas"), "wanted"),
+                (_of_all_models("ray_serve_autoscaling_target_replicas"), "target"),
                 ("count(vllm:kv_cache_usage_perc)", "answering"),
             ),
         ),
