@@ -54,7 +54,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="a Serve config whose application is ray.serve.llm:build_openai_app, or an LLMConfig alone, as YAML",
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (without it, stdout)")
-    parser.add_argument("--model", metavar="ID", help="model_id of the LLMConfig to convert, if there are several")
+    parser.add_argument("--model", metavar="ID", help="model_id of the LLMConfig to convert, if not all")
     return parser
 
 

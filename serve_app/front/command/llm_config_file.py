@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from serve_app.front.command.base_config import base_config
 from serve_app.front.config_file import ConfigRefused, read_config
 from serve_app.llm_config.convert import convert
+from serve_app.llm_config.several import together
 from serve_app.llm_config.taking import Note, Taking, merge
 from serve_app.settings.application import AppSettings
 
@@ -37,11 +38,11 @@ class Converted:
 
 
 def convert_file(path: Path, model_id: str | None) -> Converted:
-    """Convert the file at `path`. `model_id`: which of several LLMConfigs; None where there is one.
+    """Convert the file at `path`. `model_id`: the only LLMConfig to convert; None: all of them.
 
     Raises:
-        ConfigRefused: it is no such file, or has several models and none was chosen, or what it asks for is beyond the
-        limits of a setting. The message has a line for each reason.
+        ConfigRefused: it is no such file, or has no such model, or what it asks for is beyond the limits of a setting.
+        The message has a line for each reason.
     """
     content = _read(path)
     if "applications" not in content:
@@ -52,9 +53,9 @@ def convert_file(path: Path, model_id: str | None) -> Converted:
         application = config["applications"][number]
         args = application.get("args") or {}
     chosen = _chosen(path, args, model_id)
-    taking = convert(chosen, _base)
+    taking = together({name: convert(one, _base) for name, one in chosen.items()})
     _read_serving(taking, args, application or {})
-    made = base_config(str(taking.args.get("model")), on_gpu=taking.on_gpu)
+    made = base_config("", on_gpu=taking.on_gpu)
     ours = made["applications"][0]
     ours |= {name: application[name] for name in _KEPT if application and name in application}
     _settle_environment(taking, ours, chosen)
@@ -94,19 +95,21 @@ def _number_of(path: Path, applications: list[dict[str, Any]]) -> int:
     raise ConfigRefused(f"{path}: expected one application with `import_path: {RAY_BUILDER}`; {has}")
 
 
-def _chosen(path: Path, args: Any, model_id: str | None) -> dict[str, Any]:
+def _chosen(path: Path, args: Any, model_id: str | None) -> dict[str, dict[str, Any]]:
+    """Return the LLMConfigs to convert, by their model_id."""
     given = args.get(_MODELS) if isinstance(args, dict) else None
     if not isinstance(given, list) or not given:
         raise ConfigRefused(f"{path}: {_MODELS}: expected a list of at least one LLMConfig, or paths to files with one")
-    models = {str(_name_of(one)): one for one in (_inline(path, one) for one in given)}
-    if model_id is not None and model_id not in models:
+    inline = [_inline(path, one) for one in given]
+    names = [str(_name_of(one)) for one in inline]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigRefused(f"{path}: {_MODELS}: two have the model_id {twice[0]}")
+    models = dict(zip(names, inline, strict=True))
+    if model_id is None:
+        return models
+    if model_id not in models:
         raise ConfigRefused(f"--model: expected one of {', '.join(models)} (given: {model_id!r})")
-    if model_id is None and len(models) > 1:
-        raise ConfigRefused(
-            f"{path}: {_MODELS} has {len(models)} models, and an application of ours serves one: choose with --model "
-            f"one of {', '.join(models)}"
-        )
-    return models[model_id or next(iter(models))]
+    return {model_id: models[model_id]}
 
 
 def _inline(path: Path, given: Any) -> dict[str, Any]:
@@ -151,15 +154,22 @@ def _read_serving(taking: Taking, args: dict[str, Any], application: dict[str, A
         taking.leave_out("deployments", deployments, "they name Ray Serve LLM's deployments; set the settings instead")
 
 
-def _settle_environment(taking: Taking, ours: dict[str, Any], model: dict[str, Any]) -> None:
+def _settle_environment(taking: Taking, ours: dict[str, Any], models: dict[str, dict[str, Any]]) -> None:
     """Put the runtime environments together, without vLLM's variables. Ray gives an application's to all of it."""
-    actor = (model.get("deployment_config") or {}).get("ray_actor_options") or {}
-    given = {_ENVIRONMENT: model.get(_ENVIRONMENT), "ray_actor_options.runtime_env": actor.get(_ENVIRONMENT)}
     environment = ours.pop(_ENVIRONMENT, None) or {}
-    for path, one in given.items():
-        if isinstance(one, dict) and one:
-            environment = merge(environment, one)
-            taking.changed(path, one, "taken as the application's, so that ingress replicas have it, too")
+    for model_id, model in models.items():
+        actor = (model.get("deployment_config") or {}).get("ray_actor_options") or {}
+        given = {_ENVIRONMENT: model.get(_ENVIRONMENT), f"ray_actor_options.{_ENVIRONMENT}": actor.get(_ENVIRONMENT)}
+        for name, one in given.items():
+            if not (isinstance(one, dict) and one):
+                continue
+            path = name if len(models) == 1 else f"{model_id}: {name}"
+            before, environment = environment, merge(environment, one)
+            if environment == merge(one, before):
+                taking.changed(path, one, "taken as the application's, so that ingress replicas have it, too")
+            else:
+                taking.unsupported(path, one, "another value stands before it, and an application has one environment")
+                environment = before
     if isinstance(variables := environment.get("env_vars"), dict):
         kept = {name: value for name, value in variables.items() if not str(name).startswith("VLLM_")}
         environment = {**environment, "env_vars": kept}
@@ -170,7 +180,7 @@ def _settle_environment(taking: Taking, ours: dict[str, Any], model: dict[str, A
 
 
 def _validate(path: Path, taking: Taking) -> None:
-    if unnamed := [note for note in taking.notes if note.path == "model_loading_config.model_id"]:
+    if unnamed := [note for note in taking.notes if note.path.endswith("model_loading_config.model_id")]:
         raise ConfigRefused(f"{path}: {unnamed[0].path}: {unnamed[0].text}")
     try:
         AppSettings.model_validate(taking.args)

@@ -138,8 +138,41 @@ def test_one_of_several_models_is_chosen_by_its_id(tmp_path: Path) -> None:
     assert args(config)["model"] == "other"
 
 
+def test_several_models_become_the_models_of_one_application(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What each model has for itself stands in its entry, and what they share beside `models`, by the first."""
+    slow = {"graceful_shutdown_timeout_s": 90}
+    same_weights = {"model_id": "other", "model_source": "smollm2-135m-instruct"}
+    first, second = (
+        ONE | {"deployment_config": slow},
+        OTHER | {"deployment_config": {"graceful_shutdown_timeout_s": 30}, "model_loading_config": same_weights},
+    )
+    second |= {"engine_kwargs": {"max_model_len": 1024, "tensor_parallel_size": 2}}
+    status, config = convert(tmp_path, serve_config(first, second))
+    said = capsys.readouterr().err
+    assert status == 1, "unsupported: tensor_parallel_size"
+    small, other = args(config)["models"]
+    assert (small["served_model_name"], small["model"]) == ("small", "smollm2-135m-instruct")
+    assert (small["engine"]["max_model_len"], other["engine"]["max_model_len"]) == (2048, 1024)
+    assert args(config).keys() == {"models", "drain_timeout_s"}
+    assert args(config)["drain_timeout_s"] == 90
+    assert "unsupported: other: engine_kwargs.tensor_parallel_size: " in said
+    assert "changed: other: drain_timeout_s: the models share this setting, which is 90 by the first" in said
+    assert check([str(tmp_path / "ours.yaml")], PROG) == 0, capsys.readouterr().err
+
+
+def test_environments_of_several_models_go_together_or_the_second_is_said_to_be_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (one | {"runtime_env": {"env_vars": {"A": value}}} for one, value in ((ONE, "1"), (OTHER, "2")))
+    status, config = convert(tmp_path, serve_config(first, second))
+    assert (status, config["applications"][0]["runtime_env"]) == (1, {"env_vars": {"A": "1"}})
+    assert "unsupported: other: runtime_env: another value stands before it" in capsys.readouterr().err
+
+
 REFUSED: list[tuple[Any, tuple[str, ...], str]] = [
-    (serve_config(ONE, OTHER), (), "llm_configs has 2 models, and an application of ours serves one: choose with --m"),
+    (serve_config(ONE, ONE), (), "llm_configs: two have the model_id small"),
     (serve_config(ONE), ("--model", "big"), "--model: expected one of small (given: 'big')"),
     (serve_config(), (), "llm_configs: expected a list of at least one LLMConfig"),
     (serve_config("no.yaml"), (), "no.yaml: No such file or directory"),
