@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
@@ -43,6 +44,7 @@ class AsyncEngine:
         """
         self._settings = read_settings(os.fspath(model), settings)
         self._running: Running | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> Self:
         """Prepare the model, unless that was done, load it, and run its first steps. Returns this engine.
@@ -52,6 +54,12 @@ class AsyncEngine:
             ConfigError: the settings do not fit the model or the machine.
             RequestFailed: the engine does not work here.
         """
+        async with self._starting:
+            if self._running is None:
+                await self._start()
+        return self
+
+    async def _start(self) -> None:
         parts = await self._built()
         from chunkserve.running import Running  # loaded by now, in the thread that built the parts
 
@@ -61,14 +69,13 @@ class AsyncEngine:
             raise ConfigError(str(error)) from error
         except EngineError as error:
             raise RequestFailed(str(error), str(error.code)) from error
-        return self
 
     async def _built(self) -> Parts:
-        building = asyncio.ensure_future(asyncio.to_thread(_build, self._settings))
+        building = _Building(self._settings)
         try:
-            return await asyncio.shield(building)
+            return await asyncio.to_thread(building.run)
         except asyncio.CancelledError:  # the thread goes on; what it makes must not be left running
-            building.add_done_callback(_drop)
+            building.drop()
             raise
 
     async def close(self) -> None:
@@ -165,12 +172,28 @@ class AsyncEngine:
         return self._running
 
 
-def _build(settings: AppSettings) -> Parts:
-    from chunkserve.running import build
+class _Building:
+    """Makes the parts in a thread. If nobody wants them any more, they are shut down by whoever notices last: the event
+    loop may have ended by then."""
 
-    return build(settings)
+    def __init__(self, settings: AppSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._is_wanted = True
+        self._parts: Parts | None = None
 
+    def run(self) -> Parts:
+        from chunkserve.running import build
 
-def _drop(building: asyncio.Future[Parts]) -> None:
-    if not building.cancelled() and building.exception() is None:
-        building.result().engine.shutdown()
+        parts = build(self._settings)
+        with self._lock:
+            self._parts, is_wanted = parts, self._is_wanted
+        if not is_wanted:
+            parts.engine.shutdown()
+        return parts
+
+    def drop(self) -> None:
+        with self._lock:
+            self._is_wanted, parts = False, self._parts
+        if parts is not None:
+            parts.engine.shutdown()

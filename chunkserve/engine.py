@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from chunkserve.answers import Answer, Chunk
 from chunkserve.async_engine import AsyncEngine
-from chunkserve.errors import RequestError, RequestFailed
+from chunkserve.errors import RequestError, RequestFailed, RequestRefused
 from chunkserve.fields import ChatFields, CompletionFields, EmbeddingFields, Message, refuse_unknown
 from chunkserve.loop_thread import LoopThread
 from chunkserve.settings import EngineSettings
@@ -104,9 +104,11 @@ class Engine:
         """Run `generate` for each prompt, all at once. A request that is refused or fails has its error in the list, in
         the place of its answer: the others are not lost.
 
-        Raises RequestRefused: a field is unknown.
+        Raises RequestRefused: a field is unknown, or `prompts` is one text.
         """
         refuse_unknown(CompletionFields, fields)
+        if isinstance(prompts, str):
+            raise RequestRefused("prompts: should be several, but it is one text", "invalid_value", "prompts")
         return self._loop.call(_all(lambda prompt: self._inner.generate(prompt, **fields), list(prompts)))
 
     def chat_all(

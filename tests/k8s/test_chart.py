@@ -189,6 +189,28 @@ def test_values_without_an_overlay_reach_their_objects() -> None:
 
 
 @needs_helm
+def test_each_of_several_models_is_downloaded_awaited_and_served(tmp_path: Path) -> None:
+    values = tmp_path / "models.yaml"
+    entries = [{"model": "org/one", "served_model_name": "one"}, {"model": "org/two"}, {"model": "org/two-b"}]
+    values.write_text(yaml.safe_dump({"args": {"models": entries}}))
+    made = chart.template_with([values])
+    assert check_build(made) == []
+    (service,), (job,) = of_kind(made, "RayService"), of_kind(made, "Job")
+    args = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert "model" not in args
+    assert args["models"] == entries
+    names = ["org/one", "org/two", "org/two-b"]
+    worker = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    for containers in (worker["initContainers"], job["spec"]["template"]["spec"]["containers"]):
+        assert [one["command"][-1] for one in containers] == names
+        assert len({one["name"] for one in containers}) == len(names)
+    del job["spec"]["template"]["spec"]["containers"][1], worker["initContainers"][2]
+    found = " ".join(map(str, check_build(made)))
+    assert "nothing waits for org/two-b, which is served" in found
+    assert "has org/two, which Job/model-cache-fill does not download" in found
+
+
+@needs_helm
 def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go() -> None:
     def notes(*names: str) -> str:
         files = [option for name in names for option in ("--values", chart.VALUES / f"{name}.yaml")]

@@ -53,9 +53,20 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end }}
 
+{{/* The models that are downloaded and served: that of `args`, or those of `args.models`, each once. */}}
+{{- define "chunkserve.models" -}}
+{{- $models := list }}
+{{- range .Values.args.models | default (list .Values.args) }}
+{{- $models = append $models (.model | default "smollm2-135m-instruct") }}
+{{- end }}
+{{- $models | uniq | toJson }}
+{{- end }}
+
 {{/* The Serve config. As in every cluster of ours, an engine on a spot node is used only for its work. */}}
 {{- define "chunkserve.serveConfig" -}}
-{{- $application := dict "name" "chunkserve" "route_prefix" "/" "import_path" "serve_app.app:build" "args" .Values.args }}
+{{- $args := .Values.args }}
+{{- if $args.models }}{{ $args = omit $args "model" }}{{ end }}
+{{- $application := dict "name" "chunkserve" "route_prefix" "/" "import_path" "serve_app.app:build" "args" $args }}
 {{- if .Values.spot.enabled }}
 {{- $onDemand := dict "ray.io/market-type" "on-demand" }}
 {{- $ingress := dict "num_cpus" (.Values.args.ingress_num_cpus | default 0.25) "label_selector" $onDemand }}

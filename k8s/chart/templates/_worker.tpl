@@ -58,22 +58,24 @@ template:
     {{- end }}
     initContainers:
       # An engine that starts before its weights are present fails, and Serve gives up after some tries.
-      - name: await-model
-        image: {{ include "chunkserve.image" .root }}
+      {{- range $number, $model := include "chunkserve.models" .root | fromJsonArray }}
+      - name: await-model{{ if $number }}-{{ $number }}{{ end }}
+        image: {{ include "chunkserve.image" $.root }}
         command:
           - bash
           - -c
           - until python -m engine.checkpoints.prepare "$0" >/dev/null; do sleep 5; done
-          - {{ $values.args.model | quote }}
+          - {{ $model | quote }}
         env:
-          {{- include "chunkserve.cacheEnv" .root | nindent 10 }}
+          {{- include "chunkserve.cacheEnv" $.root | nindent 10 }}
           - {name: HF_HUB_OFFLINE, value: "1"}
         resources:
           requests: {cpu: "1", memory: 2Gi}
           limits: {memory: 2Gi}
-        securityContext: {{ include "chunkserve.containerSecurity" .root | nindent 10 }}
+        securityContext: {{ include "chunkserve.containerSecurity" $.root | nindent 10 }}
         volumeMounts:
           - {name: models, mountPath: /models, readOnly: true}
+      {{- end }}
     containers:
       - name: ray-worker
         image: {{ include "chunkserve.image" .root }}

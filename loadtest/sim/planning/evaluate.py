@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from engine.config import ResolvedConfig, SchedulerConfig, Targets
+from engine.config import ResolvedConfig, Targets
 from loadtest.sim.planning.demand import Demand
 from loadtest.sim.planning.machine import Engine, Machine, WatchedSteps
 from loadtest.sim.planning.search import Trial
@@ -75,17 +75,19 @@ class Case:
 
     def config(self, settings: Settings) -> ResolvedConfig:
         engine, targets = self.engine, Targets(tpot_ms=settings.tpot_ms, ttft_ms=settings.ttft_ms)
-        halving = 0 if settings.tpot_ms is not None else self.machine.halving_context()
+        halving = engine.scheduler.chunk_halving_context
+        if halving is None:
+            halving = 0 if settings.tpot_ms is not None else self.machine.halving_context()
         return engine_config(
             max_model_len=engine.max_model_len,
             block_size=engine.block_size,
             num_kv_blocks=engine.kv_tokens // engine.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_prefill_tokens=settings.max_num_batched_tokens,
+            max_prefill_tokens=engine.max_prefill_tokens or settings.max_num_batched_tokens,
             max_queued_requests=engine.max_queued_requests,
             enable_prefix_caching=engine.enable_prefix_caching,
-            scheduler=SchedulerConfig(chunk_halving_context=halving),
+            scheduler=replace(engine.scheduler, chunk_halving_context=halving),
             targets=targets,
         )
 

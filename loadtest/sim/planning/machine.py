@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.core.calibration import calibrate, shapes_for
 from engine.scheduling.step_time import StepCosts, StepWork, chunk_work, decode_work, read_costs, work_of
 from engine.step import StepPlan
@@ -139,6 +139,8 @@ class Engine:
     block_size: int = 16
     enable_prefix_caching: bool = True
     max_queued_requests: int = 1024
+    max_prefill_tokens: int | None = None
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         if self.kv_tokens < self.block_size:
@@ -163,7 +165,15 @@ def engine_of(machine: Machine, config: EngineConfig, *, kv_tokens: int | None, 
     longest = max_model_len or config.max_model_len or known.get("max_model_len") or kv_tokens
     if kv_tokens is None or longest is None:
         raise ValueError(f"{machine.name} does not say how many tokens the KV cache holds: give it by --kv-tokens")
-    return Engine(kv_tokens, int(longest), block_size, config.enable_prefix_caching, config.max_queued_requests)
+    return Engine(
+        kv_tokens,
+        int(longest),
+        block_size,
+        config.enable_prefix_caching,
+        config.max_queued_requests,
+        config.max_prefill_tokens,
+        config.scheduler,
+    )
 
 
 def kv_bytes_a_token(shape: Mapping[str, Any], kv_cache_dtype: str = "auto") -> int:

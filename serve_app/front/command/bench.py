@@ -97,6 +97,7 @@ def _run(options: argparse.Namespace, server: Api, out: Path, at_most_s: float) 
     from loadtest.load import run
     from loadtest.slo import BROKEN
 
+    (out / "report.json").unlink(missing_ok=True)  # an earlier load's must not be taken for this one's
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, _end_once) for number in signals}
     ended_by: Signalled | None = None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.host.cores import usable_threads
 from serve_app.front.command.arguments import BAD_INPUT, FAILED, Parser, file_to_write
 from serve_app.front.signals import exit_on_signals
 
@@ -95,7 +95,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--cost", type=float, metavar="PRICE", help="price of a replica for an hour, in any currency")
     add("--seeds", type=int, default=5, help="runs behind each figure; the search itself makes two (%(default)s)")
     add("--seconds", type=float, help="simulated seconds of a run; chosen from the load if not given")
-    add("--processes", type=int, default=os.cpu_count() or 1, help="simulations at a time (the cores of this machine)")
+    add(
+        "--processes",
+        type=int,
+        default=usable_threads()[0],
+        help="simulations at a time (the cores that this process may use)",
+    )
     add("--json", type=file_to_write, metavar="FILE", help="write the plan with all figures to this file")
     add("--write-config", type=file_to_write, metavar="FILE", help="write a config with the plan's settings")
     return parser
@@ -136,6 +141,7 @@ def _planned(options: argparse.Namespace) -> tuple[Plan, _Base]:
     except ValueError as error:
         raise _Refused(f"{steps}: {error}") from error
     base = config or _made(model, machine)
+    _check_measured(steps, machine, base.engine)
     engine = engine_of(machine, base.engine, kv_tokens=_kv_tokens(options, base), max_model_len=None)
     demand = _demand(options, engine)
     seconds = options.seconds or run_seconds(demand, goal, machine)
@@ -185,6 +191,8 @@ def _given_config(options: argparse.Namespace) -> _Base | None:
     findings = find_problems(options.config)
     if findings.problems:
         raise _Refused(findings.problems[0])
+    if any(application.settings.models for application in findings.applications):
+        raise _Refused(f"{options.config}: has several models; plan each by a config of its own, or by --model")
     if len(findings.applications) != 1:
         raise _Refused(f"{options.config} has {len(findings.applications)} applications of this project, not one")
     (application,) = findings.applications
@@ -220,6 +228,14 @@ def _steps(given: Path | None, model: str | None) -> Path:
             f"`chunkserve serve {name}` on a CPU; --steps takes those of another machine"
         )
     return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def _check_measured(steps: Path, machine: Machine, engine: EngineConfig) -> None:
+    """Refuse step times of an engine that differs from the config in what steps depend on most."""
+    for name in ("device", "dtype", "kv_cache_dtype", "num_threads"):
+        asked, was = getattr(engine, name), machine.settings.get(name)
+        if asked not in (None, "auto", was) and was is not None:
+            raise _Refused(f"{steps}: measured with {name} {was}, but the config's engine.{name} is {asked}")
 
 
 def _directories(model: str) -> list[Path]:

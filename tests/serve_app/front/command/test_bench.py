@@ -51,6 +51,16 @@ async def test_a_limit_that_is_missed_is_said_and_is_the_status(tmp_path: Path) 
     assert found.document["generator"]["workers"] == 2
 
 
+async def test_a_report_of_an_earlier_load_is_not_taken_for_that_of_one_that_made_none(tmp_path: Path) -> None:
+    """Regression guard: with `--out`, a load that was cut off at once told the earlier one's table, and passed."""
+    kept = str(tmp_path / "kept")
+    assert (await bench(FakeServer(step_s=0.02), tmp_path, *SHORT, "--out", kept)).code == PASSED
+    server = FakeServer()
+    found = await bench(server, tmp_path, *SHORT, "--out", kept, "--at-most", "0.05")
+    assert (found.code, server.bodies) == (BROKEN, [])
+    assert "passed" not in found.output
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 async def test_a_load_that_is_interrupted_shows_what_there_was_and_leaves_no_process(
     tmp_path: Path, signum: signal.Signals

@@ -15,12 +15,14 @@ import pytest
 import yaml
 
 from engine.build.step_times import identity, kept_step_times
-from engine.config import DEFAULT_MODEL
+from engine.config import DEFAULT_MODEL, EngineConfig, SchedulerConfig
 from engine.scheduling.step_time import StepCosts
 from loadtest.server import ROOT
+from loadtest.sim.planning.machine import engine_of, read_machine
 from serve_app.front.command import plan
 from serve_app.front.command.problems import find_problems
 from tests.docsite.blocks import BLOCKS
+from tests.loadtest.sim.planning.cases import START, case
 from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
 from tests.support.engines import resolved_config
 
@@ -218,3 +220,29 @@ def test_a_trace_with_holes_is_refused_with_its_line(
 def test_a_load_or_targets_that_are_missing_are_named(refused: Callable[..., str]) -> None:
     assert "a plan needs targets: --ttft-ms, --tpot-ms or both" in refused(*NUMBERS, "--steps", str(STEPS))
     assert "a plan needs a load: --trace, or --rate" in refused(*TARGETS, "--steps", str(STEPS))
+
+
+def test_step_times_of_other_settings_than_the_configs_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    """They would make a plan for a GPU of what a CPU took."""
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
+    config["applications"][0]["args"]["engine"] |= {"dtype": "float16"}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    line = refused(*NUMBERS, *TARGETS, "--steps", str(STEPS), "--config", str(path), "--kv-tokens", "20000")
+    assert line.endswith("measured with dtype bfloat16, but the config's engine.dtype is float16")
+
+
+def test_a_config_of_several_models_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
+    config["applications"][0]["args"] = {"models": [{"model": "smollm2-135m-instruct"}]}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert "has several models; plan each" in refused(*NUMBERS, *TARGETS, "--steps", str(STEPS), "--config", str(path))
+
+
+def test_the_configs_scheduler_is_the_one_that_is_simulated() -> None:
+    machine = read_machine(STEPS)
+    config = EngineConfig(max_prefill_tokens=16, scheduler=SchedulerConfig(reserve_mode="full", preempt_policy="none"))
+    engine = engine_of(machine, config, kv_tokens=20_000, max_model_len=None)
+    made = case(machine=machine, engine=engine).config(START)
+    assert (made.max_prefill_tokens, made.scheduler.reserve_mode) == (16, "full")
