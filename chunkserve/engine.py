@@ -55,12 +55,13 @@ class Engine:
         except BaseException:
             self._loop.stop()
             raise
-        self._end = weakref.finalize(self, _collected, self._inner, self._loop)  # also at the program's end
+        self._streams: weakref.WeakSet[AsyncGenerator[Chunk, None]] = weakref.WeakSet()
+        self._end = weakref.finalize(self, _collected, self._inner, self._loop, self._streams)  # also at program's end
 
     def close(self) -> None:
         """End all requests with RequestFailed, and free the model. Idempotent."""
         if self._end.detach() is not None:
-            _end(self._inner, self._loop)
+            _end(self._inner, self._loop, self._streams)
 
     def __enter__(self) -> Self:
         return self
@@ -151,6 +152,7 @@ class Engine:
 
     def _read(self, chunks: AsyncGenerator[Chunk, None]) -> Generator[Chunk, None, None]:
         """Read an asynchronous stream from this thread."""
+        self._streams.add(chunks)
         try:
             while (chunk := self._loop.call(_next(chunks))) is not None:
                 yield chunk
@@ -178,18 +180,26 @@ async def _all(ask: Callable[[Asked], Coroutine[Any, Any, Answer]], asked: list[
     return await asyncio.gather(*map(one, asked))
 
 
-def _end(inner: AsyncEngine, loop: LoopThread) -> None:
+async def _close_all(streams: Iterable[AsyncGenerator[Chunk, None]]) -> None:
+    """Close the streams that nobody reads any more, each from its outside. What is inside of them would else be closed
+    beside them when the loop ends, and fail."""
+    for chunks in streams:
+        await _close(chunks)
+
+
+def _end(inner: AsyncEngine, loop: LoopThread, streams: Iterable[AsyncGenerator[Chunk, None]]) -> None:
     with suppress(RequestFailed):  # the loop was stopped already
+        loop.call(_close_all(list(streams)))
         running = loop.call(inner._retire())
         if running is not None:
             running.shutdown()  # here, because the loop has no threads for it when the program ends
     loop.stop()
 
 
-def _collected(inner: AsyncEngine, loop: LoopThread) -> None:
+def _collected(inner: AsyncEngine, loop: LoopThread, streams: Iterable[AsyncGenerator[Chunk, None]]) -> None:
     """Close an engine that nobody closed. The garbage collector runs in any thread, and a thread of the engine's own
     cannot wait for its own end."""
     if threading.current_thread().daemon:
-        threading.Thread(target=_end, args=(inner, loop), name="chunkserve-end").start()
+        threading.Thread(target=_end, args=(inner, loop, streams), name="chunkserve-end").start()
     else:
-        _end(inner, loop)
+        _end(inner, loop, streams)

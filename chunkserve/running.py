@@ -18,7 +18,7 @@ from chunkserve.reading import Reading
 from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
 from engine.checkpoints.model_name import ready_directory
-from engine.protocol import EngineError, Event, RequestRejected, Submission
+from engine.protocol import EngineError, RequestRejected
 from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.adapters.names import AdapterNames
 from serve_app.admission.gate import AdmissionTicket, Gate
@@ -36,8 +36,8 @@ from serve_app.api.requests.hints import Hints, keeping
 from serve_app.api.requests.prompt_schema import MAX_CHOICES
 from serve_app.api.requests.schema import ChatRequest, CompletionRequest, parse_request
 from serve_app.api.requests.targets import targets_of
-from serve_app.engines.engine_client import ServedModel, StreamRecord
-from serve_app.engines.lone_engine import LoneEngine
+from serve_app.engines.engine_client import ServedModel
+from serve_app.engines.own_engine import OwnEngine
 from serve_app.errors.api_error import ApiError
 from serve_app.metrics.request_times import RequestTimes
 from serve_app.replicas.served_model import TextSide, read_text_side, served_model, warm_up
@@ -74,25 +74,13 @@ def build(settings: AppSettings) -> Parts:
         raise
 
 
-class LocalEngine(LoneEngine):
-    """The client of an engine in this process."""
-
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-
-    def stream(
-        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
-    ) -> AsyncGenerator[list[Event], None]:
-        return self._engine.stream(submission)
-
-
 class Running:
     """A warm engine. Everything but `shutdown` must be called on the event loop on which it was started."""
 
     def __init__(self, parts: Parts, settings: AppSettings, names: AdapterNames) -> None:
         self.engine = parts.engine
         self.tokenizer = parts.text.tokenizer
-        self._client = LocalEngine(parts.engine)
+        self._client = OwnEngine(parts.engine)
         self._model_id = settings.model_id
         self._names = names
         # As many are with the engine as by the server's settings. All others wait here, and none is refused for it.

@@ -43,7 +43,7 @@ from serve_app.api.http.offload import run_sized
 from serve_app.api.http.turns import TenantTurns
 from serve_app.api.measuring import FACTS, TIMES, MeasuresRequests
 from serve_app.api.models.lane import Lane
-from serve_app.api.models.lanes import Lanes
+from serve_app.api.models.lanes import Asked, Lanes
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.openai.forms import Answering, ParsedRequest, RequestT, read_chat, read_completion
@@ -128,7 +128,8 @@ class _Generate(Generic[RequestT]):
         arrived = now()
         body = await read_json_body(scope, receive, self._context.max_body_bytes)
         scope[TIMES].has_body()
-        lane = await self._context.lanes.of_body(body)
+        asked = await self._context.lanes.of_body(body)
+        lane = asked.lane
         gate, facts = lane.gate, scope[FACTS]
         facts.model_id, facts.recorder = lane.model.id, lane.recorder
         # A fresh id even if the client names its request: the engine needs unique ids of live requests.
@@ -138,14 +139,16 @@ class _Generate(Generic[RequestT]):
                 gate.enter(tenant_of(scope)) as ticket,
                 self._context.live.track(request_id, scope[REQUEST_ID]) as lifecycle,
             ):
-                admitted = _Admitted(request_id, arrived, lane, ticket, lifecycle, scope[TIMES], facts)
+                admitted = _Admitted(request_id, arrived, asked, ticket, lifecycle, scope[TIMES], facts)
                 await unless_client_leaves(receive, self._answer(admitted, body, scope, receive, send))
         except EngineError as error:
             raise to_api_error(error, gate.retry_after_s()) from error
 
     async def _answer(self, admitted: _Admitted, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers, lane = Headers(scope=scope), admitted.lane
-        if lane.sleeper is not None:
+        if lane.sleeper is not None and admitted.asked.is_served:
+            timeout_ms = admitted.asked.timeout_ms
+            admitted.until(deadline_of(admitted.arrived, headers.get(DEADLINE_HEADER), timeout_ms))
             with admitted.lifecycle.bound(), admitted.times.at_gate():
                 await lane.known()
         asked = await self._read(lane, body, admitted.ticket.tenant.name)
@@ -226,11 +229,15 @@ class _Admitted:
 
     request_id: str
     arrived: float
-    lane: Lane
+    asked: Asked
     ticket: AdmissionTicket
     lifecycle: Lifecycle
     times: RequestTimes
     facts: RequestFacts
+
+    @property
+    def lane(self) -> Lane:
+        return self.asked.lane
 
     def until(self, deadline: Deadline | None) -> None:
         self.lifecycle.until(deadline)
@@ -258,14 +265,14 @@ class _Context:
         return JSONResponse(model_json(name, self.lanes.served(name)))
 
     async def health(self, _: Request) -> Response:
-        """Liveness: an engine of each model answers, but for those that may sleep. A draining server is alive, because
-        a restart would cut off what is finishing."""
-        try:
-            await asyncio.gather(*(lane.client.check_health() for lane in self.lanes))
-        except Exception as error:
+        """Liveness: an engine answers, or a model may sleep. Of several models, one without an engine does not take the
+        others away. A draining server is alive, because a restart would cut off what is finishing."""
+        found = await asyncio.gather(*(lane.client.check_health() for lane in self.lanes), return_exceptions=True)
+        errors = [one for one in found if isinstance(one, Exception)]
+        if len(errors) == len(found):
             # Always 503, whatever the error: a load balancer must see one status.
-            cause = to_api_error(error)
-            raise ApiError(503, cause.message, type=cause.type, code=cause.code, headers=cause.headers) from error
+            cause = to_api_error(errors[0])
+            raise ApiError(503, cause.message, type=cause.type, code=cause.code, headers=cause.headers) from errors[0]
         return Response(headers=instance_headers())
 
     async def ready(self, request: Request) -> Response:

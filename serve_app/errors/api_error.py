@@ -151,10 +151,10 @@ def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wai
 
 
 def cannot_wake(model: str, waited_s: float, why: str | None = None) -> ApiError:
-    """Refuse a request for a sleeping model that could not be woken. `why`: unless it only took too long."""
+    """Refuse a request for a model that has no engine and could not be woken. `why`: unless it only took too long."""
     name = clip(model, MAX_PARAM_CHARS)
     reason = f"no engine of it was ready within {waited_s:g} s (wake_timeout_s)" if why is None else why
-    text = f"The model `{name}` sleeps and could not be woken: {reason}."
+    text = f"The model `{name}` has no engine and could not be woken: {reason}."
     headers = retry_headers(_RETRY_WAKING_S)
     return ApiError(503, text, type="service_unavailable", param="model", code="model_asleep", headers=headers)
 

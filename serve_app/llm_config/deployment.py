@@ -69,7 +69,7 @@ def _read_replicas(taking: Taking, given: dict[str, Any]) -> None:
         return
     taking.put("autoscaling.min_replicas", least)
     taking.put("autoscaling.max_replicas", most)
-    if (first := bounds.get("initial_replicas")) is not None:
+    if first := bounds.get("initial_replicas"):  # 0 is what min_replicas 0 begins with anyway
         taking.put("engine_replicas", first)
     for name in _DELAYS:
         if name in bounds:

@@ -46,7 +46,9 @@ def read_lora(taking: Taking, config: dict[str, Any]) -> None:
     if not given:
         return
     most = given.get("max_num_adapters_per_replica", _MOST_ADAPTERS)
-    taking.put("engine.max_loras", max(most, taking.get("engine.max_loras") or 0))
+    held = taking.get("engine.max_loras") or 0
+    are_numbers = isinstance(most, int) and isinstance(held, int)  # else the setting itself refuses it
+    taking.put("engine.max_loras", max(most, held) if are_numbers else most)
     if not taking.own_app:
         return
     if (place := given.get("dynamic_lora_loading_path")) is not None:

@@ -20,7 +20,9 @@ def together(takings: Mapping[str, Taking]) -> Taking:
     for model_id, taking in takings.items():
         all_of_them.notes += [replace(note, path=f"{model_id}: {note.path}") for note in taking.notes]
         all_of_them.args["models"].append({name: taking.args[name] for name in taking.args if name in _OWN})
-        for name in taking.args.keys() - _OWN:
+        for name in taking.args:
+            if name in _OWN:
+                continue
             value = all_of_them.args.setdefault(name, taking.args[name])
             if value != taking.args[name]:
                 text = f"the models share this setting, which is {value} by the first LLMConfig that has it"

@@ -3,12 +3,15 @@ Never knows a setting's meaning or limits."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 MAX_SHOWN_CHARS = 60
+_SECRET = re.compile(r"(?:^|[_.])(?:key|token|secret|password|credentials)$", re.IGNORECASE)
+"""Ends of names whose values are not shown."""
 
 
 class Kind(StrEnum):
@@ -76,7 +79,7 @@ class Taking:
         self._note(Kind.NOT_SUPPORTED, path, value, text)
 
     def _note(self, kind: Kind, path: str, value: Any, text: str) -> None:
-        self.notes.append(Note(kind, path, f"{text} (given: {shown(value)})"))
+        self.notes.append(Note(kind, path, f"{text} (given: {shown(_without_secrets(path, value))})"))
 
     def leave_out_rest(self, path: str, given: Mapping[str, Any], known: set[str], why: str) -> None:
         """Note every key of `given` that nothing has read."""
@@ -93,6 +96,16 @@ class Taking:
             self.unsupported(path, value, "expected a mapping")
             return {}
         return {str(name): one for name, one in value.items() if one is not None}
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    """Return a value for a note, which people paste into issues. Of environment variables only the names are shown."""
+    if _SECRET.search(name):
+        return "not shown"
+    if isinstance(value, Mapping):
+        hidden = name == "env_vars"
+        return {one: "not shown" if hidden else _without_secrets(str(one), below) for one, below in value.items()}
+    return [_without_secrets(name, one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def shown(value: Any) -> str:

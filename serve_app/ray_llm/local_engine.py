@@ -3,14 +3,13 @@ Never moves a stream: if the engine fails, so do its streams, and Serve replaces
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 
 from engine.async_engine import AsyncEngine
-from engine.protocol import TERMINAL, AdapterRef, Event, FinishReason, LoadSnapshot, Submission
+from engine.protocol import AdapterRef, LoadSnapshot
 from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.admission.gate import Gate
-from serve_app.engines.engine_client import StreamRecord
-from serve_app.engines.lone_engine import LoneEngine
+from serve_app.engines.own_engine import OwnEngine
 from serve_app.metrics.activity import FleetActivity, IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.exposition import Scrape
@@ -18,8 +17,8 @@ from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.values import ReplicaSamples
 
 
-class LocalEngine(LoneEngine):
-    """Streams requests from the process's own engine."""
+class MeasuredEngine(OwnEngine):
+    """An engine of this process with its adapters and numbers."""
 
     def __init__(
         self,
@@ -31,27 +30,10 @@ class LocalEngine(LoneEngine):
         replica_id: str,
     ) -> None:
         """`recorder` and `ingress` measure the engine and the API. `replica_id`: the name of both in metrics."""
-        self._engine, self._adapters = engine, adapters
+        super().__init__(engine)
+        self._adapters = adapters
         self._recorder, self._ingress, self._gate = recorder, ingress, gate
         self._replica_id = replica_id
-
-    async def stream(
-        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
-    ) -> AsyncGenerator[list[Event], None]:
-        """See EngineClient.stream. All sessions are at the one engine."""
-        record, is_over = record or StreamRecord(), False
-        stream = self._engine.stream(submission)
-        try:
-            async for events in stream:
-                last = events[-1]
-                if isinstance(last, TERMINAL):
-                    is_over, record.times = True, last.times
-                yield events
-        finally:
-            if record.is_complete and not is_over:
-                # Before the stream is closed, which would count it as an abort.
-                self._engine.abort(submission.request_id, FinishReason.STOP)
-            await stream.aclose()
 
     async def check_health(self) -> None:
         await self._engine.check_health()

@@ -27,7 +27,7 @@ from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.ray_llm.answers import error_object, read_answer, refusal_object
 from serve_app.ray_llm.exchange import Exchange
-from serve_app.ray_llm.local_engine import LocalEngine
+from serve_app.ray_llm.local_engine import MeasuredEngine
 from serve_app.ray_llm.pausing import Pausing
 from serve_app.ray_llm.reading import deployment_options, read_settings
 from serve_app.replicas.deployment import log_as_serve_does
@@ -106,7 +106,7 @@ class ChunkserveServer:
         self._names = AdapterNames(model, self._adapters.known)
         ingress = IngressRecorder(gate)
         name = _replica_name()
-        self._client = LocalEngine(engine, self._adapters, recorder, ingress, gate, name)
+        self._client = MeasuredEngine(engine, self._adapters, recorder, ingress, gate, name)
         self._tracer = make_tracer(settings.tracing, settings.model_id, name)
         self._app = Pausing(
             create_app(

@@ -36,7 +36,7 @@ from serve_app.replicas.interpreter import spare_garbage_collections, take_short
 from serve_app.replicas.model import OpenModel, open_model
 from serve_app.replicas.room_maker import RoomMaker, Sleepy
 from serve_app.replicas.served_model import read_text_side, share_threads, warm_up
-from serve_app.replicas.sleeper import EngineSleeper
+from serve_app.replicas.sleeper import EngineSleeper, meet_in_time
 from serve_app.replicas.watchdog import Watchdog
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
@@ -207,7 +207,10 @@ class IngressReplica:
         }
         self._first = next(iter(self._models.values()))
         self._sleepers = _sleepers(settings, self._models.values(), here.app_name)
-        await asyncio.gather(*(_meet(model) for name, model in self._models.items() if name not in self._sleepers))
+        if settings.models:
+            await meet_in_time(self._sleepers[one.model_id] for one in settings.models if not one.may_sleep)
+        else:  # without its engine there is nothing to serve
+            await self._first.learn(await self._first.engine.resolved_config.remote())
         self._loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(settings.hang_timeout_s)
         on_change(self._use_new_engines)
@@ -309,22 +312,22 @@ class IngressReplica:
             tracer.shutdown()
 
 
-async def _meet(model: OpenModel) -> None:
-    """Wait for the model's first engine, and take what it serves."""
-    await model.learn(await model.engine.resolved_config.remote())
-
-
 def _sleepers(settings: AppSettings, models: Iterable[OpenModel], application: str) -> dict[str, EngineSleeper]:
-    """Make what wakes each of several models that may sleep, by its name. A model that is alone has no rival, and is
-    met as one that never sleeps: its first engine starts with the server."""
-    entries = {entry.model_id: entry for entry in settings.models if entry.may_sleep}
-    sleepy = [model for model in models if model.settings.model_id in entries]
+    """Make what wakes each of several models, by its name, or only waits for the engine of one that never sleeps. A
+    model that is alone has no rival: its first engine starts with the server."""
+    entries = {entry.model_id: entry for entry in settings.models}
+    several = [model for model in models if model.settings.model_id in entries]
+    sleepy = [model for model in several if model.settings.may_sleep]
     maker = RoomMaker([Sleepy(one.engine, needs_of(one.settings), one.gate) for one in sleepy], RayCluster(application))
     return {
         (name := model.settings.model_id): EngineSleeper(
-            model.engine, name, entries[name].wake_timeout_s, model.learn, partial(maker.make_room, model.deployment)
+            model.engine,
+            name,
+            entries[name].wake_timeout_s,
+            model.learn,
+            partial(maker.make_room, model.deployment) if model.settings.may_sleep else None,
         )
-        for model in sleepy
+        for model in several
     }
 
 

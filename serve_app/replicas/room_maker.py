@@ -53,15 +53,30 @@ class RoomMaker:
 
     async def make_room(self, deployment: str) -> None:
         """Run until cancelled: whenever an engine of `deployment` finds no place, put another model to sleep."""
-        woken, num_short = self._models[deployment], 0
+        woken, num_short, awake = self._models[deployment], 0, self._awake()
         while True:
             await asyncio.sleep(LOOK_S)
-            short = await self._cluster.shortage(deployment, woken.needs)
+            short = await self._shortage(woken)
+            before, awake = awake, self._awake()
             num_short = num_short + 1 if short else 0
+            if before - awake:  # perhaps for another ingress replica: what it frees is free in a moment
+                num_short = -GONE_LOOKS
             if num_short >= PATIENCE:
                 async with self._one_at_a_time:
-                    await self._put_one_to_sleep(woken, short)
-                num_short = 0
+                    if short := await self._shortage(woken):  # another's may have been enough for both
+                        await self._put_one_to_sleep(woken, short)
+                num_short, awake = 0, self._awake()
+
+    def _awake(self) -> set[str]:
+        return {name for name in self._models if num_engines(name)}
+
+    async def _shortage(self, woken: Sleepy) -> frozenset[str]:
+        """Look once. Ray's tables may be out of reach for a moment, which must not end the search for room."""
+        try:
+            return await self._cluster.shortage(woken.deployment, woken.needs)
+        except Exception:
+            logger.warning("Ray does not say whether %s waits for a place", woken.deployment, exc_info=True)
+            return frozenset()
 
     async def _put_one_to_sleep(self, woken: Sleepy, short: frozenset[str]) -> None:
         others = [
@@ -81,7 +96,7 @@ class RoomMaker:
 
     async def _until_placed(self, woken: Sleepy) -> None:
         for _ in range(GONE_LOOKS):
-            if not await self._cluster.shortage(woken.deployment, woken.needs):
+            if not await self._shortage(woken):
                 return
             await asyncio.sleep(LOOK_S)
 

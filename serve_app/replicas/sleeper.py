@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 
 from grpc.aio import AioRpcError
@@ -19,6 +19,9 @@ from serve_app.errors.api_error import ApiError, cannot_wake
 
 logger = logging.getLogger(__name__)
 
+START_S = 120.0
+"""How long an ingress replica waits for first engines when it starts."""
+
 _FAILURES = (RayError, AioRpcError, DeploymentUnavailableError, RequestCancelledError)
 
 
@@ -31,10 +34,10 @@ class EngineSleeper:
         model_id: str,
         timeout_s: float,
         learn: Callable[[ResolvedConfig], Awaitable[None]],
-        make_room: Callable[[], Coroutine[None, None, None]],
+        make_room: Callable[[], Coroutine[None, None, None]] | None,
     ) -> None:
         """`learn`: takes what the first engine serves. `make_room`: runs beside the wait, and is cancelled at its
-        end."""
+        end; None for a model that never sleeps, whose engine has only failed or not started yet."""
         self._engine = engine
         self._deployment = str(engine.deployment_name)
         self._model_id = model_id
@@ -60,7 +63,7 @@ class EngineSleeper:
 
     async def _wake(self) -> None:
         logger.info("%s is woken", self._model_id)
-        rescue = asyncio.ensure_future(self._make_room())
+        rescue = None if self._make_room is None else asyncio.ensure_future(self._make_room())
         call = self._engine.resolved_config.remote()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -76,7 +79,24 @@ class EngineSleeper:
             logger.warning("%s could not be woken: %s", self._model_id, error)
             raise cannot_wake(self._model_id, self._timeout_s, type(error).__name__) from error
         finally:
-            rescue.cancel()
+            if rescue is not None:
+                rescue.cancel()
+
+
+async def meet_in_time(sleepers: Iterable[EngineSleeper]) -> None:
+    """Wait for the first engines of models that do not sleep, but no longer than START_S for one that cannot start:
+    the others are served meanwhile, and a request for it waits, and then gets a 503 that says so.
+
+    Raises:
+        Exception: an engine has started that the settings do not fit.
+    """
+    tasks = [asyncio.ensure_future(one.wake()) for one in sleepers]
+    for task in tasks:
+        task.add_done_callback(_retrieve)
+    done, _ = await asyncio.wait(tasks, timeout=START_S) if tasks else (set(), set())
+    for task in done:
+        if (error := task.exception()) is not None and not isinstance(error, ApiError):
+            raise error
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -247,7 +247,6 @@ REFUSED = {
         "/args/engine/kv_cache_memory_gib': got string, want null or number",
     ),
     "an unknown setting": ("args.drain_timeout=3", "/args': additional properties 'drain_timeout' not allowed"),
-    "no model": ("args.model=null", "/args': missing property 'model'"),
     "a drain that ends before the longest stream": (
         "args.drain_timeout_s=60",
         "args.drain_timeout_s must be >= streams.longestSeconds (120), but it is 60",

@@ -55,6 +55,7 @@ class AdapterRoutes:
             if other.names.is_own(name):
                 text = f"lora_name is {name}, which is the model's own name."
                 raise ApiError(400, text, param="lora_name", code="invalid_value")
+        await lane.awake()  # before the lock: a model that takes long to wake holds up no other model's adapters
         async with self._one_at_a_time:
             for other in self.lanes:
                 if other is not lane and other.names.get(name) is not None:
@@ -63,7 +64,6 @@ class AdapterRoutes:
             if lane.names.get(name) is not None and not asked.load_inplace:
                 text = f"The adapter '{name}' has already been loaded: set load_inplace to replace it."
                 raise ApiError(400, text, param="lora_name", code="invalid_value")
-            await lane.awake()
             lane.names.put(await lane.client.load_adapter(name, asked.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -32,8 +32,10 @@ class CountTokens:
     async def answer(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
         tenant = tenant_of(request.scope).name
-        lane = await self.lanes.of_body(body)
-        await lane.known()
+        asked = await self.lanes.of_body(body)
+        lane = asked.lane
+        if asked.is_served:
+            await lane.known()
         given, chat = await run_sized(len(body), lambda: self._read(body, tenant, lane))
         self.lanes.served_by(lane, chat.model)
         try:

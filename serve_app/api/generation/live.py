@@ -24,7 +24,8 @@ class Lifecycle:
         self._timer: asyncio.TimerHandle | None = None
 
     def until(self, deadline: Deadline | None) -> None:
-        """Set the deadline, once the request has been read."""
+        """Set the deadline: as soon as one is known, and once the request has been read."""
+        self.close()
         self.deadline = deadline
         if deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(deadline.at, self._look)

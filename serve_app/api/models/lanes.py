@@ -4,22 +4,36 @@ Never reads more of a body than the name: the route's schema does, and refuses w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import pydantic_core
 
 from serve_app.api.http.offload import run_sized
 from serve_app.api.models.lane import Lane
+from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.requests.hints import hints
 from serve_app.engines.engine_client import ServedModel
 from serve_app.errors.api_error import ApiError, model_not_found
 
 
-class _Asked(msgspec.Struct):
+class _Body(msgspec.Struct):
     model: str
+    timeout_ms: int | None = None
 
 
-_decode = msgspec.json.Decoder(_Asked).decode
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is known of a request before its model has read it."""
+
+    lane: Lane
+    is_served: bool = True
+    """Whether the lane answers to the name; otherwise it only says what is wrong, and is not woken for that."""
+    timeout_ms: int | None = None
+    """The body's own, which a wait for a sleeping model must obey. None if it has none that is valid."""
+
+
+_decode = msgspec.json.Decoder(_Body).decode
 
 
 class Lanes:
@@ -40,12 +54,14 @@ class Lanes:
     def are_several(self) -> bool:
         return len(self._lanes) > 1
 
-    async def of_body(self, body: bytes) -> Lane:
-        """Return the lane for a body's `model`; the first if it names none that is served, whose route then says what
+    async def of_body(self, body: bytes) -> Asked:
+        """Find the lane for a body's `model`; the first if it names none that is served, whose route then says what
         is wrong. With a single lane the body is not looked at."""
         if not self.are_several:
-            return self.first
-        return self.of(await run_sized(len(body), lambda: _model_in(body)))
+            return Asked(self.first)
+        name, timeout_ms = await run_sized(len(body), lambda: _read(body))
+        lane = self.of(name)
+        return Asked(lane, name is not None and lane.names.find(name) is not None, timeout_ms)
 
     def of(self, asked: str | None) -> Lane:
         """Return the lane for a name; the first if there is no name, or nothing is served under it. The hints that a
@@ -102,11 +118,13 @@ class Lanes:
         return next(named, None) or next(aliased, None) or next(matched, None)
 
 
-def _model_in(body: bytes) -> str | None:
+def _read(body: bytes) -> tuple[str | None, int | None]:
     try:
-        return _decode(body).model
+        read = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _carefully(body)
+        return _carefully(body), None
+    within = read.timeout_ms is not None and 1 <= read.timeout_ms <= MAX_TIMEOUT_MS
+    return read.model, read.timeout_ms if within else None
 
 
 def _carefully(body: bytes) -> str | None:

@@ -116,7 +116,10 @@ def _inline(path: Path, given: Any) -> dict[str, Any]:
     """Read an LLMConfig that is given by its path, which Ray takes from its current directory."""
     if isinstance(given, str):
         beside = path.parent / given
-        return _read(beside if beside.is_file() else Path(given))
+        place = beside if beside.is_file() else Path(given)
+        if "model_loading_config" not in (content := _read(place)):
+            raise ConfigRefused(f"{place}: expected an LLMConfig, with `model_loading_config:`")
+        return content
     if not isinstance(given, dict) or "model_loading_config" not in given:
         raise ConfigRefused(f"{path}: {_MODELS}: expected a mapping with `model_loading_config:`, or a path")
     return given
@@ -158,8 +161,10 @@ def _settle_environment(taking: Taking, ours: dict[str, Any], models: dict[str, 
     """Put the runtime environments together, without vLLM's variables. Ray gives an application's to all of it."""
     environment = ours.pop(_ENVIRONMENT, None) or {}
     for model_id, model in models.items():
-        actor = (model.get("deployment_config") or {}).get("ray_actor_options") or {}
-        given = {_ENVIRONMENT: model.get(_ENVIRONMENT), f"ray_actor_options.{_ENVIRONMENT}": actor.get(_ENVIRONMENT)}
+        deployment = model.get("deployment_config")
+        actor = deployment.get("ray_actor_options") if isinstance(deployment, dict) else None
+        its_own = actor.get(_ENVIRONMENT) if isinstance(actor, dict) else None
+        given = {_ENVIRONMENT: model.get(_ENVIRONMENT), f"ray_actor_options.{_ENVIRONMENT}": its_own}
         for name, one in given.items():
             if not (isinstance(one, dict) and one):
                 continue

@@ -191,11 +191,11 @@ def _given_config(options: argparse.Namespace) -> _Base | None:
     findings = find_problems(options.config)
     if findings.problems:
         raise _Refused(findings.problems[0])
-    if any(application.settings.models for application in findings.applications):
-        raise _Refused(f"{options.config}: has several models; plan each by a config of its own, or by --model")
     if len(findings.applications) != 1:
         raise _Refused(f"{options.config} has {len(findings.applications)} applications of this project, not one")
     (application,) = findings.applications
+    if application.settings.models:
+        raise _Refused(f"{options.config}: args.models: a plan is for one model; give a config that has it alone")
     content = copy.deepcopy(application.config.content)
     args = content["applications"][application.number].setdefault("args", {})
     content["applications"] = [{**content["applications"][application.number], "args": args}]

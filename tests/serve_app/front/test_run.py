@@ -82,7 +82,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cluster:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(shutdown, "drain", lambda name, *_: 0)
     monkeypatch.setattr(running, "_submit", lambda arguments: None)
-    monkeypatch.setattr(running, "_lines_of_engine", lambda application: ["model    m"])
+    monkeypatch.setattr(running, "_lines_of_engine", lambda application, deployment: ["model    m"])
     monkeypatch.setattr(running, "wait_until_answering", lambda url: None)
     monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(0)))
     return found
@@ -140,7 +140,9 @@ def test_a_failed_start_leaves_the_others_of_a_joined_cluster(tmp_path: Path, cl
 def test_an_engine_that_does_not_say_what_it_chose_is_a_warning(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "_lines_of_engine", lambda application: raising(TimeoutError("no answer in 30 s")))
+    monkeypatch.setattr(
+        running, "_lines_of_engine", lambda application, deployment: raising(TimeoutError("no answer in 30 s"))
+    )
     warning, ready = said_by(launch(tmp_path, own_cluster=True))
     assert warning == "warning  no engine of ours reports its configuration: TimeoutError: no answer in 30 s"
     assert ready.startswith("chunkserve is ready")

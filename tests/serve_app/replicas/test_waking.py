@@ -142,7 +142,9 @@ async def test_a_client_that_leaves_does_not_end_the_wait_of_the_others() -> Non
 
 async def test_the_wait_is_bounded_and_the_next_request_begins_another() -> None:
     rig = Rig(timeout_s=0.01)
-    with pytest.raises(ApiError, match=r"`a` sleeps and could not be woken: no engine of it was ready within 0.01 s"):
+    with pytest.raises(
+        ApiError, match=r"`a` has no engine and could not be woken: no engine of it was ready within 0.01 s"
+    ):
         await rig.sleeper.wake()
     assert rig.engine.calls[0].cancelled
     await rig.stopped.wait()

@@ -355,11 +355,12 @@ async def test_a_load_balancer_is_told_of_the_fullest_model(server: Server) -> N
     assert "num_requests_waiting=3" in told
 
 
-async def test_the_server_is_healthy_only_if_an_engine_of_each_model_answers(server: Server) -> None:
-    assert (await server.get("/health")).status == 200
+async def test_the_server_is_healthy_as_long_as_an_engine_of_any_model_answers(server: Server) -> None:
+    """A model without an engine must not take the others out of a load balancer; its own requests are refused."""
     server.clients[1].health = EngineError(ErrorCode.ENGINE_DEAD, "gone")
-    assert (await server.get("/health")).status == 503
-    assert (await server.get("/ready")).status == 503
+    assert [(await server.get(path)).status for path in ("/health", "/ready")] == [200, 200]
+    server.clients[0].health = EngineError(ErrorCode.ENGINE_DEAD, "gone, too")
+    assert [(await server.get(path)).status for path in ("/health", "/ready")] == [503, 503]
 
 
 async def test_draining_closes_every_models_gate(server: Server) -> None:
@@ -461,7 +462,9 @@ async def test_a_model_that_cannot_be_woken_is_a_503_that_says_when_to_retry(tmp
     server = Server(tmp_path, sleeper=sleeper)
     answer = await server.post("/v1/completions", PROMPT | {"model": "second", "stream": True})
     assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "model_asleep", "10")
-    assert "`second` sleeps and could not be woken: no engine of it was ready within 3 s" in answer.error["message"]
+    assert (
+        "`second` has no engine and could not be woken: no engine of it was ready within 3 s" in answer.error["message"]
+    )
     assert server.gates[1].snapshot().num_live == 0
     assert server.asked == [0, 0]
 
@@ -482,4 +485,23 @@ async def test_listing_counting_and_decoding_wake_no_model_that_was_awake_before
         assert (await server.get(path)).status == 200
     assert (await server.post("/tokenize", {"model": "second", "prompt": "hi"})).status == 200
     assert (await server.post("/v1/messages/count_tokens", CHAT | {"model": "second"})).status == 200
+    assert sleeper.calls == 0
+
+
+async def test_a_deadline_ends_the_wait_for_a_model_that_nobody_has_woken_yet(tmp_path: Path) -> None:
+    """The first wake of a replica is read after the wait: neither the field nor the header had a say in it."""
+    server = Server(tmp_path, sleeper=Sleeper())
+    answer = await server.post("/v1/completions", PROMPT | {"model": "second", "timeout_ms": 50})
+    assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("model", ["third", 7, None])
+async def test_what_names_no_model_wakes_none(tmp_path: Path, path: str, model: Any) -> None:
+    server, sleeper = Server(tmp_path), Sleeper()
+    server.lanes[0] = replace(server.lanes[0], sleeper=sleeper)
+    app = create_app_of(server.lanes)
+    body = json.dumps((PROMPT if path == "/v1/completions" else CHAT) | {"model": model}).encode()
+    answer = await Exchange(app, "POST", path, body, [("content-type", "application/json")]).finish()
+    assert answer.status in (400, 404)
     assert sleeper.calls == 0

@@ -237,7 +237,9 @@ def test_a_config_of_several_models_is_refused(refused: Callable[..., str], tmp_
     config["applications"][0]["args"] = {"models": [{"model": "smollm2-135m-instruct"}]}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    assert "has several models; plan each" in refused(*NUMBERS, *TARGETS, "--steps", str(STEPS), "--config", str(path))
+    assert "args.models: a plan is for one model; give a config that has it alone" in refused(
+        *NUMBERS, *TARGETS, "--steps", str(STEPS), "--config", str(path)
+    )
 
 
 def test_the_configs_scheduler_is_the_one_that_is_simulated() -> None:
