@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from chunkserve.errors import closed
+from chunkserve.errors import RequestFailed, closed
 
 Result = TypeVar("Result")
 
@@ -19,7 +20,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._is_open = True
+        self._is_open, self._pid = True, os.getpid()
         self._lock = threading.RLock()  # the garbage collector may submit work while this very thread does
         self._thread = threading.Thread(target=self._run, name="chunkserve-loop", daemon=True)
         self._thread.start()
@@ -58,6 +59,9 @@ class LoopThread:
             self.call(work)
 
     def _submitted(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+        if os.getpid() != self._pid:  # the thread was left behind at the fork
+            work.close()
+            raise RequestFailed("This engine belongs to another process: make one after the fork.", "closed")
         with self._lock:  # what is submitted before `stop` is seen before it; later, nobody would ever answer
             if self._is_open:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -66,6 +70,8 @@ class LoopThread:
 
     def stop(self) -> None:
         """Cancel what runs, and end the thread. Idempotent."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._is_open:
                 self._is_open = False

@@ -123,7 +123,8 @@ class Running:
     def read_completion(
         self, prompt: str | Sequence[int], fields: Mapping[str, Any], *, stream: bool
     ) -> CompletionRequest:
-        if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], int):
+        of_ids = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+        if not isinstance(prompt, str) and not (of_ids and all(isinstance(one, int) for one in prompt)):
             raise RequestRefused("prompt: should be one text, or the ids of its tokens", "invalid_value", "prompt")
         given = prompt if isinstance(prompt, str) else list(prompt)
         content = {"prompt": given, "return_token_ids": True, "stream": stream, **fields}
@@ -134,7 +135,7 @@ class Running:
         content = {"model": self._model_id} | {name: value for name, value in content.items() if value is not None}
         for name, value in content.items():
             try:
-                json.dumps(value, allow_nan=False)
+                json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # which has no lone surrogates
             except (TypeError, ValueError, RecursionError) as error:
                 text = f"{name}: should be made of what JSON has: {error}"
                 raise RequestRefused(text, "invalid_value", name) from None
@@ -153,8 +154,8 @@ class Running:
                     yield chunk
 
     async def vectors(self, texts: Sequence[str], fields: Mapping[str, Any]) -> list[list[float]]:
-        if isinstance(texts, str):
-            raise RequestRefused("texts: should be a list of texts, but it is one text", "invalid_value", "texts")
+        if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+            raise RequestRefused("texts: should be a list of texts", "invalid_value", "texts")
         found: list[list[float]] = []
         for first in range(0, len(texts), MAX_CHOICES):
             request = self._read(EmbeddingRequest, {"input": list(texts[first : first + MAX_CHOICES]), **fields})

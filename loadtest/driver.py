@@ -79,6 +79,7 @@ class Driver:
         self._faults: list[BaseException] = []
         self.in_flight = 0
         self.point = ""
+        self._window = (0.0, 0.0)
 
     def run(self) -> None:
         """Run all points in turn. A point ends when its last answer has ended."""
@@ -98,13 +99,20 @@ class Driver:
         self.point = point.name
         begin = self._now()
         window = (begin + point.warm_up_s, begin + point.seconds)
-        self._tally.open_window(point.name, point.seconds - point.warm_up_s)
+        self._window = window
         group = Group()
         for source in point.sources:
             self._spawn(group, self._run_source, source, seed, window, begin, group)
         group.join()
+        self._tally.open_window(point.name, window[1] - window[0])
         if self._faults:
             raise self._faults[0]
+
+    def note_window(self) -> None:
+        """Let the point's window be what has passed of it: the load may be ended before its own end."""
+        if self.point:
+            begin, end = self._window
+            self._tally.open_window(self.point, max(0.0, min(end, self._now()) - begin))
 
     def _spawn(self, group: Group, function: Callable[..., object], *arguments: object) -> None:
         """Spawn a greenlet whose failure fails the run. Otherwise a bug of ours would only leave out a request."""

@@ -118,6 +118,7 @@ class Worker:
     def _report(self, tally: Tally, driver: Driver) -> None:
         runner = self._environment.runner
         self._cpu_percent = max(self._cpu_percent, runner.current_cpu_usage if runner else 0.0)
+        driver.note_window()
         state = {"in_flight": driver.in_flight, "point": driver.point}
         self._send(_TALLY, {"tally": tally.take().to_json(), **state})
 

@@ -16,6 +16,9 @@ from serve_app.tracing.export import check_exporter
 # Serve kills a replica that still drains this long after its drain timeout, at which the ingress ends its streams.
 _DRAIN_MARGIN_S = 15
 _STORE_SHUTDOWN_S = 2
+_STARTS = 3
+"""How many starts of each first replica may fail before the application is given up, as by Serve's default."""
+_ANY_NUMBER = 2**31 - 1
 
 
 def build(args: AppSettings) -> Application:
@@ -31,6 +34,7 @@ def build(args: AppSettings) -> Application:
             health_check_period_s=args.health_check_period_s,
             health_check_timeout_s=args.health_check_timeout_s,
             ray_actor_options=model.engine_resources,
+            max_constructor_retry_count=_ANY_NUMBER if model.may_sleep else _STARTS * model.first_engines,
             **deployment_options(model),
         )(EngineReplica).bind(model, args.total_engines)
         for name, model in zip(args.engine_names, args.each_model(), strict=True)
@@ -41,6 +45,7 @@ def build(args: AppSettings) -> Application:
         max_ongoing_requests=args.ingress_capacity + CONTROL_CALLS,
         graceful_shutdown_timeout_s=shutdown_s,
         ray_actor_options={"num_cpus": args.ingress_num_cpus},
+        max_constructor_retry_count=_STARTS * args.ingress_replicas,
     )(serve.ingress()(IngressReplica))
     return ingress.bind(args, engines, _shared_store(args) if args.shares_responses else None)
 
@@ -53,5 +58,6 @@ def _shared_store(args: AppSettings) -> Application:
         max_ongoing_requests=args.ingress_replicas * args.ingress_capacity,
         graceful_shutdown_timeout_s=_STORE_SHUTDOWN_S,
         ray_actor_options={"num_cpus": 0},
+        max_constructor_retry_count=_STARTS,
     )(StoreReplica)
     return store.bind(args.responses_store)

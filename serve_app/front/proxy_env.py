@@ -48,6 +48,13 @@ _END_WHAT_HANGS = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 
+_KEEPS_TRYING = {
+    # Serve gives up a deployment that never had a replica after so many failed starts for each that it wants: a model
+    # that sleeps would be lost by three failed wakes. So high, max_constructor_retry_count alone counts, which each
+    # deployment of ours sets.
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1000000",
+}
+
 _UNHURRIED = {
     # How often Serve's controller looks at every replica, in seconds. The default of 0.1 takes 0.10 of a core all the
     # time, including Ray's own records of it; 0.3 takes 0.04 (measured). An engine with two cores is slowed by the
@@ -82,7 +89,16 @@ GUARD = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 _GUARDS_ALL = {GUARD: "serve_app.edge.http_server:guard_ours"}
 _GUARDS_SOME = {GUARD: "serve_app.edge.http_server:guard_shared"}
 
-ALL_OURS = _ONE_LOOP | _END_WHAT_HANGS | _UNHURRIED | _AS_OTHERS | _ONE_AT_A_TIME | _ANSWERED_ELSEWHERE | _GUARDS_ALL
+ALL_OURS = (
+    _ONE_LOOP
+    | _END_WHAT_HANGS
+    | _KEEPS_TRYING
+    | _UNHURRIED
+    | _AS_OTHERS
+    | _ONE_AT_A_TIME
+    | _ANSWERED_ELSEWHERE
+    | _GUARDS_ALL
+)
 
 
 @dataclass(frozen=True, slots=True)

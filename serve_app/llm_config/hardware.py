@@ -31,7 +31,7 @@ def read_hardware(taking: Taking, config: dict[str, Any]) -> None:
     if isinstance(kind, str) and kind.startswith("TPU"):
         taking.unsupported("accelerator_type", kind, _TPU)
     elif kind is not None and taking.on_gpu:
-        taking.put("engine_accelerator_type", _RENAMED.get(kind, kind))
+        taking.put("engine_accelerator_type", _RENAMED.get(kind, kind) if isinstance(kind, str) else kind)
     elif kind is not None:
         taking.leave_out("accelerator_type", kind, "the engine runs on the CPU")
     if taking.on_gpu:
@@ -49,7 +49,7 @@ def _read_placement(taking: Taking, group: dict[str, Any]) -> None:
             taking.put("engine_num_cpus", amount)
         elif name == "GPU" and amount not in (0, 1):
             taking.unsupported(f"{path}.GPU", amount, "an engine takes a whole GPU, and no more than one")
-        elif name.startswith("accelerator_type:"):
+        elif str(name).startswith("accelerator_type:"):
             taking.put("engine_accelerator_type", name.partition(":")[2])
         elif name != "GPU" and amount:
             taking.leave_out(f"{path}.{name}", amount, "an engine replica reserves CPUs and a GPU alone")

@@ -77,7 +77,8 @@ class EngineSleeper:
             raise cannot_wake(self._model_id, self._timeout_s) from None
         except _FAILURES as error:
             logger.warning("%s could not be woken: %s", self._model_id, error)
-            raise cannot_wake(self._model_id, self._timeout_s, type(error).__name__) from error
+            why = "its engine could not be started, as the server's log says"
+            raise cannot_wake(self._model_id, self._timeout_s, why) from error
         finally:
             if rescue is not None:
                 rescue.cancel()

@@ -112,6 +112,13 @@ class ModelSettings(NameSettings):
         return self.engine_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
+    def first_engines(self) -> int:
+        """How many engines a new deployment starts with."""
+        if self.autoscaling is None or "engine_replicas" in self.model_fields_set:
+            return self.engine_replicas
+        return self.autoscaling.min_replicas
+
+    @property
     def signals(self) -> SignalSettings:
         """The settings of the engines' reports. Engines report even without `autoscaling`, because Serve's own config
         may scale them."""

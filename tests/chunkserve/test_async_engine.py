@@ -337,5 +337,17 @@ async def test_an_adapter_that_cannot_be_used_ends_the_start_and_its_engine() ->
 
 async def test_one_text_is_no_list_of_texts(engine: AsyncEngine) -> None:
     """It would be taken letter by letter."""
-    with pytest.raises(RequestRefused, match="texts: should be a list of texts, but it is one text"):
-        await engine.embed("hello")
+    for given in ("hello", None, {"hello"}):
+        with pytest.raises(RequestRefused, match="texts: should be a list of texts"):
+            await engine.embed(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"ab", ["a", 1], {1}])
+async def test_what_is_neither_text_nor_ids_is_refused(engine: AsyncEngine, prompt: Any) -> None:
+    with pytest.raises(RequestRefused, match="prompt: should be one text, or the ids of its tokens"):
+        await engine.generate(prompt)
+
+
+async def test_text_that_is_no_unicode_is_refused_by_its_field(engine: AsyncEngine) -> None:
+    with pytest.raises(RequestRefused, match="prompt: should be made of what JSON has"):
+        await engine.generate("a\ud800b")

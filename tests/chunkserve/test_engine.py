@@ -166,3 +166,20 @@ chunks = engine.stream_chat([{"role": "user", "content": "hi"}], ignore_eos=True
 print(len(next(chunks).text) >= 0)
 """
     assert run_python(f"import sys\nsys.stderr = sys.stdout\n{code}") == "True"
+
+
+def test_an_engine_in_a_forked_process_says_that_it_is_anothers() -> None:
+    """Its threads are not there: a call would wait for ever."""
+    code = """
+import os
+from chunkserve import Engine, RequestFailed
+engine = Engine("m", executor="fake")
+if os.fork() == 0:
+    try:
+        engine.generate("hi")
+    except RequestFailed as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+    assert run_python(code) == "This engine belongs to another process: make one after the fork."

@@ -34,6 +34,7 @@ capabilities: {drop: [ALL]}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "serve_app.edge.http_server:guard_ours"}
 - {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "5"}
 - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
+- {name: RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT, value: "1000000"}
 - {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
 - {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
 - {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.3"}

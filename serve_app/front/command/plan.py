@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CANNOT_BE_HELD = 3
 """The exit status if no settings hold the load, as that of a load test that misses a limit."""
+FEWEST_REQUESTS = 3
+"""A run of fewer would call any load held."""
 _HEAD = "# Written by `chunkserve plan`. `chunkserve serve {name}` serves it.\n"
 
 
@@ -36,6 +38,9 @@ def main(arguments: Sequence[str], prog: str) -> int:
     """Print the plan, and return 0; 3 if nothing holds the load."""
     options = _parser(prog).parse_args(arguments)
     exit_on_signals()
+    if options.write_config is not None and options.write_config.exists():
+        print(f"{prog}: --write-config: {options.write_config} is there already: choose another name", file=sys.stderr)
+        return BAD_INPUT
     try:
         plan, base = _planned(options)
     except (_Refused, OSError, ValueError) as refusal:
@@ -145,6 +150,9 @@ def _planned(options: argparse.Namespace) -> tuple[Plan, _Base]:
     engine = engine_of(machine, base.engine, kv_tokens=_kv_tokens(options, base), max_model_len=None)
     demand = _demand(options, engine)
     seconds = options.seconds or run_seconds(demand, goal, machine)
+    if (num_requests := demand.rate * seconds) < FEWEST_REQUESTS:
+        least = FEWEST_REQUESTS / demand.rate
+        raise _Refused(f"--seconds {seconds:g} is time for {num_requests:.1f} requests: expected at least {least:.0f}")
     case = Case(demand, machine, engine, goal, seconds, few=min(2, options.seeds), all=options.seeds)
     limits = Limits(
         options.attainment / 100, options.min_replicas, options.max_replicas, options.autoscaling, options.startup_s

@@ -120,6 +120,8 @@ def _only_application(parser: Parser, config: dict[str, Any]) -> dict[str, Any]:
     if len(ours) != 1:
         parser.error(f"the config has {len(ours)} applications of this project, and options are for one: edit the file")
     args: dict[str, Any] = ours[0].get("args") or {}
+    if args.get("models"):
+        parser.error("the config has several models, and options are for one: edit its entries")
     ours[0]["args"] = args
     return args
 

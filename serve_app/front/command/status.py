@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from serve_app.front.command.api import KEY, Api, Json, NoAnswer, Refused, harmless
@@ -64,13 +64,16 @@ def _names(models: Any) -> list[str]:
 
 def _lines(activity: Json, models: Sequence[str]) -> Iterator[str]:
     yield f"models: {', '.join(models or [activity['model']])}"
-    rows = [_HEAD, *map(_row, activity["engines"])]
+    models_of = {name: one["model"] for one in activity.get("models", ()) for name in one["engines"]}
+    rows = [_HEAD, *(_row(engine, models_of) for engine in activity["engines"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     for name, *numbers in rows:
         cells = (text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))
         yield "  ".join([name.ljust(widths[0]), *cells])
     if not activity["engines"]:
         yield "no engine runs; one starts at the first request"
+    else:
+        yield from (f"no engine of {one['model']} runs" for one in activity.get("models", ()) if not one["engines"])
     replicas = activity["ingresses"]
     live, waiting = (sum(replica[name] for replica in replicas) for name in ("num_live", "num_waiting"))
     yield f"ingress replicas: {len(replicas)}, with {live} requests, of which {waiting} wait for a place with an engine"
@@ -78,7 +81,10 @@ def _lines(activity: Json, models: Sequence[str]) -> Iterator[str]:
         yield f"{missing} replicas did not answer"
 
 
-def _row(engine: Json) -> tuple[str, ...]:
+def _row(engine: Json, models_of: Mapping[str, str]) -> tuple[str, ...]:
+    """`models_of`: the model of each engine, where there are several."""
     held = engine["num_held_blocks"] / max(1, engine["num_blocks"])
     speeds = (f"{engine[name]:.0f}" for name in ("prompt_tokens_per_s", "generated_tokens_per_s"))
-    return engine["engine"], str(engine["num_running"]), str(engine["num_waiting"]), f"{held:.0%}", *speeds
+    name = str(engine["engine"])
+    shown = f"{name} of {models_of[name]}" if name in models_of else name
+    return shown, str(engine["num_running"]), str(engine["num_waiting"]), f"{held:.0%}", *speeds

@@ -12,8 +12,11 @@ import pytest
 from engine.checkpoints import gguf_convert
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig
+from serve_app.app import build
 from serve_app.replicas.served_model import read_text_side
 from serve_app.settings.application import AppSettings
+from serve_app.settings.scaling import AutoscalingSettings
+from serve_app.settings.several import ModelEntry
 from tests.support.tiny_gguf import TOKENS, write_gguf
 
 
@@ -45,3 +48,16 @@ def test_a_gguf_file_was_created_when_it_was_written_whichever_form_a_replica_re
     for quantize in forms:
         text = read_text_side(AppSettings(model=file, engine=EngineConfig(quantize=quantize)))
         assert text.created == 1_700_000_000
+
+
+def test_failed_starts_give_up_a_server_and_never_a_model_that_sleeps() -> None:
+    """Serve counts the failed starts of a deployment that never had a replica: three failed wakes would lose a model
+    until the next deployment, while the server itself is to say at once that it cannot start."""
+    sleepy = ModelEntry(model="b", autoscaling=AutoscalingSettings(min_replicas=0, max_replicas=1))
+    settings = AppSettings(models=(ModelEntry(model="a", engine_replicas=2), sleepy), ingress_replicas=3)
+    ingress = build(settings)._bound_deployment
+    deployments = [*(engine._bound_deployment for engine in ingress.init_args[1]), ingress]
+    counts = {one.name: one._deployment_config.max_constructor_retry_count for one in deployments}
+    assert counts == {"Engine-a": 6, "Engine-b": 2**31 - 1, "Ingress": 9}
+    (alone,) = build(AppSettings(model="a"))._bound_deployment.init_args[1]
+    assert alone._bound_deployment._deployment_config.max_constructor_retry_count == 3

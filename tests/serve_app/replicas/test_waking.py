@@ -158,12 +158,12 @@ async def test_the_wait_is_bounded_and_the_next_request_begins_another() -> None
     assert len(rig.engine.calls) == 2
 
 
-async def test_an_engine_that_dies_on_the_way_is_a_503_that_names_what_happened() -> None:
+async def test_an_engine_that_dies_on_the_way_is_a_503_that_points_to_the_log() -> None:
     rig = Rig()
     wait = asyncio.ensure_future(rig.sleeper.wake())
     await rig.making_room.wait()
     rig.engine.calls[0].answer.set_exception(ActorDiedError())
-    with pytest.raises(ApiError, match="could not be woken: ActorDiedError"):
+    with pytest.raises(ApiError, match="could not be woken: its engine could not be started"):
         await wait
     assert not rig.sleeper.is_known
 

@@ -248,3 +248,16 @@ def test_the_configs_scheduler_is_the_one_that_is_simulated() -> None:
     engine = engine_of(machine, config, kv_tokens=20_000, max_model_len=None)
     made = case(machine=machine, engine=engine).config(START)
     assert (made.max_prefill_tokens, made.scheduler.reserve_mode) == (16, "full")
+
+
+def test_runs_too_short_to_say_anything_are_refused(refused: Callable[..., str]) -> None:
+    """Without a request, every target is kept."""
+    words = ("--rate", "0.1", "--prompt-tokens", "50", "--answer-tokens", "10", *TARGETS, "--seconds", "5")
+    assert "--seconds 5 is time for 0.5 requests: expected at least 30" in refused(*words, "--steps", str(STEPS))
+
+
+def test_a_config_that_is_there_is_not_overwritten(refused: Callable[..., str], tmp_path: Path) -> None:
+    there = tmp_path / "planned.yaml"
+    there.write_text("mine")
+    assert "planned.yaml is there already" in refused(*NUMBERS, *TARGETS, "--write-config", str(there))
+    assert there.read_text() == "mine"

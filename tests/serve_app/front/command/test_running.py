@@ -145,6 +145,14 @@ def test_status_is_a_table_of_engines_and_a_line_of_the_ingress(server: Scripted
     ]
 
 
+def test_of_several_models_status_says_whose_each_engine_is_and_which_has_none(server: Scripted) -> None:
+    models = [{"model": "a", "engines": ["e1"]}, {"model": "b", "engines": ["e2"]}, {"model": "c", "engines": []}]
+    server.answers["/activity"] = (200, {"model": "a", **asdict(FLEET), "models": models})
+    lines = chunkserve("status", "--url", server.url).stdout.splitlines()
+    assert [line.partition("  ")[0] for line in lines[3:5]] == ["e1 of a", "e2 of b"]
+    assert "no engine of c runs" in lines
+
+
 def test_status_says_what_is_wrong_with_a_server_that_is_not_healthy(server: Scripted) -> None:
     server.answers["/health"] = (503, {"error": {"message": "No engine answers."}})
     server.answers["/activity"] = (200, {"model": "m", **asdict(FleetActivity(num_missing=2))})

@@ -275,6 +275,14 @@ def test_options_of_one_application_are_refused_for_several(tmp_path: Path) -> N
     assert made(tmp_path, str(tmp_path / "c.yaml"), "--port", "8001")["http_options"] == {"port": 8001}
 
 
+def test_options_are_refused_for_a_config_of_several_models(tmp_path: Path) -> None:
+    models = [{"model": name, "engine": {"executor": "fake"}} for name in ("one", "two")]
+    config = {"applications": [{"name": "a", "import_path": "serve_app.app:build", "args": {"models": models}}]}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    line = refusal("serve", "c.yaml", "--replicas", "2", cwd=tmp_path)
+    assert "the config has several models, and options are for one: edit its entries" in line
+
+
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
