@@ -3,6 +3,7 @@ Never starts anything. Without it, a Ray task would find a misspelt setting, and
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from serve_app.front.config_file import ConfigRefused, ServeConfig
 from serve_app.settings.application import AppSettings
 
 BUILDER = "serve_app.app:build"
+RENAMED = {"attention_backend": "engine.attention"}
+"""Settings of earlier versions, by what they are called now."""
 INGRESS, STORE = "Ingress", "ResponsesStore"
 """What the builder makes besides the engines' deployments, the last with several ingress replicas that keep responses.
 A test compares it."""
@@ -126,7 +129,24 @@ def _reason(detail: Any) -> str:
     path = ".".join(str(part) for part in ("args", *detail["loc"]))
     hidden = isinstance(detail["input"], dict) or "auth" in detail["loc"]  # may be a key instead of its digest
     given = "" if hidden else f" (given: {detail['input']!r})"
-    return f"{path}: {detail['msg']}{given}"
+    unknown = detail["type"] in ("unexpected_keyword_argument", "extra_forbidden")
+    problem = _unknown(str(detail["loc"][-1])) if unknown else detail["msg"].removeprefix("Value error, ")
+    return f"{path}: {problem}{given}"
+
+
+def _unknown(setting: str) -> str:
+    """Say what a setting may have been meant for that there is not, or is not any more."""
+    if (now := RENAMED.get(setting)) is not None:
+        return f"no such setting any more: it is {now}"
+    close = difflib.get_close_matches(setting, _all_settings(), n=1, cutoff=0.75)
+    return f"no such setting here; did you mean {close[0]}?" if close else "no such setting here"
+
+
+def _all_settings() -> list[str]:
+    """Return the names of all settings, of an application, its models, their engines and whatever is below them."""
+    schema = AppSettings.model_json_schema()
+    groups = [schema, *schema["$defs"].values()]
+    return sorted({name for group in groups for name in group.get("properties", ())})
 
 
 def _prepare(application: Application) -> None:

@@ -24,7 +24,15 @@ def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:bui
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ({"engine": {"max_batch": 3}}, "args.engine.max_batch: Unexpected keyword argument (given: 3)"),
+        ({"engine": {"ngram_max": 3}}, "args.engine.ngram_max: no such setting here (given: 3)"),
+        (
+            {"engine": {"max_num_batchd_tokens": 3}},
+            "args.engine.max_num_batchd_tokens: no such setting here; did you mean max_num_batched_tokens? (given: 3)",
+        ),
+        (
+            {"engine": {"attention_backend": "torch"}},
+            "args.engine.attention_backend: no such setting any more: it is engine.attention (given: 'torch')",
+        ),
         (
             {"engine": {"block_size": 0}},
             "args.engine.block_size: Input should be greater than or equal to 1 (given: 0)",
@@ -39,7 +47,7 @@ def config_with(tmp_path: Path, args: Any, import_path: str = "serve_app.app:bui
             "loy' (given: 'vllm')",
         ),
         ({"engine": {"max_num_seqs": 600}}, "max_num_batched_tokens (512) must be at least max_num_seqs + 1 (601)"),
-        ({"modle": "x"}, "args.modle: Extra inputs are not permitted (given: 'x')"),
+        ({"modle": "x"}, "args.modle: no such setting here; did you mean model? (given: 'x')"),
         ({"model": "/no/such/model"}, "args.model: No model '/no/such/model': expected"),
         (
             {"engine": {"speculative": {"method": "draft_model", "model": "/no/such/model"}}},

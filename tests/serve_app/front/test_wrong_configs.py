@@ -19,7 +19,10 @@ Change = Callable[[dict[str, Any]], object]
 
 # What is wrong, and what names it. Mistakes below `engine` are found by a process that loads torch.
 WRONG: dict[str, tuple[Change, str]] = {
-    "a misspelt setting": (lambda c: args(c).update(modle="x"), "args.modle: Extra inputs are not permitted"),
+    "a misspelt setting": (
+        lambda c: args(c).update(modle="x"),
+        "args.modle: no such setting here; did you mean model?",
+    ),
     "a value out of bounds": (lambda c: engine(c).update(block_size=0), "args.engine.block_size: Input should be gre"),
     "no such model": (lambda c: args(c).update(model="/no/model"), "args.model: No model '/no/model': expected"),
     "a misspelt top-level key": (lambda c: c.update(aplications=c.pop("applications")), "unknown key aplications: did"),

@@ -24,8 +24,14 @@ Change = Callable[[dict[str, Any]], object]
 
 # What is wrong: a change of config.yaml, and what must stand in the line: field, limit and value.
 WRONG: dict[str, tuple[Change, str]] = {
-    "an unknown key": (lambda c: args(c).update(modle="x"), "args.modle: Extra inputs are not permitted (given: 'x')"),
-    "an unknown key of the engine": (lambda c: engine(c).update(max_seqs=3), "args.engine.max_seqs: Unexpected key"),
+    "an unknown key": (
+        lambda c: args(c).update(modle="x"),
+        "args.modle: no such setting here; did you mean model? (given: 'x')",
+    ),
+    "an unknown key of the engine": (
+        lambda c: engine(c).update(max_seqs=3),
+        "args.engine.max_seqs: no such setting here; did you mean max_num_seqs?",
+    ),
     "a wrong type": (lambda c: engine(c).update(max_num_seqs="many"), "args.engine.max_num_seqs: Input should be a va"),
     "a value out of bounds": (
         lambda c: engine(c).update(block_size=0),
@@ -120,7 +126,7 @@ def test_a_mistake_is_a_line_that_names_file_field_and_value(
 def test_a_user_sees_a_mistake_as_the_only_line(tmp_path: Path) -> None:
     config = shipped()
     args(config)["modle"] = "x"
-    assert "args.modle: Extra inputs are not permitted" in refusal("check", written(tmp_path, config))
+    assert "args.modle: no such setting here; did you mean model?" in refusal("check", written(tmp_path, config))
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_bad_input_is_refused_in_a_line_that_names_it(words: str, line: str, tmp
     [
         (
             {"modle": "x"},
-            "c.yaml, line 3, application default: args.modle: Extra inputs are not permitted (given: 'x')",
+            "c.yaml, line 3, application default: args.modle: no such setting here; did you mean model? (given: 'x')",
         ),
         ({"engine": {"max_num_seqs": "many"}}, "args.engine.max_num_seqs: Input should be a valid integer"),
     ],
