@@ -1,4 +1,5 @@
-"""`chunkserve status` and `chunkserve chat` say what a server says, and one line where none answers."""
+"""`chunkserve status` and `chunkserve chat` say what a server says, and one line where none answers. Long: both have one
+scripted server."""
 
 from __future__ import annotations
 
