@@ -1,5 +1,5 @@
-"""`chunkserve status` and `chunkserve chat` say what a server says, and one line where none answers. Long: both have one
-scripted server."""
+"""`chunkserve status` and `chunkserve chat` say what a server says, and one line where none answers. Long: one scripted
+server for both."""
 
 from __future__ import annotations
 
