@@ -5,45 +5,23 @@ Judges a text only by the text of transformers' model into which the adapter is 
 from __future__ import annotations
 
 import hashlib
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedModel
 
 from tests.support.serve_process import PYTHON_PROXY, serve_run
 from tests.support.tiny_adapters import ATTENTION, merged, save_adapter
-from tests.support.tiny_models import VOCAB, save_model
+from tests.support.tiny_models import VOCAB, greedy_answer, save_model, save_tokenizer
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 ADMIN = "sk-admin"
 PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 NEW_TOKENS = 8
-
-
-def save_tokenizer(directory: Path) -> None:
-    """Save a tokenizer of as many bytes as the model has tokens; prompts are sent as token ids."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
-    core = tokenizers.Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({}))
-
-
-def greedy(model: PreTrainedModel) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    answer = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
-    )
-    return answer[0, len(PROMPT) :].tolist()
 
 
 def test_adapters_of_the_config_and_of_the_routes_are_served_by_every_replica(tmp_path: Path) -> None:
@@ -53,7 +31,9 @@ def test_adapters_of_the_config_and_of_the_routes_are_served_by_every_replica(tm
         "first": save_adapter(base, tmp_path / "first", seed=1),
         "second": save_adapter(base, tmp_path / "second", seed=2, modules=ATTENTION),
     }
-    want = {"tiny": greedy(base)} | {name: greedy(merged(base, path)) for name, path in paths.items()}
+    want = {"tiny": greedy_answer(base, PROMPT, NEW_TOKENS)} | {
+        name: greedy_answer(merged(base, path), PROMPT, NEW_TOKENS) for name, path in paths.items()
+    }
     assert len({tuple(text) for text in want.values()}) == 3
     args: dict[str, Any] = {
         "model": str(tmp_path / "model"),

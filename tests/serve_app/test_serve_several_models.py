@@ -13,16 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-import tokenizers
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from ray._private.utils import get_num_cpus
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedModel
 
 from loadtest.server import Server
 from tests.support.serve_process import PYTHON_PROXY, serve_several
-from tests.support.tiny_models import VOCAB, save_model
+from tests.support.tiny_models import VOCAB, greedy_answer, save_model, save_tokenizer
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -35,24 +32,6 @@ LONG = int(3 * PATIENCE_S * 1000 / STEP_MS)
 """The tokens of a stream that is longer than that."""
 ROOM = get_num_cpus()
 """The CPUs of the cluster. `echo` and `qwen` fit together, and `large` fits beside none that sleeps."""
-
-
-def save_tokenizer(directory: Path) -> None:
-    """Save a tokenizer of as many bytes as the model has tokens; prompts are sent as token ids."""
-    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
-    core = tokenizers.Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({}))
-
-
-def greedy(model: PreTrainedModel) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    answer = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
-    )
-    return list(answer[0, len(PROMPT) :].tolist())
 
 
 def entries(directory: Path) -> list[dict[str, Any]]:
@@ -154,7 +133,7 @@ def test_models_of_several_families_share_one_server_and_wake_and_sleep_without_
     want = {}
     for name in ("llama", "qwen3"):
         directory = tmp_path / name.removesuffix("3")
-        want[directory.name] = greedy(save_model(name, directory))
+        want[directory.name] = greedy_answer(save_model(name, directory), PROMPT, NEW_TOKENS)
         save_tokenizer(directory)
     args = {"models": entries(tmp_path), "ingress_num_cpus": 0.1}
     with serve_several(args, env=PYTHON_PROXY) as server, ThreadPoolExecutor(4) as pool:

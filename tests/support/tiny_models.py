@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -256,3 +258,13 @@ def edit_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
         if value is not None:
             tensors[key.replace("__", ".")] = value
     save_file(tensors, path)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Save a tokenizer of as many bytes as the model has tokens; prompts are sent as token ids."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    core = tokenizers.Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({}))
