@@ -502,6 +502,50 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvTiersConfig:
+    """Where the KV of prefixes is kept besides the KV cache, so that it need not be computed again."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    host_memory_gib: float = setting(
+        0.0,
+        "Memory of the machine, in GiB, for KV that the KV cache has no room for. Each engine has its own. 0: none.",
+        ge=0,
+    )
+    disk_path: str | None = setting(
+        None,
+        "Directory for KV that outlives memory and restarts. Engines of one machine may share it; it is made with mode "
+        "0700, and files of another model or another version are not read. Unset: none.",
+    )
+    disk_gib: float = setting(10.0, "Most that all files in disk_path take together, in GiB.", gt=0)
+    disk_key_file: str | None = setting(
+        None,
+        "File with the key that encrypts files in disk_path (AES-256-GCM): 32 bytes, or 64 hexadecimal digits. Unset: "
+        "they are not encrypted, and whoever may read them may learn about prompts.",
+    )
+    retention: Literal["value", "lru"] = setting(
+        "value",
+        "What leaves the host tier first. `value`: turns of a conversation that a later turn replaced, then prompts "
+        "that came once, then what was not used for longest; a tenant above its share before others. `lru`: what was "
+        "not used for longest.",
+        expert=True,
+    )
+    load_timeout_s: float = setting(
+        5.0,
+        "How long a request waits for KV from a lower tier before its prompt is computed instead, in seconds.",
+        expert=True,
+        gt=0,
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def any(self) -> bool:
+        return self.host_memory_gib > 0 or self.disk_path is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The settings of one engine as written. Frozen; unknown keys in YAML are refused."""
 
@@ -731,6 +775,10 @@ class EngineConfig:
         default_factory=SpeculativeConfig,
         metadata={"description": "Drafts, besides those that grammars force."},
     )
+    kv_tiers: KvTiersConfig = field(
+        default_factory=KvTiersConfig,
+        metadata={"description": "Memory and disk that keep KV which the KV cache has no room for."},
+    )
     scheduler: SchedulerConfig = field(
         default_factory=SchedulerConfig, metadata={"description": "How steps are composed."}
     )
@@ -809,6 +857,7 @@ class ResolvedConfig:
     """Tokens of inputs whose embeddings fit into encoder_cache_memory_gib."""
     max_loras: int = 0
     targets: Targets = Targets()
+    kv_tiers: KvTiersConfig = KvTiersConfig()
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 
@@ -842,6 +891,7 @@ class ResolvedConfig:
             max_encoder_tokens=config.max_encoder_tokens,
             max_loras=config.max_loras,
             targets=config.targets,
+            kv_tiers=config.kv_tiers,
             kv_cache_dtype=config.kv_cache_dtype,
             quantize="none" if config.quantize == "auto" else config.quantize,
             scheduler=resolved.pop("scheduler", config.scheduler),

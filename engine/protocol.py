@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+from engine.kv_tiers import TierLoad
 from engine.multimodal_inputs import SpanInput
 
 MAX_LOGPROBS = 20
@@ -226,6 +227,9 @@ class Submission:
     """The contents of spans of the prompt that are not text, such as images."""
     adapter: AdapterRef | None = None
     """None means the model without an adapter."""
+    session: str = ""
+    """Names the conversation that the request belongs to, within its tenant; "" if nobody said. Its KV is kept for its
+    next turn."""
     tpot_ms: float | None = None
     """The request's own target between two tokens, in milliseconds, instead of the engine's; see Targets."""
     ttft_ms: float | None = None
@@ -462,3 +466,7 @@ class LoadSnapshot:
     """Steps that replayed a captured graph, by graph; empty for executors without graphs."""
     graph_misses: Mapping[str, int] = field(default_factory=dict)
     """Steps for which no graph fitted, by reason."""
+    tiers: tuple[TierLoad, ...] = ()
+    """The tiers below the device's memory, nearest first."""
+    num_loading: int = 0
+    """Waiting requests whose KV is being loaded from a tier."""

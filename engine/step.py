@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from engine.kv_tiers import BlockMove, KvMover, Tier
 from engine.multimodal_inputs import EncodeJob, PlacedInput
 from engine.protocol import ErrorCode, TokenLogprobs
 
@@ -185,6 +186,11 @@ class StepPlan:
     """Digests of contents whose embeddings are no longer needed; this step may encode them again."""
     encodes: tuple[EncodeJob, ...] = ()
     """Contents to encode, after `dropped` and before the rows. Their embeddings are kept until they are dropped."""
+    moves: tuple[BlockMove, ...] = ()
+    """Blocks to copy to and from lower tiers, beside the step. The core hands them to the KvMover before the launch; an
+    executor does not look at them."""
+    tier_drops: tuple[tuple[Tier, bytes], ...] = ()
+    """Blocks that tiers forget before these moves."""
 
     @property
     def num_tokens(self) -> int:
@@ -348,6 +354,8 @@ class Capabilities:
     """None: it has no adapters."""
     sizes: PaddedSizes = UNPADDED
     """What its steps are padded to."""
+    kv_mover: KvMover | None = None
+    """Moves KV between the device and lower tiers. None: there are no lower tiers."""
 
 
 class Executor(Protocol):
