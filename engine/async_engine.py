@@ -22,6 +22,7 @@ from engine.compilation import Compilation
 from engine.config import ResolvedConfig
 from engine.core.core import EngineCore
 from engine.core.step_clock import StepClock
+from engine.kv_tiers import Tier
 from engine.observer import EngineObserver, StepFacts
 from engine.protocol import (
     TERMINAL,
@@ -97,6 +98,7 @@ class AsyncEngine:
         self._stopping = False
         self._compilation = Compilation(core.compile_grammar, core.config)
         self.adapters = AdapterCache(core.adapters, core.config.max_loras)
+        core.on_move(lambda: self._commands.put(list))
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -286,8 +288,17 @@ class AsyncEngine:
         """
         return await self._between_steps(lambda: self._core.cached_digests(limit))
 
+    async def tier_digests(self, limit: int) -> dict[Tier, list[bytes]]:
+        """Up to `limit` digests of the blocks in each lower tier, the newest first, as of the end of the running step.
+
+        Raises:
+            EngineError: the engine can no longer serve.
+        """
+        return await self._between_steps(lambda: self._core.tier_digests(limit))
+
     async def reset_prefix_cache(self) -> int:
-        """Drop the cached prefixes that no live request holds, after the running step; return the number of blocks.
+        """Drop the cached prefixes that no live request holds, and all that lower tiers have, after the running step;
+        return the number of blocks.
 
         Raises:
             EngineError: the engine can no longer serve.

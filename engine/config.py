@@ -217,11 +217,13 @@ class SchedulerConfig:
         "expected to need at their peak, judged by the lengths of earlier answers. `ratio`: a share of the tokens that "
         "all answers may still take; the share falls until memory runs out. `prompt`: nothing more.",
     )
-    preempt_policy: Literal["none", "lifo", "retract"] = setting(
+    preempt_policy: Literal["none", "lifo", "retract", "offload"] = setting(
         "retract",
         "Which request gives up its memory when decoding runs out of it. `lifo`: the latest arrival. `retract`: the "
-        "one that loses least: the shortest answer, and among equals the longest prompt. `none`: only with "
-        "`reserve_mode: full`, which never runs out. The oldest request is never chosen.",
+        "one that loses least: the shortest answer, and among equals the longest prompt. `offload`: the latest "
+        "arrival, whose KV always goes to the host tier; with the others it goes there if moving it there and back is "
+        "predicted to take less time than computing it again. `none`: only with `reserve_mode: full`, which never runs "
+        "out. The oldest request is never chosen.",
     )
     long_prefill_token_threshold: int = setting(
         0,

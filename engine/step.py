@@ -191,6 +191,8 @@ class StepPlan:
     executor does not look at them."""
     tier_drops: tuple[tuple[Tier, bytes], ...] = ()
     """Blocks that tiers forget before these moves."""
+    cancelled: tuple[int, ...] = ()
+    """Loads of earlier plans that must not write any more when the rows do."""
 
     @property
     def num_tokens(self) -> int:

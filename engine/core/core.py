@@ -14,6 +14,7 @@ from engine.core.applier import Applier
 from engine.core.capabilities import check_capabilities
 from engine.core.engine_chunking import collect_in_chunks
 from engine.core.wall_times import Chunk, WallTimes, chunks_of, predict, split
+from engine.kv_tiers import MoveKind, Tier
 from engine.observer import ComputedStep, StepFacts
 from engine.protocol import TERMINAL, ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled, TimeCause
 from engine.scheduling.block_manager import BlockManager
@@ -22,6 +23,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepWork, work_of
+from engine.scheduling.tier_index import TierIndex
 from engine.speculation.draft_budget import MeasuredCosts
 from engine.speculation.draft_model_policy import DraftModelPolicy
 from engine.speculation.speculation import Speculation
@@ -80,7 +82,9 @@ class EngineCore:
         self._executor = executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._step_times = step_times
-        self._scheduler = Scheduler(config, self._blocks, step_times)
+        self._mover = executor.capabilities.kv_mover
+        self._tiers = None if self._mover is None else TierIndex(config, self._mover)
+        self._scheduler = Scheduler(config, self._blocks, step_times, self._tiers)
         costs = None if step_times is None else MeasuredCosts.of(step_times.now.costs)
         self._draft_model_policy = DraftModelPolicy(config, costs) if config.has_draft_model else None
         self._speculation = Speculation(config, costs) if config.looks_up_drafts else self._draft_model_policy
@@ -100,24 +104,40 @@ class EngineCore:
         self._deferred: DeferReason | None = None
         self._reserved_blocks = 0
         self._retrying = False  # the last step ran out of memory and is being retried with less prefill
+        self._awaits_moves = False  # nothing could run in the last step, and loads that hold memory are under way
         self.last_step = StepFacts(0.0)
         """Facts about the last call of `step`."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.num_running or self._scheduler.waiting or self._in_flight)
+        scheduler = self._scheduler
+        waits = bool(scheduler.waiting) and not self._awaits_moves
+        stores = self._tiers is not None and self._tiers.has_stores
+        return bool(scheduler.num_running or waits or self._in_flight or stores)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether `step` has something to do once a move has ended, even without work."""
+        return self._tiers is not None and (bool(self._scheduler.loading) or self._tiers.is_storing)
+
+    def on_move(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on any thread, when moves have ended: the next `step` reads them."""
+        if self._mover is not None:
+            self._mover.on_result(wake)
 
     @property
     def next_deadline(self) -> float | None:
         """The time at which `step` may have something to do even if there is no work."""
-        return self._scheduler.deadlines.next
+        loads = self._scheduler.loads
+        times = (self._scheduler.deadlines.next, None if loads is None else loads.next_deadline)
+        return min((time for time in times if time is not None), default=None)
 
     def load(self) -> LoadSnapshot:
         scheduler = self._scheduler
         costs = scheduler.prefill_costs()
         return LoadSnapshot(
             num_running=scheduler.num_running,
-            num_waiting=len(scheduler.waiting) + len(scheduler.preparing),
+            num_waiting=len(scheduler.waiting) + len(scheduler.preparing) + len(scheduler.loading),
             num_preparing=len(scheduler.preparing),
             num_waiting_preempted=scheduler.waiting.num_preempted,
             wait_reason=self._deferred.value if self._deferred and scheduler.waiting else None,
@@ -136,6 +156,8 @@ class EngineCore:
             idle_prefill_costs=scheduler.idle_prefill_costs(),
             graph_hits={name: count for (hit, name), count in self._graph_uses.items() if hit},
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
+            tiers=() if self._tiers is None or self._mover is None else self._tiers.loads(self._mover.sizes()),
+            num_loading=len(scheduler.loading),
         )
 
     @property
@@ -152,9 +174,18 @@ class EngineCore:
         """Up to `limit` digests of the blocks in the prefix cache; see BlockManager.cached_digests."""
         return self._blocks.cached_digests(limit)
 
+    def tier_digests(self, limit: int) -> dict[Tier, list[bytes]]:
+        """Up to `limit` digests of the blocks in each lower tier, the newest first."""
+        return {} if self._tiers is None else self._tiers.digests(limit)
+
     def reset_prefix_cache(self) -> int:
-        """See BlockManager.reset_cache."""
-        return self._blocks.reset_cache()
+        """Drop the cached prefixes that no request holds, and all that lower tiers have; return the number of
+        blocks."""
+        dropped = self._blocks.reset_cache()
+        if self._mover is not None and self._tiers is not None:
+            self._tiers.reset()
+            dropped += self._mover.reset()
+        return dropped
 
     def submit(
         self,
@@ -176,6 +207,7 @@ class EngineCore:
         request fails at once, before it costs anything.
         """
         now = self._clock()
+        self._awaits_moves = False
         ahead = len(self._scheduler.waiting) + len(self._scheduler.preparing), self._scheduler.num_queued_tokens
         since = now if handed_over is None else handed_over
         self._wall_times.open(request.request_id, since, prepared=prepared, ahead=ahead, spent=spent or {})
@@ -188,6 +220,7 @@ class EngineCore:
 
     def prepared(self, request_id: str) -> list[Event]:
         """Let the request run from now on. Does nothing if it has ended."""
+        self._awaits_moves = False
         self._scheduler.prepared(request_id)
         self._wall_times.prepared(request_id, self._clock())
         return []
@@ -208,6 +241,7 @@ class EngineCore:
 
     def _end(self, event: Event) -> list[Event]:
         """Return a request's terminal event between two steps."""
+        self._awaits_moves = False
         self._applier.take_ended()
         return self._close([event])
 
@@ -225,6 +259,7 @@ class EngineCore:
         self.last_step = StepFacts(now)
         events = self._end_late(now)
         self._scheduler.relegate(now)
+        self._read_moves(now)
         launched, scheduled = self._launch(now)
         due = [launched]
         if self.config.overlap:
@@ -240,6 +275,26 @@ class EngineCore:
         self._only_launched = None if read else now
         self._account(now, in_hand, chunks if read else [chunk.in_flight for chunk in chunks])
         return self._close(events) if self._applier.take_ended() else events
+
+    def _read_moves(self, now: float) -> None:
+        """Take what the mover has done since the last step, and let requests that have waited for it wait for seats."""
+        if self._mover is None or self._tiers is None or self._scheduler.loads is None:
+            return
+        back: list[Request] = []
+        for result in self._mover.take_results():
+            self._tiers.ended(result, now)
+            if result.move.kind is MoveKind.LOAD:
+                back += self._scheduler.loads.ended(result)
+        for change in self._mover.take_changes():
+            self._tiers.changed(change)
+        for request in (*back, *self._scheduler.loads.late(now)):
+            self._wall_times.loaded(request.request_id, now)
+
+    def _move(self, step: StepPlan) -> None:
+        """Begin a step's moves, before its rows may overwrite a block."""
+        if self._mover is not None and (step.moves or step.tier_drops or step.cancelled):
+            self._mover.cancel(step.cancelled)
+            self._mover.begin(step.moves, step.tier_drops)
 
     def _account(self, began: float, steps: Sequence[_Launched], chunks: Sequence[Chunk]) -> None:
         """Say where the time since the last call ended has gone: to `steps`, whose prompts' part is `chunks`."""
@@ -284,14 +339,21 @@ class EngineCore:
             return None, []
         plan = self._scheduler.plan(now)
         self._deferred, self._reserved_blocks = plan.deferred, plan.reserved_blocks
+        self._awaits_moves = not plan.rows and bool(self._scheduler.loading or plan.loads)
+        if plan.loads or plan.unloaded:
+            self._note_loads(plan, now)
         if not plan.rows:
-            assert self._in_flight or not self.has_work, "live requests, but nothing to run"
+            if plan.has_moves:
+                self._move(self._scheduler.commit(plan, now))
+            assert self._in_flight or not self._scheduler.num_running, "live requests, but nothing to run"
+            assert self._in_flight or self._awaits_moves or not self._scheduler.waiting, "nothing to wait for"
             return None, []
         aside = self._scheduler.standing_aside if self._drafts_in_turn else ()
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
         for request in plan.preempted:
             self._wall_times.preempted(request.request_id, request.computed, now)
         step = self._scheduler.commit(plan, now)
+        self._move(step)
         if self._draft_model_policy is not None:
             step = self._draft_model_policy.attach(plan, step)
         for row in plan.rows:
@@ -306,6 +368,12 @@ class EngineCore:
             return None, events
         self._retrying = False
         return launched, events
+
+    def _note_loads(self, plan: Plan, now: float) -> None:
+        for load in plan.loads:
+            self._wall_times.loads(load.request.request_id, now)
+        for request in plan.unloaded:
+            self._wall_times.loaded(request.request_id, now)
 
     def _start(self, plan: Plan, step: StepPlan, aside: tuple[str, ...]) -> _Launched:
         """Launch a step. An ordinary failure is kept as its output: it affects only the step's rows."""
@@ -392,6 +460,12 @@ class EngineCore:
             self.last_step.grammar_s += output.grammar_s
             duration_s = time.perf_counter() - launched.started
             predicted_s = self._step_times.now.seconds(launched.work) if self._step_times else None
+            if (
+                self._tiers is not None
+                and len(launched.step.rows) > 0
+                and launched.plan.rows[-1].kind is not RowKind.DECODE
+            ):
+                self._tiers.rates.note_prefill(launched.step.num_tokens, duration_s)
             computed = ComputedStep.of(launched.step, len(self._scheduler.waiting), duration_s, predicted_s)
             self.last_step.computed += (computed,)
             if self.config.step_trace:

@@ -98,6 +98,7 @@ def chunks_of(rows: Sequence[PlannedRow], epochs: Sequence[int]) -> list[Chunk]:
 class Phase(Enum):
     PREPARING = "preparing"
     WAITING = "waiting"
+    LOADING = "loading"
     PREFILL = "prefill"
     DECODE = "decode"
     PREEMPTED = "preempted"
@@ -185,6 +186,17 @@ class WallTimes:
         if (account := self._accounts.get(request_id)) is not None and account.phase is Phase.PREPARING:
             self._turn(account, Phase.WAITING, now)
 
+    def loads(self, request_id: str, now: float) -> None:
+        """Note that KV of the request's prompt is being loaded. After a preemption that is a part of regaining."""
+        account = self._accounts[request_id]
+        if account.phase is not Phase.PREEMPTED:
+            self._turn(account, Phase.LOADING, now)
+
+    def loaded(self, request_id: str, now: float) -> None:
+        """Note that the request waits for its turn again, with its KV or without. Does nothing for unknown requests."""
+        if (account := self._accounts.get(request_id)) is not None and account.phase is Phase.LOADING:
+            self._turn(account, Phase.WAITING, now)
+
     def admitted(self, request_id: str, now: float) -> None:
         """Note that the request's first chunk is about to run. After a preemption it only goes on regaining."""
         account = self._accounts[request_id]
@@ -244,6 +256,8 @@ def _meaning(phase: Phase, shares: Shares, prefill: _Prefill, aside: Shares) -> 
     """Return what the shares of the steps in a phase mean to a request in it, the phase's own cause first."""
     if phase is Phase.PREPARING:
         return [(TimeCause.INPUTS, 1.0)]
+    if phase is Phase.LOADING:
+        return [(TimeCause.KV_LOAD, 1.0)]
     if phase is Phase.PREEMPTED:
         return [(TimeCause.PREEMPTION, 1.0)]
     if phase is Phase.WAITING:

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.config import FakeConfig
 from engine.fake.adapters import FakeAdapters
 from engine.fake.draft_model import FakeDraftModel
 from engine.fake.encoder import FakeEncoder
+from engine.fake.kv_mover import FakeMover
 from engine.protocol import TokenLogprobs
 from engine.step import (
     PENDING_TOKEN,
@@ -112,6 +114,7 @@ class FakeExecutor:
         verify_prefix: bool = False,
         adapters: FakeAdapters | None = None,
         draft_model: FakeDraftModel | None = None,
+        mover: Callable[[MutableSequence[Any], int], FakeMover] | None = None,
     ) -> None:
         """alphabet: the tokens that hashes choose from. num_drafts: how many tokens are proposed after each sampled
         one, a quarter of them wrong. verifies: rows may carry drafts even if nothing here proposes any. grammars: of
@@ -119,9 +122,10 @@ class FakeExecutor:
         that count as captured. before_step: may raise or block, to script a step's failure. failing: says why a row
         fails alone. verify_prefix: check every slot that a row builds on (O(context) a row), not just the newest.
         adapters: None if rows have none. draft_model: fills in the drafts that rows leave open, a quarter of them
-        wrong."""
+        wrong. mover: makes the tiers, given the slots and the block size."""
         self._slots: list[_Slot | None] = [None] * (num_blocks * block_size)
         self._block_size = block_size
+        self.mover = None if mover is None else mover(self._slots, block_size)
         self._alphabet = tuple(alphabet)
         self._reply = None if reply is None else tuple(reply)
         self._eos_token_id = eos_token_id
@@ -153,6 +157,7 @@ class FakeExecutor:
             recurrent_state=self._config.recurrent_state,
             compile_grammar=None if self._grammars is None else self._grammars.compile,
             adapters=self._adapters,
+            kv_mover=self.mover,
         )
 
     def launch(self, plan: StepPlan) -> None:
@@ -190,6 +195,8 @@ class FakeExecutor:
                 self._grammars.forget(request_id)
 
     def shutdown(self) -> None:
+        if self.mover is not None:
+            self.mover.shutdown()
         self._slots.clear()
 
     def _fails(self, row: ScheduledRequest) -> RowFailure | None:

@@ -67,6 +67,10 @@ class BlockManager:
             matched.append(block_id)
         return tuple(matched)
 
+    def block_of(self, digest: bytes) -> int | None:
+        """Return the cached block with a digest; None if there is none."""
+        return self._block_of.get(digest)
+
     def cached_digests(self, limit: int) -> list[bytes]:
         """Return up to `limit` digests of cached blocks: first those in use, then the others, last released first.
 
@@ -83,6 +87,12 @@ class BlockManager:
             if not self._holders[block_id]:
                 del self._evictable[block_id]
                 self._cached_and_held[block_id] = None
+            self._holders[block_id] += 1
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks that somebody holds already, cached or not."""
+        for block_id in block_ids:
+            assert self._holders[block_id], f"shared block {block_id} is not held"
             self._holders[block_id] += 1
 
     def allocate(self, count: int) -> tuple[int, ...]:

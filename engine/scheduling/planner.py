@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from engine.config import ResolvedConfig
+from engine.kv_tiers import MoveKind, Tier
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule, Room
 from engine.scheduling.forecast import Forecast
@@ -21,6 +22,7 @@ from engine.scheduling.reservation import Admission
 from engine.scheduling.resources import Resource
 from engine.scheduling.step_prediction import Prediction
 from engine.scheduling.step_time import StepWork
+from engine.scheduling.tier_index import PlannedStore, TierIndex
 from engine.scheduling.time_budget import TimeBudget
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind
@@ -29,12 +31,19 @@ MAX_PASSED = 64
 """Maximum number of requests that do not fit, and of requests that cannot use the rest of the step, that a plan looks
 past: testing 2,000 took 4.6 ms of every step."""
 
+MOST_LOADS = 3
+"""Times that a request waits for KV of lower tiers. What it loaded may have been evicted before it got a seat, or a
+tier may have lost it; then its prompt is computed."""
+
 LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
     "lifo": lambda request: (-request.arrival_index,),
+    "offload": lambda request: (-request.arrival_index,),
     "retract": lambda request: (request.num_output, -request.prompt_len, -request.arrival_index),
 }
 """By preempt_policy: the sort key for victims of equal urgency; the first loses its memory. `none` goes with full
 reservation, which never runs out."""
+ALWAYS_OFFLOADED = {"lifo": False, "offload": True, "retract": False, "none": False}
+"""By preempt_policy: whether a victim's KV goes to the host tier even if computing it again is predicted faster."""
 # The meaning of each other policy value. A value that is missing here raises an error instead of acting like another.
 PREFILL_ALONE = {"mixed": False, "prefill_first": True, "decode_first": False}
 """By batch_mode: whether steps with prefill carry no decode rows."""
@@ -78,6 +87,14 @@ class PlannedRow(NamedTuple):
     """`chunk_owner: engine`: positions at which the engine cuts the row, which has the step to itself."""
 
 
+class PlannedLoad(NamedTuple):
+    """A decision: have the first `num_blocks` blocks of a waiting request in the KV cache, by loading those that it
+    lacks. The request leaves the queue until they came."""
+
+    request: Request
+    num_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     rows: tuple[PlannedRow, ...]
@@ -92,6 +109,16 @@ class Plan:
     """Why the first waiting request is not in this plan."""
     reserved_blocks: int = 0
     """Blocks that are kept free for running requests."""
+    loads: tuple[PlannedLoad, ...] = ()
+    unloaded: tuple[Request, ...] = ()
+    """Requests that stop loading, because running ones need the memory. They wait again."""
+    stores: tuple[PlannedStore, ...] = ()
+    """Blocks to store in lower tiers, as they are before the rows run."""
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether there is something to do even without rows."""
+        return bool(self.loads or self.unloaded or self.stores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +146,12 @@ class View:
     """Set with `reserve_mode: learned`, else None."""
     prediction: Prediction | None = None
     """What steps take; set if the engine has targets, else None."""
+    tiers: TierIndex | None = None
+    """None: there is nothing below the device."""
+    loading: Mapping[str, Request] = field(default_factory=dict)
+    """Requests that hold blocks which are being loaded, but no seat."""
+    coming: Collection[bytes] = ()
+    """The digests of those blocks."""
 
 
 _START = itemgetter(2)  # looked up by C code, because a step may have hundreds of rows
@@ -156,6 +189,10 @@ class _Planner:
         self._taken: set[int] = set()  # cached blocks that no request held before this plan
         self._tokens_left = config.max_num_batched_tokens
         self._time: TimeBudget | None = None  # None: the step's time is not limited
+        self._loads: dict[Request, PlannedLoad] = {}
+        self._load_blocks = 0  # blocks that these take
+        self._unloaded: list[Request] = []
+        self._loaded_now: set[bytes] = set()  # blocks that this plan loads
         # The oldest request that holds memory is never a victim, so that some request always makes progress.
         running = chain(view.decoding.values(), view.prefilling.values())
         self._elder = min(running, key=attrgetter("arrival_index"), default=None)
@@ -193,6 +230,9 @@ class _Planner:
             tuple(self._skipped),
             self._deferred,
             self._memory.reserved,
+            tuple(self._loads.values()),
+            tuple(self._unloaded),
+            self._stores(),
         )
 
     # --- which kinds of rows this step carries --------------------------------------------------------------------
@@ -279,8 +319,9 @@ class _Planner:
         if growth + self._elder_chunk() > self._available():
             counts = [min(count, 1) for count in counts]
             growth = self._growth(decoding, counts)
+            self._unload_for(growth + self._elder_chunk())
             growth = self._preempt_for(decoding, growth)
-        if self._preempted:
+        if self._preempted or self._unloaded:
             decoding = list(_without(self._preempted, decoding))
             counts = [min(request.num_decode_tokens, 1) for request in decoding]
             self._memory = self._admission()
@@ -306,6 +347,25 @@ class _Planner:
                 growth -= self._growth([victim], [min(victim.num_decode_tokens, 1)])
         return growth
 
+    def _unload_for(self, growth: int) -> None:
+        """Let requests stop loading, the last one first, until so many blocks are available or nobody loads."""
+        loading = list(self._view.loading.values())
+        if growth > self._available():
+            self._drop_loads()
+        while loading and growth > self._available():
+            self._unload(loading.pop())
+
+    def _drop_loads(self) -> None:
+        """Begin no load in this step."""
+        self._loads.clear()
+        self._loaded_now.clear()
+        self._load_blocks = 0
+
+    def _unload(self, request: Request) -> None:
+        assert request.loading is not None
+        self._unloaded.append(request)
+        self._freed += self._view.blocks.freed_by(request.loading.block_ids, self._gone)
+
     def _preempt(self, victim: Request) -> None:
         self._preempted[victim] = None
         self._freed += self._view.blocks.freed_by(victim.block_ids, self._gone)
@@ -329,8 +389,9 @@ class _Planner:
         return counts
 
     def _available(self) -> int:
-        """Return the blocks that are available once this plan's victims have released theirs."""
-        return self._view.blocks.num_available + self._freed
+        """Return the blocks that are available once this plan's victims have released theirs, and its loads have taken
+        theirs."""
+        return self._view.blocks.num_available + self._freed - self._load_blocks
 
     def _growth(self, decoding: list[Request], counts: list[int]) -> int:
         """Return the blocks that these rows take together."""
@@ -366,8 +427,15 @@ class _Planner:
     def _make_room_for_elder(self, budget: int) -> None:
         """Prompts hold all memory and none can advance: preempt the youngest until the oldest can."""
         assert self._elder is not None
-        while not self._next_chunk(self._elder, budget) and (victim := self._youngest_prompt()):
-            self._preempt(victim)
+        self._drop_loads()
+        loading = list(self._view.loading.values())
+        while not self._next_chunk(self._elder, budget):
+            if loading:
+                self._unload(loading.pop())
+            elif victim := self._youngest_prompt():
+                self._preempt(victim)
+            else:
+                return
             self._memory = self._admission()
 
     # --- prefill rows ---------------------------------------------------------------------------------------------
@@ -505,6 +573,9 @@ class _Planner:
                 continue
             prefix = self._match_prefix(request)
             shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)
+            load = self._load_of(request, len(prefix))
+            if load is not None:
+                shared += self._shared_of(load, len(prefix))
             alone = not (view.decoding or view.prefilling or self._rows)
             if not self._memory.fits(request, shared, alone=alone):
                 self._defer(DeferReason.MEMORY)
@@ -513,6 +584,12 @@ class _Planner:
                 continue
             if self._passed and self._slack <= 0:
                 break
+            if load is not None:
+                if len(view.loading) + len(self._loads) >= self._config.max_num_seqs:
+                    self._defer(DeferReason.SEATS)
+                    break
+                self._add_load(load, prefix, shared)
+                continue
             start, target = len(prefix) * self._block_size, len(request.token_ids)
             count = self._chunk_size(request, start, target, budget)
             if reason := self._refuses_chunk(request, count, target - start):
@@ -534,10 +611,96 @@ class _Planner:
     def _num_admitted(self) -> int:
         return sum(row.prefix_blocks is not None for row in self._rows[self._num_decodes :])
 
+    # --- KV from lower tiers --------------------------------------------------------------------------------------
+
+    def _load_of(self, request: Request, num_matched: int) -> PlannedLoad | None:
+        """Return the load with which a waiting request should begin; None if it should be computed from here on."""
+        tiers = self._view.tiers
+        if tiers is None or self._unloaded or request.num_loads >= MOST_LOADS:
+            return None
+        reach = self._reach(request, num_matched, tiers)
+        if reach == num_matched:
+            return None
+        lacking = [d for d in request.block_hashes[num_matched:reach] if self._view.blocks.block_of(d) is None]
+        sources = (tier for digest in lacking if (tier := tiers.nearest(digest)) is not None)
+        load_s = tiers.rates.move_s(MoveKind.LOAD, sources, self._view.now)
+        if load_s >= self._prefill_s(tiers, num_matched * self._block_size, reach * self._block_size):
+            return None
+        return PlannedLoad(request, reach)
+
+    def _reach(self, request: Request, num_matched: int, tiers: TierIndex) -> int:
+        """Return how many of the request's first blocks could be had without computing them."""
+        epochs, reach = request.tier_match
+        if epochs != (self._cache_epoch, tiers.epoch):
+            blocks, coming = self._view.blocks, self._view.coming
+            reach = num_matched
+            for digest in request.block_hashes[num_matched : request.num_reusable // self._block_size]:
+                if blocks.block_of(digest) is None and digest not in coming and tiers.nearest(digest) is None:
+                    break
+                reach += 1
+            reach = self._usable(request, reach) if reach > num_matched else reach
+            request.tier_match = ((self._cache_epoch, tiers.epoch), max(reach, num_matched))
+        return max(request.tier_match[1], num_matched)
+
+    def _prefill_s(self, tiers: TierIndex, start: int, end: int) -> float:
+        """Predict how long the positions [start, end) of a prompt would take to compute."""
+        if self._view.prediction is None:
+            return tiers.rates.prefill_s(end - start)
+        return self._view.prediction.prefill_seconds(start, end, self._view.prefill_limit)
+
+    def _shared_of(self, load: PlannedLoad, num_matched: int) -> int:
+        """Return how many blocks of a load are held or being loaded already."""
+        blocks, count = self._view.blocks, 0
+        for digest in load.request.block_hashes[num_matched : load.num_blocks]:
+            block_id = blocks.block_of(digest)
+            held = block_id is not None and (blocks.is_held(block_id) or block_id in self._taken)
+            count += held or digest in self._view.coming or digest in self._loaded_now
+        return count
+
+    def _add_load(self, load: PlannedLoad, prefix: tuple[int, ...], shared: int) -> None:
+        blocks, request = self._view.blocks, load.request
+        self._loads[request] = load
+        self._load_blocks += load.num_blocks - shared
+        self._memory.load(load.num_blocks - shared)
+        self._taken.update(prefix)
+        for digest in request.block_hashes[len(prefix) : load.num_blocks]:
+            if (block_id := blocks.block_of(digest)) is None:
+                self._loaded_now.add(digest)
+            else:
+                self._taken.add(block_id)
+        self._overtaken += self._passed
+        self._slack -= bool(self._passed)
+
+    def _stores(self) -> tuple[PlannedStore, ...]:
+        """Return what to store: first what victims lose, where that is worth it, then what was computed longest ago."""
+        tiers = self._view.tiers
+        if tiers is None:
+            return ()
+        hasty = [
+            digest
+            for victim in self._preempted
+            if self._is_offloaded(victim, tiers)
+            for digest in victim.block_hashes[: victim.num_published]
+        ]
+        return tiers.stores(self._view.blocks, hasty)
+
+    def _is_offloaded(self, victim: Request, tiers: TierIndex) -> bool:
+        """Whether a victim's KV goes to the host tier: always by policy, or where moving it there and back is faster
+        than computing it again."""
+        if Tier.HOST not in tiers.tiers:
+            return False
+        if ALWAYS_OFFLOADED[self._policy.preempt_policy]:
+            return True
+        there = tiers.rates.move_s(MoveKind.STORE, [Tier.HOST] * victim.num_published, self._view.now)
+        back = tiers.rates.move_s(MoveKind.LOAD, [Tier.HOST] * victim.num_published, self._view.now)
+        return there + back < self._prefill_s(tiers, 0, victim.num_published * self._block_size)
+
     def _candidates(self, ahead_of: Request | None) -> Iterator[Request]:
         for request in self._view.waiting.in_order(self._view.now):
             if ahead_of is not None and self._urgency(request) >= self._urgency(ahead_of):
                 return
+            if request in self._loads:
+                continue
             if not (request.request_id in self._chunk_ends or request in self._skipped or request in self._passed):
                 yield request
 

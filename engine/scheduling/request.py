@@ -14,7 +14,7 @@ from engine.multimodal_inputs import SpanInput, place_inputs
 from engine.prefix import ROOT, extend_chain, root_of
 from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
 from engine.scheduling.input_checks import atomic_spans, check_inputs
-from engine.scheduling.request_parts import Drafts, Pooling, PromptSpans, Scoring
+from engine.scheduling.request_parts import Drafts, Loading, Pooling, PromptSpans, Scoring
 from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
 
 
@@ -75,6 +75,9 @@ class Request:
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
     """(epoch of the caches, matched blocks): a waiting request looks up its prefix once an epoch, not once a step."""
 
+    tier_match: tuple[tuple[int, int], int] = ((-1, -1), 0)
+    """(epochs of the caches and of the tiers, blocks that could be had without computing): likewise."""
+
     # What few requests have: a value, or an object if several belong together.
     early_sampling: RowSampling | None = None
     """Used before `min_tokens`: stop tokens are banned. None if there is no such limit."""
@@ -94,6 +97,12 @@ class Request:
     pooling: Pooling | None = None
     drafts: Drafts | None = None
     """For the next decode row, or of the row in flight."""
+    session: str = ""
+    """The conversation that it belongs to, within its tenant and prefix_root; "" if nobody said."""
+    num_loads: int = 0
+    """Times that it has waited for KV from a lower tier."""
+    loading: Loading | None = None
+    """Set while it does."""
     awaits_token: bool = False
     """Whether no row is planned before the token in flight is read, because drafts after it are expected to pay
     (overlap). The next row ends that."""
@@ -224,6 +233,7 @@ def create_request(submission: Submission, config: ResolvedConfig, arrival_index
         priority=submission.priority,
         tenant=submission.tenant,
         prefix_root=root,
+        session=submission.session,
         adapter=adapter,
         spans=_spans(atomic, inputs, root),
         scoring=None if params.prompt_logprobs is None else Scoring(params.prompt_logprobs),

@@ -1,5 +1,5 @@
-"""Owns the parts that only few requests have: spans other than plain text, prompt scores, pooling, drafts.
-Never decides anything: a request has one of each, or None."""
+"""Owns the parts that only few requests have: spans other than plain text, prompt scores, pooling, drafts,
+KV on its way. Never decides anything: a request has one of each, or None."""
 
 from __future__ import annotations
 
@@ -82,3 +82,15 @@ class Drafts(NamedTuple):
 
     token_ids: tuple[int, ...]
     method: DraftMethod
+
+
+@dataclass(slots=True)
+class Loading:
+    """KV that a waiting request has loaded from a lower tier."""
+
+    block_ids: tuple[int, ...]
+    """Held for it, from its first block on."""
+    awaited: dict[int, None]
+    """The ids of the moves that have not ended."""
+    until: float
+    """When it stops waiting, in monotonic seconds."""

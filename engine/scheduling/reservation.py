@@ -116,6 +116,11 @@ class Admission:
         self._promised -= blocks
         self._outstanding -= blocks
 
+    def load(self, blocks: int) -> None:
+        """Account for blocks that a waiting request takes to load KV into. They count as its own once it is
+        admitted."""
+        self.available -= blocks
+
     def fits(self, request: Request, shared_blocks: int, *, alone: bool) -> bool:
         """Whether a waiting request may start. `shared_blocks` of its prompt are already held by others.
 

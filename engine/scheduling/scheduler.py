@@ -4,6 +4,7 @@ Never chooses what runs: `engine.scheduling.planner` does, from a view of these 
 from __future__ import annotations
 
 import math
+from itertools import takewhile
 from operator import attrgetter
 
 from engine.config import ResolvedConfig
@@ -13,6 +14,7 @@ from engine.scheduling.chunk_policy import ChunkRule
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.encoder_cache import EncodedInputs
 from engine.scheduling.forecast import Forecast
+from engine.scheduling.loading import Loads
 from engine.scheduling.planner import Plan, PlannedRow, View, make_plan
 from engine.scheduling.prefill_limit import PrefillLimit
 from engine.scheduling.prefill_rate import PrefillRate
@@ -20,10 +22,12 @@ from engine.scheduling.request import Request
 from engine.scheduling.request_parts import Drafts
 from engine.scheduling.reservation import ReserveRatio
 from engine.scheduling.resources import Resource, RowParts, StepParts
+from engine.scheduling.retention import BlockFacts
 from engine.scheduling.service import service_of
 from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.step_prediction import StepTimeModel
-from engine.scheduling.step_time import StepWork
+from engine.scheduling.step_time import StepWork, chunk_work
+from engine.scheduling.tier_index import Moves, TierIndex
 from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
@@ -41,8 +45,15 @@ class Scheduler:
     moves when a plan is committed, `computed` when the results arrive.
     """
 
-    def __init__(self, config: ResolvedConfig, blocks: BlockManager, step_times: StepTimeModel | None = None) -> None:
-        """`step_times` predicts what steps take; it is needed where the config has targets."""
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        blocks: BlockManager,
+        step_times: StepTimeModel | None = None,
+        tiers: TierIndex | None = None,
+    ) -> None:
+        """`step_times` predicts what steps take; it is needed where the config has targets. `tiers`: what lies below
+        the device."""
         assert step_times is not None or not config.targets.any, "targets need predictions"
         self._step_times = step_times
         self._order = Order(config.scheduler.priority_age_ms / 1000)
@@ -60,6 +71,8 @@ class Scheduler:
         self._service = service_of(config, step_times)
         self.waiting = WaitingQueue(config.scheduler, self._service)
         self.deadlines = Deadlines()
+        self._tiers = tiers
+        self.loads = None if tiers is None else Loads(tiers, blocks, self.waiting, config.kv_tiers.load_timeout_s)
         self.preparing: dict[str, Request] = {}
         """Requests whose prompts are still being prepared. They keep their place in the queue, but are not planned."""
         # Each in the order in which it is served: dicts for O(1) removal in the middle.
@@ -70,6 +83,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def loading(self) -> dict[str, Request]:
+        """Requests that wait for KV from a lower tier. They have no seat, and are not in the queue."""
+        return {} if self.loads is None else self.loads.requests
 
     @property
     def num_queued_tokens(self) -> int:
@@ -123,11 +141,14 @@ class Scheduler:
         return why_late("its prompt", request.prefill_s, request.timeout_s)
 
     def _predict(self, request: Request) -> None:
-        """Look up how much of a new request's prompt is cached. If it has a target or a deadline, predict how long the
-        rest takes, and place it by that if it has a target."""
+        """Look up how much of a new request's prompt need not be computed. If it has a target or a deadline,
+        predict how long the rest takes, and place it by that if it has a target."""
         if self._step_times is None:
             return
-        cached = len(self._blocks.match(request.block_hashes[: request.num_reusable // self._blocks.block_size]))
+        hashes = request.block_hashes[: request.num_reusable // self._blocks.block_size]
+        cached = len(self._blocks.match(hashes))
+        if (tiers := self._tiers) is not None:
+            cached += sum(1 for _ in takewhile(lambda digest: tiers.nearest(digest) is not None, hashes[cached:]))
         request.expected_cached = cached * self._blocks.block_size
         if request.ttft_s == math.inf and request.timeout_s is None:
             return
@@ -151,7 +172,7 @@ class Scheduler:
             self.waiting.add(request)
 
     def find(self, request_id: str) -> Request | None:
-        for running in (self.decoding, self.prefilling, self.preparing):
+        for running in (self.decoding, self.prefilling, self.preparing, self.loading):
             if request_id in running:
                 return running[request_id]
         return self.waiting.find(request_id)
@@ -172,28 +193,51 @@ class Scheduler:
             num_queued_tokens=self.num_queued_tokens,
             forecast=self._forecast,
             prediction=self._step_times.now if self._step_times else None,
+            tiers=self._tiers,
+            loading=self.loading,
+            coming=() if self.loads is None else self.loads.coming,
         )
         return make_plan(view, self._config)
 
     # --- commit: moves requests and takes blocks exactly as planned -----------------------------------------------
 
     def commit(self, plan: Plan, now: float) -> StepPlan:
+        for request in plan.unloaded:
+            self.stop_loading(request)
         for request in plan.preempted:
             self._preempt(request, now)
+        if self._tiers is not None:
+            wanted = (digest for load in plan.loads for digest in load.request.block_hashes[: load.num_blocks])
+            self._tiers.begin_stores(plan.stores, self._blocks, now, wanted)
         for request in plan.overtaken:
             request.num_overtakes += 1
         if not self._prefill_limit.is_whole and any(row.kind is not RowKind.DECODE for row in plan.rows):
             self._prefill_limit.begin()
+        claimed = [] if self.loads is None else self.loads.claim(plan.loads)
         for row in plan.rows:
             if row.prefix_blocks is not None:  # all claims first, so that an allocation below cannot evict them
-                self._admit(row.request, row.prefix_blocks)
+                self._admit(row.request, row.prefix_blocks, now)
+        if self.loads is not None:
+            self.loads.fetch(plan.loads, claimed, now)
         self._keep_ratio(plan)
         rows = tuple(self._schedule(row, now) for row in plan.rows)
         parts = self._finish()
         step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
-        return StepPlan(step_id, rows, state_moves=parts.state_moves, dropped=parts.dropped, encodes=parts.encodes)
+        moved = Moves() if self._tiers is None else self._tiers.take_moves()
+        return StepPlan(
+            step_id,
+            rows,
+            state_moves=parts.state_moves,
+            dropped=parts.dropped,
+            encodes=parts.encodes,
+            moves=moved.moves,
+            tier_drops=moved.drops,
+            cancelled=moved.cancelled,
+        )
 
     def _keep_ratio(self, plan: Plan) -> None:
+        if not plan.rows:
+            return  # it only moves KV
         if self._forecast is not None:
             self._forecast.after_step(preempted=len(plan.preempted))
         if plan.preempted:
@@ -202,13 +246,15 @@ class Scheduler:
             kinds = {row.kind is RowKind.DECODE for row in plan.rows}
             self._ratio.after_step(decoded=True in kinds, prefilled=False in kinds)
 
-    def _admit(self, request: Request, prefix: tuple[int, ...]) -> None:
+    def _admit(self, request: Request, prefix: tuple[int, ...], now: float) -> None:
         self.waiting.remove(request)
         self._hopes.remove(request)
         self.prefilling[request.request_id] = request
         if self._forecast is not None:
             self._forecast.admit(request, sum(map(self._blocks.is_held, prefix)))
         self._blocks.claim(prefix)
+        if self._tiers is not None:
+            self._tiers.used(request.block_hashes[: len(prefix)], now)
         request.block_ids = prefix
         request.num_published = len(prefix)
         request.computed = request.scheduled = len(prefix) * self._blocks.block_size
@@ -336,9 +382,19 @@ class Scheduler:
             request.extend_hashes(end, self._blocks.block_size)
             for i in range(request.num_published, num_full):
                 self._blocks.publish(request.block_ids[i], request.block_hashes[i])
+                if self._tiers is not None:
+                    self._tiers.published(request.block_hashes[i], self._facts(request, i))
             request.num_published = num_full
         for resource in self.resources:
             resource.advance(request, scheduled, end)
+
+    def _facts(self, request: Request, block: int) -> BlockFacts:
+        """Return what is known of one of a request's blocks."""
+        start, size = block * self._blocks.block_size, self._blocks.block_size
+        cost_s = None
+        if self._step_times is not None:
+            cost_s = self._step_times.now.seconds(chunk_work(start, size, last=False))
+        return BlockFacts(start, cost_s, request.tenant, request.session)
 
     def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
         """Keep new drafts, as far as the answer may still go, and roll back those that were not accepted."""
@@ -372,18 +428,28 @@ class Scheduler:
         for resource in self.resources:
             resource.lose(step)
 
+    def stop_loading(self, request: Request) -> None:
+        """Let a request wait for a seat without the KV that has not come."""
+        assert self.loads is not None, "nothing loads"
+        self.loads.put_back(request)
+
     def release(self, request: Request, *, by_itself: bool = False) -> None:
         """End a request, after stop, length, abort and error alike: it leaves the queues and releases everything.
         `by_itself` means that its answer has its natural length."""
         waited = self.waiting.remove(request) or self.preparing.pop(request.request_id, None) is not None
+        if request.loading is not None:
+            self.stop_loading(request)
+            waited = self.waiting.remove(request)
         if not waited:
+            if self._tiers is not None:
+                self._tiers.end_turn(request, request.num_published)
             if self._forecast is not None:
                 self._forecast.end(request, by_itself=by_itself)
             self._leave(request)
         self.waiting.leave(request)
         self.deadlines.remove(request)
         self._hopes.remove(request)
-        if not (self.waiting or self.prefilling or self.decoding):
+        if not (self.waiting or self.prefilling or self.decoding or self.loading):
             self._ratio.reset()
             self._prefill_limit.rest()
             if self._forecast is not None:

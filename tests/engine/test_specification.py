@@ -408,6 +408,12 @@ INVARIANTS: dict[str, Evidence] = {
         "benchmarks/engine/test_scheduler.py::test_a_measurement_starts_with_the_load_it_is_named_after",
         "benchmarks/engine/test_scheduler.py::test_the_last_line_is_one_document_with_a_cell_for_each_load_and_phase",
     ),
+    "I-37": (
+        CHECKS,
+        "engine/core/test_kv_tiers.py::test_what_the_cache_has_lost_is_loaded_instead_of_computed",
+        "engine/core/test_kv_tiers.py::test_after_a_failed_load_the_rest_is_computed",
+        "engine/core/test_kv_tiers.py::test_running_requests_come_before_loads_when_memory_runs_out",
+    ),
 }
 
 INDEX = {**DEFECTS, **INVARIANTS}

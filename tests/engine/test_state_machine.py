@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.kv_tiers import Tier
 from engine.protocol import RequestRejected, SamplingParams
 from tests.support.invariants import CheckedCore
 from tests.support.traffic import CONFIGS, PARAMS, PROMPTS, spans
@@ -84,6 +85,22 @@ class EngineMachine(RuleBasedStateMachine):
     def prepare(self, data: st.DataObject) -> None:
         self.core.prepared(data.draw(st.sampled_from(sorted(self.core._scheduler.preparing))))
 
+    @precondition(lambda self: self.core.mover is not None and self.core.mover.num_under_way)
+    @rule(count=st.integers(1, 8), fails=st.sampled_from([False, False, True]))
+    def moves_end(self, count: int, fails: bool) -> None:
+        self.core.tier_fault = fails
+        self.core.let_moves_end(count)
+
+    @precondition(lambda self: self.core.load().tiers and self.core.tier_digests(9).get(Tier.DISK))
+    @rule(data=st.data())
+    def disk_loses_a_block(self, data: st.DataObject) -> None:
+        self.core.lose(data.draw(st.sampled_from(self.core.tier_digests(9)[Tier.DISK])))
+
+    @precondition(lambda self: self.core.mover is not None)
+    @rule()
+    def cache_is_reset(self) -> None:
+        self.core.reset_prefix_cache()
+
     @rule(fault=st.sampled_from(["step", "row", "memory", "memory"]))
     def break_the_next_step(self, fault: str) -> None:
         self.core.fault = fault
@@ -121,6 +138,58 @@ class HybridMachine(EngineMachine):
 
 class TestHybridEngine(HybridMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(TestEngine.settings, max_examples=100)
+
+
+class TiersMachine(EngineMachine):
+    """Runs lives with lower tiers, of which a third of those above have any, in caches that are too small."""
+
+    @initialize(config=CONFIGS.filter(lambda config: "mover" in config and config["num_kv_blocks"] <= 46))
+    def start(self, config: dict[str, object]) -> None:
+        super().start(config)
+        for first in range(3):
+            self._ask(tuple((first + 3 * place) % 32 for place in range(24)), 4)
+
+    @precondition(lambda self: len(self.core.submitted) > len(self.core.live))
+    @rule(
+        data=st.data(),
+        first=st.integers(0, 31),
+        num_steps=st.integers(0, 40),
+        max_tokens=st.integers(1, 20),
+        then=st.sampled_from(["moves end", "nothing moves", "others need the memory"]),
+    )
+    def ask_again(self, data: st.DataObject, first: int, num_steps: int, max_tokens: int, then: str) -> None:
+        """Let other prompts take the cache, and then ask with one of the longest prompts that were answered before."""
+        size = self.core.config.num_kv_blocks * self.core.config.block_size
+        for number in range(size // 30 + 1):
+            crowd = tuple((first + number + place) % 32 for place in range(29))
+            self._ask((number % 32, *crowd), 1)
+        for _ in range(num_steps):
+            self.core.let_moves_end(100)
+            self.core.checked_step()
+        if then == "others need the memory":
+            for _ in range(3):
+                self._ask((first, first), 34)
+            self.steps(1)
+        ended = sorted((name for name in self.core.submitted if name not in self.core.live), key=self._length)
+        if ended:
+            self._ask(self.core.submitted[data.draw(st.sampled_from(ended[-3:]))][0], max_tokens)
+        self.steps(2)
+        self.core.now += 20.0 if then == "nothing moves" else 0.0
+        self.core.let_moves_end(100 if then == "moves end" else 0)
+        self.steps(20 if then == "others need the memory" else 2)
+
+    def _length(self, name: str) -> tuple[int, str]:
+        return len(self.core.submitted[name][0]), name
+
+    def _ask(self, prompt: tuple[int, ...], max_tokens: int) -> None:
+        self.num_sent += 1
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        with suppress(RequestRejected):
+            self.core.accept(f"r{self.num_sent}", prompt, params)
+
+
+class TestTiers(TiersMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(TestEngine.settings, max_examples=200)
 
 
 class DraftsBesideOverlapMachine(EngineMachine):

@@ -14,6 +14,7 @@ from engine.core.core import EngineCore
 from engine.fake.adapters import FakeAdapters
 from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
+from engine.fake.kv_mover import FakeMover
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.scheduling.resources import Resource
@@ -82,6 +83,7 @@ class RecordingCore(EngineCore):
         graph_sizes: Sequence[int] = (),
         grammars: TokenMasks | None = None,
         step_times: StepTimeModel | None = None,
+        mover: Callable[..., FakeMover] | None = None,
         **overrides: Any,
     ) -> None:
         config = resolved_config(**overrides)
@@ -104,9 +106,11 @@ class RecordingCore(EngineCore):
             failing=failing,
             verify_prefix=True,
             adapters=FakeAdapters() if config.max_loras else None,
+            mover=mover,
             draft_model=FakeDraftModel(config.num_kv_blocks, config.block_size) if config.has_draft_model else None,
         )
         self.draft_model = executor.draft_model
+        self.mover = executor.mover
         self.now = 0.0
         self._tick_s = tick_ms / 1000
         super().__init__(executor, config, clock=lambda: self.now, step_times=step_times)

@@ -1,4 +1,4 @@
-"""Owns the checks of the specification's invariants on a running engine core. Long: I-1 to I-35, each by name, except
+"""Owns the checks of the specification's invariants on a running engine core. Long: I-1 to I-37, each by name, except
 I-17, I-20, I-24, I-25 and I-34, which do not show in a core's state.
 Never steers: whoever drives the core decides what happens to it, and every step of it is checked."""
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.kv_tiers import BlockMove, MoveKind, Tier
 from engine.protocol import (
     TERMINAL,
     ErrorCode,
@@ -47,6 +48,9 @@ class CheckedCore(RecordingCore):
         self._next_start: dict[str, tuple[int, int]] = {}  # request id -> (least, most) start of its next row
         self._last_ratio, self._last_preemptions = self._scheduler.reserve_ratio, 0
         self._progress = (-1, -1, 0)  # (the elder's arrival index, its cursor, steps since it moved)
+        self.tier_fault = False  # the next load fails
+        if self.mover is not None:
+            self.mover._failing = self._fails_to_load
         self._give_up = self._scheduler.discard
         self._scheduler.discard = self._discard  # type: ignore[method-assign]
         self._make_plan = self._scheduler.plan
@@ -74,11 +78,24 @@ class CheckedCore(RecordingCore):
         "late",
         "stopped",
         "prompt skipped",
+        "loaded",
+        "load failed",
+        "load late",
+        "offloaded",
+        "evicted from a tier",
+        "lost by a tier",
     )
 
     def reached(self) -> set[str]:
         """Return which of THINGS have happened so far."""
-        return self._reached | ({"preempted"} if self.load().num_preemptions else set())
+        load = self.load()
+        happened = {
+            "preempted": load.num_preemptions,
+            "loaded": sum(tier.hit_blocks for tier in load.tiers),
+            "load late": sum(tier.late_loads for tier in load.tiers),
+            "evicted from a tier": sum(tier.evicted_blocks for tier in load.tiers),
+        }
+        return self._reached | {name for name, count in happened.items() if count}
 
     # --- driving ----------------------------------------------------------------------------------------------------
 
@@ -115,14 +132,51 @@ class CheckedCore(RecordingCore):
         for request_id in list(self._scheduler.preparing):
             self.prepared(request_id)
         for _ in range(max_steps):
-            if not self.has_work:
+            self.let_moves_end(100)
+            if not self.has_work and not self.is_moving:
                 break
             self.checked_step()
         assert not self.has_work, f"I-19: still live after {max_steps} steps: {self.load()}"
+        assert not self._scheduler.loading, "I-37"
         self.check_state()
         self.check_idle()
         for request_id in self.submitted:
             self.check_answer(request_id)
+
+    # --- tiers ------------------------------------------------------------------------------------------------------
+
+    def let_moves_end(self, count: int) -> None:
+        if self.mover is not None:
+            self.mover.release(count)
+
+    def lose(self, digest: bytes) -> None:
+        """Let the disk lose a block, as if another engine needed the room."""
+        assert self.mover is not None
+        self._reached.add("lost by a tier")
+        self.mover.lose(Tier.DISK, digest)
+
+    def _fails_to_load(self, move: BlockMove) -> str | None:
+        if move.kind is not MoveKind.LOAD or not self.tier_fault:
+            return None
+        self.tier_fault = False
+        self._reached.add("load failed")
+        return "injected"
+
+    def _check_loading(self) -> None:
+        """I-37: a request that loads has no seat and nothing else of a running one's, and waits only for moves that are
+        under way. What the index says of the tiers is so."""
+        for request in self._scheduler.loading.values():
+            assert request.loading is not None, "I-37"
+            assert request.block_ids == (), "I-37"
+            assert request.loading.awaited, "I-37: it has all it waits for"
+            assert self._scheduler.waiting.find(request.request_id) is None, "I-37"
+        if self._tiers is None or self.mover is None:
+            return
+        assert len(self.mover._kept.get(Tier.HOST, {})) <= self.mover.host_blocks, "I-37: a bound"
+        for tier, known in self._tiers._known.items():
+            changed = {change.digest for change in self.mover._changes}
+            failed = {result.move.digest for result in self.mover._results if result.error}
+            assert known.has.keys() - changed - failed <= self.mover._kept[tier].keys(), "I-37"
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -166,6 +220,7 @@ class CheckedCore(RecordingCore):
         assert plan == self._make_plan(now), "I-32"
         for row in plan.rows:
             self._check_row(row)
+        self._check_loads(plan)
         aside = set(self._scheduler.standing_aside)
         assert not aside & {row.request.request_id for row in plan.rows}, "I-33: nobody knows that row yet"
         self._reached |= {"stood aside"} if aside and plan.rows else set()
@@ -197,6 +252,14 @@ class CheckedCore(RecordingCore):
             assert not any(a < end < b for a, b in atomic_spans(request)), "I-13"
             assert not any(a < cut < b for a, b in atomic_spans(request) for cut in row.cuts), "I-13"
 
+    def _check_loads(self, plan: Plan) -> None:
+        loading = {load.request for load in plan.loads}
+        assert not loading & {row.request for row in plan.rows}, "I-37: it has no seat"
+        assert not plan.preempted or len(plan.unloaded) == len(self._scheduler.loading), "I-37: loads go first"
+        assert len(loading) + len(self._scheduler.loading) <= self.config.max_num_seqs, "I-37"
+        victims = {digest for victim in plan.preempted for digest in victim.block_hashes}
+        self._reached |= {"offloaded"} if any(store.digest in victims for store in plan.stores) else set()
+
     def _check_victims(self, plan: Plan) -> None:
         victims = set(plan.preempted)
         running = [*self._scheduler.decoding.values(), *self._scheduler.prefilling.values()]
@@ -226,6 +289,8 @@ class CheckedCore(RecordingCore):
             if request in admitted:
                 seen += 1
                 assert not passes or admitted[request].kind is RowKind.LAST, "I-23: whole, or it holds the next step up"
+            elif any(load.request is request for load in plan.loads):
+                continue  # it leaves the queue
             elif request in plan.skipped:
                 passes = True
                 self._reached.add("prompt skipped")
@@ -286,6 +351,7 @@ class CheckedCore(RecordingCore):
         running = [*self._scheduler.prefilling.values(), *self._scheduler.decoding.values()]
         self._check_cursors(running)
         self._check_blocks(running)
+        self._check_loading()
         self._check_load(running)
         self._check_forecast(running)
         self._check_ratio()
@@ -312,7 +378,8 @@ class CheckedCore(RecordingCore):
 
     def _check_blocks(self, running: list[Request]) -> None:
         blocks = self._blocks
-        holders = Counter(block for request in running for block in request.block_ids)
+        loading = [request.loading.block_ids for request in self._scheduler.loading.values() if request.loading]
+        holders = Counter(block for held in (*(r.block_ids for r in running), *loading) for block in held)
         assert blocks._holders == [holders[block] for block in range(blocks.num_blocks)], "I-10"
         free, evictable = set(blocks._free), set(blocks._evictable)
         assert len(free) == len(blocks._free), "I-10"
@@ -353,7 +420,7 @@ class CheckedCore(RecordingCore):
         assert 0 < ratio <= 1, "I-16"
         decay = (policy.ratio_init - policy.ratio_min) / policy.ratio_decay_steps
         allowed = {self._last_ratio, max(self._last_ratio - decay, policy.ratio_min)}
-        idle = not (self._scheduler.waiting or self._scheduler.num_running)
+        idle = not (self._scheduler.waiting or self._scheduler.num_running or self._scheduler.loading)
         preempted = self._num_preemptions != self._last_preemptions
         assert ratio in allowed or (idle and ratio == policy.ratio_init) or preempted, "I-16"
         self._last_ratio, self._last_preemptions = ratio, self._num_preemptions

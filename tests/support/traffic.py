@@ -3,12 +3,15 @@ Never draws what is refused: of two settings that exclude each other, one is dro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
 
 from engine.config import SchedulerConfig, SpeculativeConfig
+from engine.fake.kv_mover import FakeMover
 from engine.protocol import SamplingParams
 
 
@@ -29,7 +32,7 @@ SCHEDULERS = st.fixed_dictionaries(
         prefill_starve_ms=st.sampled_from([0.0, 50.0, 500.0]),
         decode_finish_tokens=st.sampled_from([0, 4]),
         reserve_mode=st.sampled_from(["full", "learned", "learned", "ratio", "prompt"]),
-        preempt_policy=st.sampled_from(["lifo", "retract"]),
+        preempt_policy=st.sampled_from(["lifo", "retract", "offload"]),
         requeue=st.sampled_from(["arrival", "front", "back"]),
         reserve_margin=st.sampled_from([0.0, 1.0]),
         reserve_prior=st.sampled_from([1, 256]),
@@ -80,8 +83,30 @@ _LOOPS: list[dict[str, Any]] = [
 ]
 
 
+TIERS: list[dict[str, Any] | None] = [
+    None,
+    None,
+    {"host_blocks": 3},
+    {"host_blocks": 60},
+    {"disk": True, "most_storing": 4},
+    {"host_blocks": 12, "disk": True},
+]
+"""Options of FakeMover, whose disk each engine has for itself."""
+
+
+def _mover(options: dict[str, Any]) -> Callable[..., FakeMover]:
+    disk: dict[str, Any] = {"disk": {}} if "disk" in options else {}
+    return partial(FakeMover, held=True, **{**options, **disk})
+
+
 def _engine(values: dict[str, Any]) -> dict[str, Any]:
     values = dict(values)
+    tiers = values.pop("tiers")
+    alone = "recurrent_state" not in values["loop"] and values["loop"].get("speculative") is not _PROPOSED
+    if tiers is not None and alone and values["enable_prefix_caching"]:
+        values["mover"] = _mover(tiers)
+    if "mover" not in values and values["scheduler"].preempt_policy == "offload":
+        values["scheduler"] = replace(values["scheduler"], preempt_policy="lifo")
     loop, stride = values.pop("loop"), values.pop("stride")
     if values["scheduler"].chunk_owner == "engine":
         loop = {}
@@ -97,6 +122,7 @@ CONFIGS = st.fixed_dictionaries(
     dict(
         loop=st.sampled_from(_LOOPS),
         stride=st.sampled_from([0, 1, 3]),
+        tiers=st.sampled_from(TIERS),
         block_size=st.sampled_from([1, 2, 4]),
         num_kv_blocks=st.sampled_from([12, 24, 46, 46, 80]),
         max_num_seqs=st.integers(1, 6),

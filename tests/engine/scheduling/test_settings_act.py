@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 from engine.config import SchedulerConfig, SpeculativeConfig, choices_of
+from engine.fake.kv_mover import FakeMover
 from engine.step import StepPlan
 from tests.support.engines import RecordingCore
 
@@ -97,6 +98,10 @@ LOOKUP_WITNESSES: dict[str, tuple[SpeculativeConfig, Any]] = {
     "model_cost": (PROPOSED, 5.0),
 }
 
+ENGINES: dict[str, dict[str, Any]] = {
+    # Moving KV is slower than computing it, so that a victim's is moved only where the policy says so.
+    "preempt_policy": {"mover": partial(FakeMover, host_blocks=100, move_s=10.0), "enable_prefix_caching": True}
+}
 HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
 """The engine of witnesses whose settings are about recurrent state: prefix hits start from snapshots."""
 
@@ -163,7 +168,7 @@ def test_i34_each_value_of_a_setting_has_plans_of_its_own(name: str) -> None:
     anything but `lifo` was treated as `retract`."""
     base, _ = WITNESSES[name]
     found = {
-        value: plans(**{**base, name: value, **GOES_WITH.get((name, value), {})})
+        value: plans(ENGINES.get(name), **{**base, name: value, **GOES_WITH.get((name, value), {})})
         for value in choices_of(SchedulerConfig)[name]
     }
     alike = [(one, other) for one, other in combinations(found, 2) if found[one] == found[other]]

@@ -1,0 +1,314 @@
+"""Owns what is known of the tiers below the device: which blocks they hold, which are to be stored, and what moves.
+Never copies or waits: its moves are collected for the next step's plan, and it is told how they ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import NamedTuple
+
+from engine.config import ResolvedConfig
+from engine.kv_tiers import BUSY, BlockMove, KvMover, MoveKind, MoveResult, Tier, TierChange, TierLoad, TierSize
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.request import Request
+from engine.scheduling.retention import BlockFacts, ByValue, LeastRecent, Retention
+from engine.scheduling.tier_rates import TierRates
+
+RETENTIONS: Mapping[str, type[ByValue] | type[LeastRecent]] = {"value": ByValue, "lru": LeastRecent}
+UNKNOWN = BlockFacts(0)
+"""Of a block that another engine stored."""
+MOST_STORING = 64
+"""Blocks on their way to one tier. What comes after them waits in the KV cache, and may be lost there."""
+
+
+class PlannedStore(NamedTuple):
+    tier: Tier
+    digest: bytes
+    block_id: int
+
+
+class Moves(NamedTuple):
+    """What a step hands to the KvMover."""
+
+    moves: tuple[BlockMove, ...] = ()
+    drops: tuple[tuple[Tier, bytes], ...] = ()
+    cancelled: tuple[int, ...] = ()
+    """Loads that must have ended before a row of the step writes."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Counts since the start; see TierLoad."""
+
+    hit_blocks: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    failed_loads: int = 0
+    failed_stores: int = 0
+    refused_stores: int = 0
+    late_loads: int = 0
+
+
+@dataclass(slots=True)
+class _Known:
+    """One tier."""
+
+    has: dict[bytes, BlockFacts] = field(default_factory=dict)
+    dirty: OrderedDict[bytes, BlockFacts] = field(default_factory=OrderedDict)
+    """Published blocks that the tier lacks, in the order in which they were published."""
+    storing: dict[bytes, BlockFacts] = field(default_factory=dict)
+    is_busy: bool = False
+    """Whether the tier refused a store, and has not taken one since."""
+    totals: _Totals = field(default_factory=_Totals)
+
+    def lacks(self, digest: bytes) -> bool:
+        return digest not in self.has and digest not in self.storing
+
+
+class TierIndex:
+    """The tiers of one engine. A plan only looks; `begin_store`, `begin_load` and what follows are called when it is
+    committed, or between steps."""
+
+    def __init__(self, config: ResolvedConfig, mover: KvMover) -> None:
+        self.epoch = 0
+        """Changes whenever `nearest` could return something else."""
+        self.rates = TierRates()
+        self._known = {tier: _Known() for tier in mover.tiers}
+        self._host_blocks = mover.host_blocks
+        self._kept: Retention = RETENTIONS[config.kv_tiers.retention]()
+        self._most_stores = config.max_num_batched_tokens // config.block_size + 1  # as fast as steps publish
+        self._most_dirty = config.num_kv_blocks
+        self._num_moves = 0
+        self._now = 0.0  # of the last commit
+        self._moves: list[BlockMove] = []
+        self._drops: list[tuple[Tier, bytes]] = []
+        self._cancelled: list[int] = []
+        self._loading: set[bytes] = set()
+        self._wanted: frozenset[bytes] = frozenset()  # what the commit under way will load
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(self._known)
+
+    def nearest(self, digest: bytes) -> Tier | None:
+        """Return the nearest tier that has a block; None if none has."""
+        return next((tier for tier, known in self._known.items() if digest in known.has), None)
+
+    def loads(self, sizes: Iterable[TierSize]) -> tuple[TierLoad, ...]:
+        """Return the state of each tier for LoadSnapshot."""
+        by_tier = {size.tier: size for size in sizes}
+        return tuple(
+            TierLoad(
+                tier,
+                len(known.has),
+                by_tier[tier].capacity_bytes,
+                by_tier[tier].used_bytes,
+                **{spec.name: getattr(known.totals, spec.name) for spec in fields(known.totals)},
+            )
+            for tier, known in self._known.items()
+        )
+
+    def digests(self, limit: int) -> dict[Tier, list[bytes]]:
+        """Return up to `limit` digests of blocks in each tier, the newest first."""
+        return {tier: list(islice(reversed(known.has), limit)) for tier, known in self._known.items()}
+
+    # --- what requests do with blocks -----------------------------------------------------------------------------
+
+    def published(self, digest: bytes, facts: BlockFacts) -> None:
+        """The device has a block that may be stored."""
+        for known in self._known.values():
+            if known.lacks(digest):
+                known.dirty[digest] = facts
+                if len(known.dirty) > self._most_dirty:
+                    known.dirty.popitem(last=False)
+
+    def used(self, digests: Iterable[bytes], now: float) -> None:
+        """A request begins with these blocks."""
+        for digest in digests:
+            if digest in self._kept:
+                self._kept.use(digest, now)
+
+    def end_turn(self, request: Request, num_blocks: int) -> None:
+        """A request ends whose first blocks, so many, are computed."""
+        if request.session:
+            key = (request.tenant, request.prefix_root.hex(), request.session)
+            self._kept.end_turn(key, request.block_hashes[:num_blocks], self._now)
+
+    # --- stores ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether a plan without rows would have stores, as far as tiers take them now."""
+        return any(known.dirty and self._room(tier) > 0 for tier, known in self._known.items())
+
+    @property
+    def is_storing(self) -> bool:
+        return any(known.storing for known in self._known.values())
+
+    def _room(self, tier: Tier) -> int:
+        """Return how many blocks a tier takes now."""
+        known = self._known[tier]
+        if known.is_busy and known.storing:
+            return 0
+        most = min(self._most_stores, MOST_STORING - len(known.storing))
+        return most if tier is not Tier.HOST else min(most, self._host_blocks - len(known.storing))
+
+    def stores(self, blocks: BlockManager, hasty: Iterable[bytes] = ()) -> tuple[PlannedStore, ...]:
+        """Return what to store in a step. `hasty`: blocks that the step may overwrite, which go to the host first, as
+        many as there are. Takes O(stores + blocks that the KV cache has lost)."""
+        found: list[PlannedStore] = []
+        for tier, known in self._known.items():
+            first = [digest for digest in hasty if digest in known.dirty] if tier is Tier.HOST else []
+            room = max(self._room(tier), min(len(first), self._host_blocks - len(known.storing)))
+            chosen: dict[bytes, None] = {}
+            for digest in (*first, *known.dirty):
+                if len(chosen) >= room:
+                    break
+                if (block_id := blocks.block_of(digest)) is not None and digest not in chosen:
+                    chosen[digest] = None
+                    found.append(PlannedStore(tier, digest, block_id))
+        return tuple(found)
+
+    def begin_stores(
+        self, stores: Sequence[PlannedStore], blocks: BlockManager, now: float, wanted: Iterable[bytes] = ()
+    ) -> None:
+        """Begin a plan's stores. `wanted`: blocks that the plan loads, which are not evicted for others."""
+        self._now, self._wanted = now, frozenset(wanted)
+        for store in stores:
+            self._begin_store(store, now)
+        for known in self._known.values():  # what the KV cache has lost is not looked at twice
+            while known.dirty and blocks.block_of(next(iter(known.dirty))) is None:
+                known.dirty.popitem(last=False)
+
+    def _begin_store(self, store: PlannedStore, now: float) -> None:
+        known = self._known[store.tier]
+        facts = known.dirty.pop(store.digest)
+        if store.tier is Tier.HOST and not self._make_room(store.digest, facts, now):
+            return
+        known.storing[store.digest] = facts
+        self._add(MoveKind.STORE, *store)
+
+    def _make_room(self, digest: bytes, facts: BlockFacts, now: float) -> bool:
+        """Evict a block of the host tier if it is full. Returns False if the new one is worth the least of all, or the
+        least is on its way to the device."""
+        known = self._known[Tier.HOST]
+        if len(known.has) + len(known.storing) < self._host_blocks:
+            return True
+        self._kept.add(digest, facts, now)
+        victim = self._kept.pop_victim(now)
+        if victim == digest:
+            return False
+        self._kept.remove(digest)  # until it is stored
+        if victim in self._wanted or victim in self._loading:
+            self._kept.add(victim, known.has[victim], now)
+            return False
+        del known.has[victim]
+        known.totals.evicted_blocks += 1
+        self._drops.append((Tier.HOST, victim))
+        self.epoch += 1
+        return True
+
+    # --- loads ----------------------------------------------------------------------------------------------------
+
+    def begin_load(self, digest: bytes, block_id: int) -> int:
+        """Load a block from the nearest tier that has it into a held block of the device; return the move's id."""
+        tier = self.nearest(digest)
+        assert tier is not None, "a block is loaded that no tier has"
+        self._loading.add(digest)
+        return self._add(MoveKind.LOAD, tier, digest, block_id)
+
+    def cancel_load(self, move_id: int, digest: bytes) -> None:
+        self._loading.remove(digest)
+        self._cancelled.append(move_id)
+
+    def note_late(self, tiers: Iterable[Tier]) -> None:
+        """A request was computed after all, because these tiers took too long."""
+        for tier in tiers:
+            self._known[tier].totals.late_loads += 1
+
+    def _add(self, kind: MoveKind, tier: Tier, digest: bytes, block_id: int) -> int:
+        move = BlockMove(self._num_moves, kind, tier, digest, block_id)
+        self._num_moves += 1
+        self._moves.append(move)
+        return move.move_id
+
+    def take_moves(self) -> Moves:
+        """Return what the next step hands to the mover."""
+        taken = Moves(tuple(self._moves), tuple(self._drops), tuple(self._cancelled))
+        self._moves, self._drops, self._cancelled = [], [], []
+        return taken
+
+    # --- what the mover tells -------------------------------------------------------------------------------------
+
+    def ended(self, result: MoveResult, now: float) -> None:
+        """A move has ended. A load's block and its requests are the caller's."""
+        known = self._known[result.move.tier]
+        if result.move.kind is MoveKind.LOAD:
+            self._loading.discard(result.move.digest)
+        if not result.error:
+            self.rates.note_move(result, now)
+        if result.move.kind is MoveKind.STORE:
+            self._stored(known, result, now)
+        elif result.error:
+            self._forget(result.move.tier, result.move.digest)
+            known.totals.failed_loads += 1
+        else:
+            known.totals.hit_blocks += 1
+            known.totals.loaded_bytes += result.num_bytes
+            known.totals.load_s += result.seconds
+
+    def _stored(self, known: _Known, result: MoveResult, now: float) -> None:
+        digest, tier = result.move.digest, result.move.tier
+        facts = known.storing.pop(digest, None)
+        if facts is None:
+            return  # forgotten meanwhile by `reset`
+        known.is_busy = result.error == BUSY
+        if result.error == BUSY:
+            known.totals.refused_stores += 1
+            known.dirty[digest] = facts
+            known.dirty.move_to_end(digest, last=False)
+        elif result.error:
+            known.totals.failed_stores += 1
+        else:
+            known.totals.stored_blocks += 1
+            known.totals.stored_bytes += result.num_bytes
+            known.totals.store_s += result.seconds
+            known.has[digest] = facts
+            self.epoch += 1
+            if tier is Tier.HOST:
+                self._kept.add(digest, facts, now)
+
+    def changed(self, change: TierChange) -> None:
+        """A tier has or lacks a block by other hands."""
+        known = self._known[change.tier]
+        if not change.present:
+            known.totals.evicted_blocks += change.digest in known.has
+            self._forget(change.tier, change.digest)
+        elif change.digest not in known.has:
+            known.has[change.digest] = UNKNOWN
+            known.dirty.pop(change.digest, None)
+            self.epoch += 1
+
+    def _forget(self, tier: Tier, digest: bytes) -> None:
+        if self._known[tier].has.pop(digest, None) is not None:
+            self.epoch += 1
+            if tier is Tier.HOST:
+                self._kept.remove(digest)
+
+    def reset(self) -> None:
+        """Forget all blocks: the tiers were wiped. Loads under way end with an error, and stores count for nothing."""
+        for tier, known in self._known.items():
+            for digest in list(known.has):
+                self._forget(tier, digest)
+            known.dirty.clear()
+            known.storing.clear()
+            known.is_busy = False
+        stale = {move.move_id for move in self._moves if move.kind is MoveKind.STORE}
+        self._moves = [move for move in self._moves if move.move_id not in stale]
+        self._drops.clear()

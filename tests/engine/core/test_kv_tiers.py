@@ -1,0 +1,355 @@
+"""Owns the proof that a prompt's KV goes to lower tiers and comes back, and that nothing is ever waited for in vain.
+Never uses a model: the scripted executor checks every KV slot that a row builds on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from engine.config import KvTiersConfig
+from engine.fake.kv_mover import BLOCK_BYTES, FakeMover
+from engine.kv_tiers import BlockMove, MoveKind, MoveResult, Tier
+from engine.prefix import extend_chain
+from engine.protocol import Finished, SamplingParams, Scheduled, TimeCause, Token
+from engine.scheduling.request import Request
+from tests.support.engines import RecordingCore, prompt_only
+from tests.support.oracle import answer_of
+
+LONG = tuple(range(1, 31))  # seven whole blocks of four, and two tokens
+OTHER = tuple(range(31, 1, -1))
+NEW = (3, 1, 4, 1, 5, 9)
+
+
+def tiers(**options: Any) -> Callable[..., FakeMover]:
+    return partial(FakeMover, **options)
+
+
+class Engine(RecordingCore):
+    """A core whose tiers are looked into."""
+
+    def cancel_quietly(self, name: str) -> None:
+        self.keep(self.abort(name))
+
+    def find(self, name: str) -> Request | None:
+        return self._scheduler.find(name)
+
+    def mover_moves(self, kind: MoveKind) -> list[BlockMove]:
+        """Return all moves that were begun."""
+        return [move for move in self.begun if move.kind is kind]
+
+    def watch(self) -> None:
+        assert self.mover is not None
+        self.begun: list[BlockMove] = []
+        begin = self.mover.begin
+
+        def watched(moves: Sequence[BlockMove], dropped: Sequence[tuple[Tier, bytes]] = ()) -> None:
+            self.begun += moves
+            begin(moves, dropped)
+
+        self.mover.begin = watched  # type: ignore[method-assign]
+
+
+class Failing:
+    """Lets the loads of some blocks fail."""
+
+    def __init__(self) -> None:
+        self.digests: set[bytes] = set()
+
+    def __call__(self, move: BlockMove) -> str | None:
+        return "injected" if move.kind is MoveKind.LOAD and move.digest in self.digests else None
+
+
+def core(mover: Callable[..., FakeMover], **overrides: Any) -> Engine:
+    engine = Engine(mover=mover, **{"num_kv_blocks": 8, **overrides})
+    engine.watch()
+    return engine
+
+
+def run(engine: Engine) -> None:
+    """Step until nothing is left to do, moves included."""
+    for _ in range(400):
+        if not engine.has_work and not engine.is_moving:
+            return
+        engine.keep(engine.step())
+    raise AssertionError(engine.load())
+
+
+def settle(engine: Engine) -> None:
+    """Let all moves end, and run."""
+    assert engine.mover is not None
+    for _ in range(400):
+        engine.mover.release(100)
+        if not engine.has_work and not engine.is_moving:
+            return
+        engine.keep(engine.step())
+    raise AssertionError(engine.load())
+
+
+def ask(engine: Engine, name: str, prompt: Sequence[int], **options: Any) -> Scheduled:
+    engine.send(name, prompt, **{"max_tokens": 2, "ignore_eos": True, **options})
+    run(engine)
+    scheduled, *_, last = engine.events[name]
+    assert isinstance(scheduled, Scheduled)
+    assert isinstance(last, Finished), last
+    return scheduled
+
+
+def ask_beside(engine: Engine, name: str, prompt: Sequence[int]) -> bool:
+    """Ask while moves are held; return whether it was answered."""
+    engine.send(name, prompt, max_tokens=2, ignore_eos=True)
+    for _ in range(10):
+        engine.keep(engine.step())
+    return isinstance(engine.events[name][-1], Finished)
+
+
+def prepare_lost(engine: Engine) -> None:
+    """Store a long prompt, and let the cache lose it. Moves are held."""
+    for name, prompt in (("first", LONG), ("other", OTHER)):
+        engine.send(name, prompt, max_tokens=2, ignore_eos=True)
+        settle(engine)
+    assert engine._blocks.reset_cache()
+
+
+def answer(engine: Engine, name: str) -> list[int]:
+    return [event.token_id for event in engine.events[name] if isinstance(event, Token)]
+
+
+def tokens_of(prompt: Sequence[int], count: int) -> list[int]:
+    return answer_of(prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))[0]
+
+
+def engine_hashes(engine: Engine, prompt: Sequence[int]) -> list[bytes]:
+    chain: list[bytes] = []
+    size = engine.config.block_size
+    extend_chain(chain, prompt, len(prompt) // size, size)
+    return chain
+
+
+ALL_TIERS = [{"host_blocks": 40}, {"disk": {}}, {"host_blocks": 40, "disk": {}}]
+
+
+def fresh(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: {} if name == "disk" else value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("options", ALL_TIERS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_the_cache_has_lost_is_loaded_instead_of_computed(options: dict[str, Any], overlap: bool) -> None:
+    engine = core(tiers(**fresh(options)), overlap=overlap)
+    assert ask(engine, "first", LONG).cached_tokens == 0
+    ask(engine, "other", OTHER)  # the cache holds one of them
+    assert ask(engine, "again", LONG).cached_tokens == 28
+    assert answer(engine, "again") == answer(engine, "first")
+    nearest = engine.load().tiers[0]
+    assert (nearest.hit_blocks, nearest.failed_loads) == (7, 0)
+
+
+def test_only_what_the_cache_lacks_is_loaded() -> None:
+    engine = core(tiers(host_blocks=40), num_kv_blocks=14)
+    ask(engine, "first", LONG)
+    ask(engine, "other", OTHER)  # takes seven blocks besides the seven free ones: the tail's first
+    held = len(engine._blocks.match(engine_hashes(engine, LONG)))
+    assert 0 < held < 7
+    assert ask(engine, "again", LONG).cached_tokens == 28
+    assert engine.load().tiers[0].hit_blocks == 7 - held
+
+
+def test_a_disk_serves_the_next_engine() -> None:
+    disk: dict[bytes, list[Any]] = {}
+    first = core(tiers(disk=disk))
+    ask(first, "first", LONG)
+    second = core(tiers(disk=disk))
+    assert ask(second, "again", LONG).cached_tokens == 28
+    assert answer(second, "again") == answer(first, "first")
+
+
+def test_a_request_that_loads_takes_no_seat() -> None:
+    engine = core(tiers(host_blocks=40, held=True), max_num_seqs=1, num_kv_blocks=24)
+    prepare_lost(engine)
+    engine.send("loads", LONG, max_tokens=2)
+    engine.keep(engine.step())
+    assert engine.load().num_loading == 1
+    assert ask_beside(engine, "beside", NEW), "a seat is free"
+    settle(engine)
+    assert engine.events["loads"][0] == Scheduled("loads", 28)
+
+
+def test_the_time_of_a_load_is_told() -> None:
+    engine = core(tiers(host_blocks=40, held=True))
+    prepare_lost(engine)
+    engine.send("loads", LONG, max_tokens=2)
+    engine.keep(engine.step())
+    engine.now += 1.0
+    settle(engine)
+    last = engine.events["loads"][-1]
+    assert isinstance(last, Finished)
+    assert last.times is not None
+    assert last.times.seconds[TimeCause.KV_LOAD] >= 1.0
+
+
+def test_two_requests_share_one_load() -> None:
+    engine = core(tiers(host_blocks=40, held=True))
+    prepare_lost(engine)
+    before = len(engine.mover_moves(MoveKind.LOAD))
+    engine.send("one", LONG, max_tokens=2)
+    engine.send("two", LONG, max_tokens=2)
+    engine.keep(engine.step())
+    assert engine.load().num_loading == 2
+    assert len(engine.mover_moves(MoveKind.LOAD)) - before == 7
+    engine.cancel_quietly("one")
+    settle(engine)
+    assert engine.events["two"][0] == Scheduled("two", 28), "what it waits for, too, goes on"
+
+
+@pytest.mark.parametrize("lost", [0, 3, 6])
+def test_after_a_failed_load_the_rest_is_computed(lost: int) -> None:
+    failing = Failing()
+    engine = core(tiers(host_blocks=40, failing=failing))
+    ask(engine, "first", LONG)
+    ask(engine, "other", OTHER)
+    failing.digests = {engine_hashes(engine, LONG)[lost]}
+    assert ask(engine, "again", LONG).cached_tokens == 4 * lost
+    assert answer(engine, "again") == answer(engine, "first")
+    assert engine.load().tiers[0].failed_loads == 1
+
+
+def test_a_tier_that_never_answers_costs_the_timeout_and_no_more() -> None:
+    engine = core(tiers(host_blocks=40, held=True), kv_tiers=KvTiersConfig(host_memory_gib=1.0, load_timeout_s=2.0))
+    prepare_lost(engine)
+    engine.send("late", LONG, max_tokens=2, ignore_eos=True)
+    engine.keep(engine.step())
+    assert not engine.has_work, "its thread sleeps"
+    assert engine.next_deadline == pytest.approx(engine.now + 2.0, abs=0.02)
+    engine.now = engine.next_deadline or 0.0
+    while engine.has_work or engine.load().num_loading:
+        engine.keep(engine.step())
+    assert engine.events["late"][0] == Scheduled("late", 0)
+    assert engine.load().tiers[0].late_loads == 1
+
+
+def test_an_abort_while_loading_gives_everything_back() -> None:
+    engine = core(tiers(host_blocks=40, held=True))
+    prepare_lost(engine)
+    engine.send("gone", LONG, max_tokens=2)
+    engine.keep(engine.step())
+    engine.cancel_quietly("gone")
+    assert engine.load().num_held_blocks == 0
+    engine.keep(engine.step())
+    assert engine.find("gone") is None
+
+
+def test_a_deadline_ends_a_request_that_loads() -> None:
+    engine = core(tiers(host_blocks=40, held=True))
+    prepare_lost(engine)
+    engine.send("late", LONG, max_tokens=2, timeout_s=0.5)
+    engine.keep(engine.step())
+    engine.now += 1.0
+    engine.keep(engine.step())
+    assert [type(event).__name__ for event in engine.events["late"]] == ["Failed"]
+    assert engine.load().num_held_blocks == 0
+
+
+def test_running_requests_come_before_loads_when_memory_runs_out() -> None:
+    engine = core(tiers(host_blocks=40, held=True), num_kv_blocks=11, scheduler=prompt_only())
+    prepare_lost(engine)
+    engine.send("runs", NEW, max_tokens=30, ignore_eos=True)
+    engine.keep(engine.step())
+    engine.send("loads", LONG, max_tokens=2, ignore_eos=True)
+    for _ in range(40):
+        engine.keep(engine.step())
+    assert len(answer(engine, "runs")) == 30
+    assert engine.load().num_preemptions == 0
+    settle(engine)
+    assert isinstance(engine.events["loads"][-1], Finished)
+
+
+def test_a_block_is_stored_as_it_was_before_the_step_that_overwrites_it() -> None:
+    """Memory runs out: the victim's blocks go to the host in the step in which others take them."""
+    engine = core(tiers(host_blocks=40), num_kv_blocks=9, scheduler=prompt_only(preempt_policy="offload"))
+    for name, prompt in (("a", LONG[:10]), ("b", OTHER[:10])):
+        engine.send(name, prompt, max_tokens=16, ignore_eos=True)
+    run(engine)
+    assert engine.load().num_preemptions > 0
+    assert engine.load().tiers[0].hit_blocks > 0, "it came back without being computed"
+    for name, prompt in (("a", LONG[:10]), ("b", OTHER[:10])):
+        assert answer(engine, name) == tokens_of(prompt, 16)
+
+
+def test_a_load_that_would_take_longer_than_computing_is_not_made() -> None:
+    engine = core(tiers(host_blocks=40))
+    ask(engine, "first", LONG)
+    ask(engine, "other", OTHER)
+    assert engine._tiers is not None
+    for _ in range(200):
+        engine._tiers.rates.note_prefill(1, 1e-9)
+    slow = MoveResult(BlockMove(0, MoveKind.LOAD, Tier.HOST, b"", 0), seconds=5.0)
+    engine._tiers.rates.note_move(slow, engine.now)
+    assert ask(engine, "again", LONG).cached_tokens == 0
+    engine.now += 3600.0  # a tier that was slow an hour ago is tried again
+    for _ in range(2000):
+        engine._tiers.rates.note_prefill(1, 1.0)
+    ask(engine, "other again", OTHER)
+    assert ask(engine, "at last", LONG).cached_tokens == 28
+
+
+def test_the_host_tier_keeps_its_bound() -> None:
+    engine = core(tiers(host_blocks=3))
+    ask(engine, "first", LONG)
+    ask(engine, "other", OTHER)
+    load = engine.load().tiers[0]
+    assert (load.num_blocks, load.used_bytes) == (3, 3 * BLOCK_BYTES)
+    assert load.stored_blocks - load.evicted_blocks == 3
+
+
+def test_a_busy_tier_is_asked_again() -> None:
+    engine = core(tiers(disk={}, most_storing=1))
+    ask(engine, "first", LONG)
+    load = engine.load().tiers[0]
+    assert load.num_blocks == 7
+    assert load.refused_stores > 0
+
+
+def test_what_another_engine_removed_is_not_waited_for() -> None:
+    engine = core(tiers(disk={}))
+    ask(engine, "first", LONG)
+    ask(engine, "other", OTHER)
+    assert engine.mover is not None
+    engine.mover.lose(Tier.DISK, engine_hashes(engine, LONG)[2])
+    assert ask(engine, "again", LONG).cached_tokens == 8
+
+
+def test_a_reset_wipes_all_tiers() -> None:
+    engine = core(tiers(host_blocks=40, disk={}))
+    ask(engine, "first", LONG)
+    assert engine.reset_prefix_cache() == 3 * 7
+    assert [load.num_blocks for load in engine.load().tiers] == [0, 0]
+    assert ask(engine, "again", LONG).cached_tokens == 0
+
+
+def test_a_reset_while_loading_ends_in_computing() -> None:
+    engine = core(tiers(host_blocks=40, held=True))
+    prepare_lost(engine)
+    engine.send("loads", LONG, max_tokens=2, ignore_eos=True)
+    engine.keep(engine.step())
+    engine.reset_prefix_cache()
+    settle(engine)
+    assert engine.events["loads"][0] == Scheduled("loads", 0)
+
+
+def test_salted_prompts_share_no_tier() -> None:
+    engine = core(tiers(host_blocks=40))
+    ask(engine, "first", LONG, cache_salt="one")
+    ask(engine, "other", OTHER)
+    assert ask(engine, "again", LONG, cache_salt="two").cached_tokens == 0
+
+
+def test_an_idle_engine_finishes_its_stores_and_then_sleeps() -> None:
+    engine = core(tiers(host_blocks=40), max_num_batched_tokens=30, num_kv_blocks=20)
+    engine.send("first", LONG, max_tokens=1)
+    while engine.has_work:
+        engine.keep(engine.step())
+    assert engine.load().tiers[0].num_blocks + len(engine._tiers._known[Tier.HOST].storing) == 7  # type: ignore[union-attr]
+    assert not engine.has_work
