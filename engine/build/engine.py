@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, MutableSequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from engine.async_engine import AsyncEngine
 from engine.batch.grammar import Grammars, MaskLimits
@@ -18,6 +21,8 @@ from engine.core.core import EngineCore
 from engine.fake.adapters import FakeAdapters
 from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
+from engine.fake.kv_mover import BLOCK_BYTES as FAKE_BLOCK_BYTES
+from engine.fake.kv_mover import FakeMover
 from engine.features import FAKE, TEXT, turned_on
 from engine.multimodal_inputs import InputKind
 from engine.scheduling.step_prediction import StepTimeModel
@@ -134,5 +139,12 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
         ),
         adapters=FakeAdapters() if config.max_loras else None,
         draft_model=FakeDraftModel(resolved.num_kv_blocks, resolved.block_size) if resolved.has_draft_model else None,
+        mover=_fake_mover(config),
     )
     return executor, resolved
+
+
+def _fake_mover(config: EngineConfig) -> Callable[[MutableSequence[Any], int], FakeMover] | None:
+    """Return what makes the tiers of the scripted executor; None if there are none. Raises: ConfigError."""
+    host_blocks = int(config.kv_tiers.host_memory_gib * 2**30) // FAKE_BLOCK_BYTES
+    return partial(FakeMover, host_blocks=host_blocks) if host_blocks else None

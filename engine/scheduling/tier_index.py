@@ -18,7 +18,7 @@ from engine.scheduling.tier_rates import TierRates
 
 RETENTIONS: Mapping[str, type[ByValue] | type[LeastRecent]] = {"value": ByValue, "lru": LeastRecent}
 UNKNOWN = BlockFacts(0)
-"""Of a block that another engine stored."""
+"""What is known of a block that another engine stored."""
 MOST_STORING = 64
 """Blocks on their way to one tier. What comes after them waits in the KV cache, and may be lost there."""
 

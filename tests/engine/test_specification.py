@@ -15,7 +15,7 @@ TESTS = Path(__file__).resolve().parents[1]
 SEEDS = {"S1": 14, "S2": 17, "S3": 7, "S4": 20, "S5": 25}
 """The number of defects of each of the five public designs, R1 to Rn. S1 openinfer #431, S2 mminf #81, S3 openinfer
 #416, S4 ATOM, S5 FastDeploy #7038."""
-NUM_INVARIANTS = 36
+NUM_INVARIANTS = 37
 CHECKS = "support/invariants.py"
 """The file that names each invariant it checks, on every plan, step and event of the random lives of
 test_state_machine.py. A test there shows that these lives reach what is to be checked."""
