@@ -48,6 +48,8 @@ MAX_COMMANDS = 512
 
 MAX_WAIT_S = 3600.0
 """Upper bound for a wait: a deadline may be any number of seconds, but some platforms limit a queue's timeout."""
+MAX_FLUSH_S = 10.0
+"""How long a drained engine waits for its stores."""
 LATE_TIMES, STALLED_TIMES = 4.0, 10.0
 """A step that takes this many times as long as the slowest recent one is late, or has stalled. If a step is wrongly
 judged late, a prompt is computed again at another engine; if it is wrongly judged stalled, the engine is restarted."""
@@ -91,6 +93,7 @@ class AsyncEngine:
         self._streams: dict[str, EventSink] = {}
         self._arrivals = itertools.count()
         self._load = core.load()
+        self._is_storing = False  # after the last step
         self._observer: EngineObserver | None = None
         self._fault: str | None = None
         self._clock = StepClock()
@@ -348,9 +351,13 @@ class AsyncEngine:
         return self._clock.stands(patience_s, LATE_TIMES)
 
     async def drain(self) -> None:
-        """Refuse new requests and return when the last live one has ended."""
+        """Refuse new requests and return when the last live one has ended, and its KV is in the lower tiers, so that
+        whoever serves its next turn finds it there. A tier that takes long for it is not waited for."""
         self._draining = True
         while self._streams:  # noqa: ASYNC110  emptied by the step thread
+            await asyncio.sleep(0.02)
+        until = time.monotonic() + MAX_FLUSH_S
+        while self._is_storing and time.monotonic() < until:  # noqa: ASYNC110  likewise
             await asyncio.sleep(0.02)
 
     def shutdown(self) -> None:
@@ -409,6 +416,7 @@ class AsyncEngine:
 
     def _publish(self, events: Sequence[Event]) -> None:
         self._load = self._core.load()
+        self._is_storing = self._core.is_storing
         by_sink: dict[EventSink, list[Event]] = defaultdict(list)
         for event in events:
             if sink := self._streams.get(event.request_id):

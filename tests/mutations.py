@@ -60,6 +60,7 @@ NATIVE_LINEAR = "tests/kernels/cpu/native/test_linear_attention.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
 PREEMPTION = "tests/engine/scheduling/test_preemption.py"
+TIERS = "tests/engine/core/test_kv_tiers.py"
 PREPARING = "tests/engine/scheduling/test_preparing.py"
 RESERVATION = "tests/engine/scheduling/test_reservation.py"
 PREFILL_RATE = "tests/engine/scheduling/test_prefill_rate.py"
@@ -558,15 +559,19 @@ MUTATIONS = (
         "engine/scheduling/scheduler.py",
         """        for row in plan.rows:
             if row.prefix_blocks is not None:  # all claims first, so that an allocation below cannot evict them
-                self._admit(row.request, row.prefix_blocks)
+                self._admit(row.request, row.prefix_blocks, now)
+        if self.loads is not None:
+            self.loads.fetch(plan.loads, claimed, now)
         self._keep_ratio(plan)
         rows = tuple(self._schedule(row, now) for row in plan.rows)
 """,
-        """        self._keep_ratio(plan)
+        """        if self.loads is not None:
+            self.loads.fetch(plan.loads, claimed, now)
+        self._keep_ratio(plan)
         scheduled = []
         for row in plan.rows:
             if row.prefix_blocks is not None:
-                self._admit(row.request, row.prefix_blocks)
+                self._admit(row.request, row.prefix_blocks, now)
             scheduled.append(self._schedule(row, now))
         rows = tuple(scheduled)
 """,
@@ -1117,8 +1122,8 @@ MUTATIONS = (
         "S4-R8 e",
         "With overlap the engine reports no work while the last step is in flight, so nobody reads it.",
         "engine/core/core.py",
-        "self._scheduler.waiting or self._in_flight)",
-        "self._scheduler.waiting)",
+        "waits or self._in_flight or stores)",
+        "waits or stores)",
         (OVERLAP,),
     ),
     Mutation(
@@ -1781,13 +1786,87 @@ MUTATIONS = (
         "if all(row.kind is not RowKind.DECODE for row in plan.rows):",
         (LOAD,),
     ),
+    # --- KV in lower tiers --------------------------------------------------------------------------------------------
+    Mutation(
+        "I-37 failed load",
+        "A block whose load failed is published, and read by the next request.",
+        "engine/scheduling/loading.py",
+        "        if not result.error:\n            self._blocks.publish(load.block_id, load.digest)",
+        "        self._blocks.publish(load.block_id, load.digest)",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 cancel",
+        "A load that was given up still writes, into a block that is another request's by then.",
+        "engine/core/core.py",
+        "            self._mover.cancel(step.cancelled)\n",
+        "",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 overwritten",
+        "A victim's KV is stored after the rows that take its blocks.",
+        "engine/core/core.py",
+        "        step = self._scheduler.commit(plan, now)\n        self._move(step)\n",
+        "        step = self._scheduler.commit(plan, now)\n"
+        "        self._executor.launch(step)\n        self._move(step)\n",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 memory",
+        "Loads keep their memory while running requests lose theirs.",
+        "engine/scheduling/planner.py",
+        "            self._unload_for(growth + self._elder_chunk())\n",
+        "",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 late",
+        "A request waits for a tier that never answers.",
+        "engine/core/core.py",
+        "(*back, *self._scheduler.loads.late(now))",
+        "back",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 abort",
+        "A request that ends while it loads keeps its blocks.",
+        "engine/scheduling/scheduler.py",
+        "            self.stop_loading(request)\n            waited = self.waiting.remove(request)\n",
+        "            waited = self.loading.pop(request.request_id) is request\n",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 bound",
+        "The host tier takes more blocks than it has room for.",
+        "engine/scheduling/tier_index.py",
+        "        if len(known.has) + len(known.storing) < self._host_blocks:\n            return True\n",
+        "        if len(known.has) < self._host_blocks * 2:\n            return True\n",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 shared",
+        "A load ends for all that wait for it when one of them goes.",
+        "engine/scheduling/loading.py",
+        "            if not load.waiting:\n",
+        "            if True:\n",
+        (TIERS,),
+    ),
+    Mutation(
+        "I-37 worth",
+        "KV is loaded even where computing it takes less time.",
+        "engine/scheduling/planner.py",
+        "        if load_s >= self._prefill_s(",
+        "        if False and load_s >= self._prefill_s(",
+        (TIERS,),
+    ),
     # --- requests that are being prepared -----------------------------------------------------------------------------
     Mutation(
         "S5-R20 a",
         "A request that is being prepared cannot be aborted.",
         "engine/scheduling/scheduler.py",
-        "(self.decoding, self.prefilling, self.preparing)",
-        "(self.decoding, self.prefilling)",
+        "(self.decoding, self.prefilling, self.preparing, self.loading)",
+        "(self.decoding, self.prefilling, self.loading)",
         (PREPARING,),
     ),
     Mutation(

@@ -118,7 +118,12 @@ class EngineCore:
     @property
     def is_moving(self) -> bool:
         """Whether `step` has something to do once a move has ended, even without work."""
-        return self._tiers is not None and (bool(self._scheduler.loading) or self._tiers.is_storing)
+        return bool(self._scheduler.loading) or self.is_storing
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether blocks are on their way to lower tiers, or about to be."""
+        return self._tiers is not None and (self._tiers.is_storing or self._tiers.has_stores)
 
     def on_move(self, wake: Callable[[], None]) -> None:
         """Call `wake`, on any thread, when moves have ended: the next `step` reads them."""

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.core.step_clock import StepClock
 from engine.fake.executor import FakeExecutor
+from engine.fake.kv_mover import FakeMover
 from engine.prefix import extend_chain
 from engine.protocol import (
     AdapterRef,
@@ -348,6 +350,26 @@ def test_draining_finishes_what_is_live_and_refuses_what_is_new(make_engine: Mak
         assert isinstance((await task)[-1], Finished)
 
     asyncio.run(main())
+
+
+def test_draining_waits_until_kv_is_in_the_lower_tiers() -> None:
+    config = resolved_config()
+    executor = FakeExecutor(
+        config.num_kv_blocks, config.block_size, range(32), mover=partial(FakeMover, disk={}, held=True)
+    )
+    engine, mover = AsyncEngine(EngineCore(executor, config)), executor.mover
+    assert mover is not None
+
+    async def main() -> None:
+        await collect(engine.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True)))
+        drain = asyncio.create_task(engine.drain())
+        await until(lambda: mover.num_under_way > 0)
+        assert not drain.done()
+        await engine._between_steps(lambda: mover.release(100))
+        await drain
+
+    asyncio.run(main())
+    engine.shutdown()
 
 
 def test_shutting_down_fails_what_is_live_and_is_idempotent(make_engine: MakeEngine) -> None:

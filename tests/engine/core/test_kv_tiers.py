@@ -241,6 +241,19 @@ def test_an_abort_while_loading_gives_everything_back() -> None:
     assert engine.find("gone") is None
 
 
+def test_a_load_that_was_given_up_writes_nothing_into_anothers_blocks() -> None:
+    engine = core(tiers(host_blocks=40, held=True))
+    prepare_lost(engine)
+    engine.send("gone", LONG, max_tokens=2)
+    engine.keep(engine.step())
+    engine.cancel_quietly("gone")
+    engine.send("next", tuple(reversed(LONG)), max_tokens=2, ignore_eos=True)
+    while engine.load().num_running == 0 or not answer(engine, "next"):
+        engine.keep(engine.step())
+    settle(engine)  # what was under way ends now
+    assert answer(engine, "next") == tokens_of(tuple(reversed(LONG)), 2)
+
+
 def test_a_deadline_ends_a_request_that_loads() -> None:
     engine = core(tiers(host_blocks=40, held=True))
     prepare_lost(engine)

@@ -51,6 +51,15 @@ def timing(server: Server, name: str) -> dict[str, Any]:
     return dict(answer.json())
 
 
+BUSY_MACHINE = {"client", "slow_steps"}
+"""What other work on the machine adds: these tests are the client, and share its cores with the server."""
+
+
+def causes(told: dict[str, Any]) -> list[str]:
+    """Return the causes that slowed a request down, the greatest first, without those of a busy machine."""
+    return [part["cause"] for part in told["slowed_by"] if part["cause"] not in BUSY_MACHINE]
+
+
 def ask(server: Server, name: str, **fields: Any) -> tuple[float, str]:
     """Send a request and read it to its end; return the seconds that it took, and its last line."""
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 20, "ignore_eos": True, "temperature": 0} | fields
@@ -90,23 +99,17 @@ def test_streams_whose_engine_is_killed_name_their_migration_first(server: Serve
     moved = [one for one in told if one["migrations"]]
     assert moved, "one of the two engines had none of eight streams"
     for one in moved:
-        assert one["slowed_by"][0]["cause"] == "migration"
-    assert all(one["slowed_by"][0]["cause"] != "migration" for one in told if not one["migrations"])
+        assert causes(one)[0] == "migration"
+    assert all("migration" not in causes(one)[:1] for one in told if not one["migrations"])
 
 
 def test_in_a_burst_those_who_waited_for_a_seat_are_told_so(server: Server) -> None:
-    """Two engines of eight seats are sent 64 at once, whose answers take a second.
-
-    A machine with a busy neighbour slows a few of their steps for longer than some of them waited; those are told
-    that instead. The wait is named by each of the slower half, and first by most.
-    """
+    """Two engines of eight seats are sent 64 at once, whose answers take a second."""
     names = [f"burst-{number}" for number in range(64)]
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(lambda name: ask(server, name, max_tokens=60), names))
     told = sorted((timing(server, name) for name in names), key=lambda one: float(one["wall_ms"]))
-    causes = [[part["cause"] for part in one["slowed_by"]] for one in told[32:]]
-    assert all({"queue", "gate"} & set(named) for named in causes)
-    assert sum(named[0] in {"queue", "gate"} for named in causes) > len(causes) / 2, causes
+    assert {causes(one)[0] for one in told[32:]} <= {"queue", "gate"}
 
 
 def test_a_stream_beside_long_prompts_names_them_first(server: Server) -> None:
@@ -117,7 +120,7 @@ def test_a_stream_beside_long_prompts_names_them_first(server: Server) -> None:
         until(server, lambda series: total(series, "vllm:num_requests_running") > 0)
         while not stream.done():
             list(pool.map(lambda _: ask(server, "long", prompt=prompt, max_tokens=1), range(4)))
-    assert timing(server, "beside")["slowed_by"][0]["cause"] == "decode_beside_prompts"
+    assert causes(timing(server, "beside"))[0] == "decode_beside_prompts"
 
 
 def test_a_body_that_comes_slowly_is_named_first(server: Server) -> None:
@@ -131,4 +134,4 @@ def test_a_body_that_comes_slowly_is_named_first(server: Server) -> None:
     headers = ANN | {"x-request-id": "slow-body", "content-type": "application/json"}
     answer = httpx.post(f"{server.url}/v1/completions", content=slowly(), headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
-    assert timing(server, "slow-body")["slowed_by"][0]["cause"] == "upload"
+    assert causes(timing(server, "slow-body"))[0] == "upload"
