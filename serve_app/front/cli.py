@@ -21,6 +21,7 @@ from serve_app.front.servers import running_servers
 from serve_app.front.signals import exit_on_signals
 from serve_app.front.start import StartFailed, in_a_line
 from serve_app.front.this_machine import EngineCheck, checking
+from serve_app.front.threads import thread_warnings
 from serve_app.settings.instance import VARIABLE
 
 VERBOSE_HELP = "Show the logs of Ray and all replicas, which otherwise go to a file."
@@ -73,6 +74,8 @@ def _run(arguments: Arguments, console: Console) -> None:
     with ExitStack() as held:
         own_cluster = starts_a_cluster(arguments.of_ray, os.environ)  # once Ray runs, this would answer no
         if own_cluster:
+            for warning in thread_warnings(applications):
+                console.say(f"warning  {warning}")
             checks = held.enter_context(checking(config, applications, arguments))
             os.environ[VARIABLE] = uuid.uuid4().hex
         held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
