@@ -15,6 +15,7 @@ from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, read_config, refuse_tls
 from serve_app.front.console import Console
 from serve_app.front.haproxy import HAProxyUnusable
+from serve_app.front.output import BY_SIGNAL, OutputLost, disk_problem
 from serve_app.front.preflight import preflight
 from serve_app.front.proxy_env import ENABLE, serving_environment, starts_a_cluster
 from serve_app.front.servers import running_servers
@@ -60,9 +61,15 @@ def serve(words: list[str], console: Console, *, refused: int) -> None:
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
         sys.exit(refused if isinstance(refusal, ConfigRefused) else FAILED)
+    except OutputLost as lost:
+        if lost.has_left:
+            sys.exit(BY_SIGNAL + signal.SIGPIPE)
+        console.complain(str(lost))
+        sys.exit(FAILED)
     except Exception as error:  # noqa: BLE001 - there is no caller; the terminal may show nothing but this line
-        traceback.print_exc()
-        console.complain(f"serve failed: {in_a_line(error)}")
+        if (problem := disk_problem(error)) is None:
+            traceback.print_exc()
+        console.complain(problem or f"serve failed: {in_a_line(error)}")
         sys.exit(FAILED)
 
 
@@ -112,7 +119,7 @@ def _leave_to_ray(arguments: Arguments, console: Console) -> None:
     except SystemExit as end:
         if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
             raise
-        drain_and_shutdown(console.say)
+        drain_and_shutdown(console.mention)
 
 
 def _find_server() -> None:
