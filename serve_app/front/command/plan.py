@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.host.cores import usable_threads
 from serve_app.front.command.arguments import BAD_INPUT, FAILED, Parser, file_to_write
+from serve_app.front.output import write_file
 from serve_app.front.signals import exit_on_signals
 
 if TYPE_CHECKING:
@@ -53,11 +54,13 @@ def main(arguments: Sequence[str], prog: str) -> int:
 
     document = document_of(plan, options.cost)
     config = _config(base.content, document)
-    print("\n".join(lines_of(document)))
-    if options.json is not None:
-        options.json.write_text(json.dumps(document | {"config": config}, indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:  # before the plan is printed, whose reader may have left
+        write_file("--json", options.json, json.dumps(document | {"config": config}, indent=1) + "\n")
     if options.write_config is not None:
         _write(config, options.write_config)
+    print("\n".join(lines_of(document)))
+    if options.write_config is not None:
+        print(f"wrote {options.write_config}")
     return 0 if plan.is_held else CANNOT_BE_HELD
 
 
@@ -147,6 +150,7 @@ def _planned(options: argparse.Namespace) -> tuple[Plan, _Base]:
         raise _Refused(f"{steps}: {error}") from error
     base = config or _made(model, machine)
     _check_measured(steps, machine, base.engine)
+    _check_model(steps, machine, base.model)
     engine = engine_of(machine, base.engine, kv_tokens=_kv_tokens(options, base), max_model_len=None)
     demand = _demand(options, engine)
     seconds = options.seconds or run_seconds(demand, goal, machine)
@@ -244,6 +248,31 @@ def _check_measured(steps: Path, machine: Machine, engine: EngineConfig) -> None
         asked, was = getattr(engine, name), machine.settings.get(name)
         if asked not in (None, "auto", was) and was is not None:
             raise _Refused(f"{steps}: measured with {name} {was}, but the config's engine.{name} is {asked}")
+
+
+def _check_model(steps: Path, machine: Machine, model: str) -> None:
+    """Refuse step times of another model, as far as files here tell: a plan would look just as sure with them."""
+    measured = [machine.shape] if machine.shape else _shapes(machine.model) if machine.model else []
+    asked = set(_shapes(model))
+    if asked and measured and asked.isdisjoint(measured):
+        named = f", {machine.model}," if machine.model and machine.model != model else ""
+        raise _Refused(
+            f"{steps}: measured with another model{named} than {model}: the digest of its config.json begins with "
+            f"{measured[0][:8]}, and here with {min(asked)[:8]}; give that model by --model, or step times of this one"
+        )
+    if not (asked and measured) and machine.model != model:
+        why = f"{model} is not prepared here" if measured else "they do not say which model was measured"
+        print(f"{steps}: step times are not compared with the model: {why}", file=sys.stderr)
+
+
+def _shapes(model: str) -> list[str]:
+    """Return the shapes of a model's prepared forms; none for a name that means nothing here."""
+    from engine.build.step_times import model_shape
+
+    try:
+        return [model_shape(directory) for directory in _directories(model)]
+    except _Refused:
+        return []
 
 
 def _directories(model: str) -> list[Path]:
@@ -348,8 +377,8 @@ def _config(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 def _write(config: dict[str, Any], path: Path) -> None:
     import yaml
 
-    path.write_text(_HEAD.format(name=path.name) + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    print(f"wrote {path}")
+    text = _HEAD.format(name=path.name) + yaml.safe_dump(config, sort_keys=False)
+    write_file("--write-config", path, text, new=True)
 
 
 class _Progress:
