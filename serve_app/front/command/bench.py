@@ -134,6 +134,7 @@ def _words(options: argparse.Namespace, url: str, out: Path) -> list[str]:
 
 def _show(path: Path, options: argparse.Namespace, server: Api) -> int | None:
     """Print the table, and return the load's exit code; None if the load left no report."""
+    from loadtest.report import conclusion
     from loadtest.table import reasons, table
 
     try:
@@ -146,7 +147,7 @@ def _show(path: Path, options: argparse.Namespace, server: Api) -> int | None:
     print(f"{options.scenario} on {server.url}, model {options.model}; times are p50/p99")
     print("\n".join(map(harmless, [*table(document), *reasons(document)])))
     code = int(document["exit_code"])
-    print("passed" if code == 0 else f"failed, with code {code}")
+    print(conclusion(document))
     if options.out:
         print(Path(options.out) / "report.html")
     return code
