@@ -7,7 +7,6 @@ import argparse
 import copy
 import json
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.host.cores import usable_threads
 from serve_app.front.command.arguments import BAD_INPUT, FAILED, Parser, file_to_write
+from serve_app.front.command.progress import Progress
 from serve_app.front.output import write_file
 from serve_app.front.signals import exit_on_signals
 
@@ -161,7 +161,7 @@ def _planned(options: argparse.Namespace) -> tuple[Plan, _Base]:
     limits = Limits(
         options.attainment / 100, options.min_replicas, options.max_replicas, options.autoscaling, options.startup_s
     )
-    progress = _Progress()
+    progress = Progress()
     choices = Choices(machine, engine, goal, demand, base.engine)
     try:
         with Simulations(case, options.processes, progress.count) as simulations:
@@ -379,27 +379,3 @@ def _write(config: dict[str, Any], path: Path) -> None:
 
     text = _HEAD.format(name=path.name) + yaml.safe_dump(config, sort_keys=False)
     write_file("--write-config", path, text, new=True)
-
-
-class _Progress:
-    """Rewrites a line on a terminal; elsewhere it prints one for each phase. On standard error: standard output is for
-    the plan."""
-
-    def __init__(self) -> None:
-        self._phase, self._began, self._is_terminal = "", time.monotonic(), sys.stderr.isatty()
-
-    def say(self, phase: str) -> None:
-        self._phase = phase
-        if not self._is_terminal:
-            print(f"{time.monotonic() - self._began:4.0f} s  {phase}", file=sys.stderr, flush=True)
-
-    def count(self, done: int, asked: int) -> None:
-        if self._is_terminal:
-            elapsed_s = time.monotonic() - self._began
-            sys.stderr.write(f"\r\x1b[K{elapsed_s:4.0f} s  {self._phase}: {done} of {asked} simulations so far")
-            sys.stderr.flush()
-
-    def end(self) -> None:
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
