@@ -655,7 +655,10 @@ class EngineConfig:
     )
     max_lora_rank: int = setting(16, "Maximum rank of an adapter; one with a higher rank is refused.", ge=1)
     num_threads: int | None = setting(
-        None, "Threads that compute a step. Unset: the machine's cores, shared among the engine replicas.", ge=1
+        None,
+        "Threads that compute a step, at most the machine's cores. Unset: the cores, or a container's share of them, "
+        "divided among the engine replicas.",
+        ge=1,
     )
     executor: Literal["torch", "fake"] = setting(
         "torch",

@@ -79,6 +79,7 @@ class Driver:
         self._faults: list[BaseException] = []
         self.in_flight = 0
         self.point = ""
+        self._is_over = False
         self._window = (0.0, 0.0)
 
     def run(self) -> None:
@@ -89,6 +90,7 @@ class Driver:
                 self._began = self._began or time.monotonic()
                 self._run_point(point, f"{self._seed} {number}")
         finally:
+            self._is_over = True
             self._client.close()
             self._slow_client.close()
 
@@ -199,6 +201,8 @@ class Driver:
         return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
     def record(self, point: str, kind: str, window: tuple[float, float], request: Ask, answer: Timeline) -> None:
+        if self._is_over:  # the load was ended: whatever happens to this request, its server is not the cause
+            return
         self._tally.record(point, kind, answer, window, request.asked_tokens)
         self._on_answer(kind, answer)
 

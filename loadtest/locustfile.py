@@ -188,8 +188,8 @@ class Master:
     def end(self) -> int:
         """Write the report and return the run's exit code."""
         missing = self._workers - len(self._cpu_percent)
-        if missing and not self._events.broken:  # the run was ended from outside
-            self._events.broken.append(f"{missing} of {self._workers} workers did not end their load")
+        if missing and not self._events.broken:
+            self._events.ended = self._how_far()
         cpu_percent = max(self._cpu_percent.values(), default=0.0)
         generator = Generator(self._workers, cpu_percent, self._options.max_cpu, self._options.max_lag_ms)
         settings = {"url": self._environment.host, **{name: getattr(self._options, name) for name in _SHOWN}}
@@ -199,6 +199,13 @@ class Master:
         self._progress.end()
         print("\n".join([*verdict(document), str(out / "report.html")]), flush=True)
         return int(document["exit_code"])
+
+    def _how_far(self) -> str:
+        """Say how far a run has come that is ended from outside, and what of it is left out."""
+        lasts_s, after_s = sum(point.seconds for point in self._plan.points), time.monotonic() - self._began
+        cut = sum(self._in_flight.values())
+        left_out = f"; {cut} unfinished requests, which this cut off, are left out" if cut else ""
+        return f"after {after_s:.0f} s of a load of {lasts_s:.0f} s{left_out}"
 
     def _watch(self) -> None:
         while not self._is_over():

@@ -73,7 +73,8 @@ def _verdict(document: Mapping[str, Any]) -> Iterator[str]:
     code = document["exit_code"]
     words = f"{_VERDICTS.get(code, 'failed')} (code {code})"
     yield f'<p class="{"failed" if code else "passed"}"><strong>{escape(words)}</strong></p>'
-    reasons = [*document["broken"], *document["saturated"], *document["missed"]]
+    ended = [] if document["ended"] is None else [f"ended early: {document['ended']}"]
+    reasons = [*ended, *document["broken"], *document["saturated"], *document["missed"]]
     if reasons:
         yield "<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in reasons) + "</ul>"
     goal = ", ".join(f"{name.removesuffix('_ms').upper()} ≤ {ms:g} ms" for name, ms in document["goal"].items() if ms)

@@ -43,6 +43,8 @@ class RunEvents:
 
     broken: list[str] = field(default_factory=list)
     """Why the run is incomplete: a worker was lost, or a command failed."""
+    ended: str | None = None
+    """How far the load had come when somebody ended it; None if it came to its own end."""
     unsettled: list[str] = field(default_factory=list)
     """What the server still held after the load, or why that could not be determined."""
     happened: list[tuple[float, str]] = field(default_factory=list)
@@ -56,12 +58,11 @@ def document_of(
     kinds = {name: {kind: tally.figures(name, kind) for kind in tally.kinds(name)} for name in points}
     judged = points if plan.judged is None else {name: figures.get(plan.judged, {}) for name, figures in kinds.items()}
     saturated = saturation(points, generator)
-    missed = [
-        *misses(plan.limits, judged),
-        *broken_promises(plan, points),
-        *unanswered(plan, kinds),
-        *run_events.unsettled,
-    ]
+    if run_events.ended is None:
+        missed = [*misses(plan.limits, judged), *broken_promises(plan, points), *unanswered(plan, kinds)]
+    else:  # what had not begun misses nothing
+        missed = misses(plan.limits, {name: figures for name, figures in judged.items() if figures.get("offered")})
+    missed += run_events.unsettled
     whole = tally.whole()
     return {
         "schema": SCHEMA,
@@ -69,7 +70,8 @@ def document_of(
         "goal": dataclasses.asdict(tally.goal),
         "limits": [f"{limit.figure}{limit.sign}{limit.bound:g}" for limit in plan.limits],
         "judged": plan.judged,
-        "exit_code": exit_code(run_events.broken, saturated, missed),
+        "exit_code": exit_code([*run_events.broken, *filter(None, [run_events.ended])], saturated, missed),
+        "ended": run_events.ended,
         "broken": list(run_events.broken),
         "saturated": saturated,
         "missed": missed,
@@ -169,9 +171,23 @@ def write(document: Document, out: Path) -> None:
 def verdict(document: Document) -> list[str]:
     """Return lines for a terminal: the run's figures, and what is wrong with it."""
     lines = [line for point in document["points"] for line in _point_lines(point)]
-    for name in ("broken", "saturated", "missed"):
-        lines += [f"{name}: {reason}" for reason in document[name]]
-    return [*lines, "passed" if document["exit_code"] == 0 else f"failed, with code {document['exit_code']}"]
+    return [*lines, *reasons(document), conclusion(document)]
+
+
+def reasons(document: Document) -> list[str]:
+    """Return why a run did not pass, in a line each."""
+    ended = [] if document["ended"] is None else [f"ended early: {document['ended']}"]
+    kinds = ("broken", "saturated", "missed")
+    return [*ended, *(f"{kind}: {reason}" for kind in kinds for reason in document[kind])]
+
+
+def conclusion(document: Document) -> str:
+    """Return the last line for a terminal. A run that somebody ended has not failed by that."""
+    code = document["exit_code"]
+    if code == 0:
+        return "passed"
+    only_ended = document["ended"] is not None and not any(document[kind] for kind in ("broken", "saturated", "missed"))
+    return f"incomplete, with code {code}" if only_ended else f"failed, with code {code}"
 
 
 def _point_lines(point: Mapping[str, Any]) -> Sequence[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from loadtest import report
 from loadtest.report import Document
 
 _COUNTS = {"offered": "sent", "good": "good", "failed": "failed", "rejected": "refused"}
@@ -31,8 +32,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def reasons(document: Document) -> Iterator[str]:
     """Yield why a run did not pass, and the errors of its requests with their numbers."""
-    for kind in ("broken", "saturated", "missed"):
-        yield from (f"{kind}: {reason}" for reason in document[kind])
+    yield from report.reasons(document)
     yield from (f"{number} x {' '.join(error.split())}" for error, number in document["errors"].items())
 
 

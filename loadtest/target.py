@@ -61,6 +61,9 @@ def held(target: Target) -> Held:
     try:
         found = _get(target, "/load")
         engines = found["engines"]
+        for name, model in found.get("models", {}).items():
+            if error := model.get("error"):
+                raise OSError(f"{target.url}/load does not say what {name} holds: {error['message']}")
         in_engines = sum(engine["num_running"] + engine["num_waiting"] for engine in engines)
         blocks = sum(engine["num_held_blocks"] for engine in engines)
         return Held(max(in_engines, found["ingress"]["num_live"]), blocks)

@@ -13,7 +13,7 @@ from engine.build.host_fit import HostBudget, kept_on_cpu
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
-from engine.host.cores import usable_threads
+from engine.host.cores import refused_threads, usable_threads
 from engine.models.config import CheckpointError, ModelConfig, read_json
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.narrow import Keep, Narrow
@@ -255,6 +255,8 @@ def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
 
 def _num_threads(config: EngineConfig) -> tuple[int, str]:
     if config.num_threads is not None:
+        if (refusal := refused_threads(config.num_threads)) is not None:
+            raise ConfigError(f"{refusal}.")
         return config.num_threads, "num_threads in the config, or this replica's share of the machine's cores"
     return usable_threads()
 

@@ -83,7 +83,7 @@ def fake_step_times(config: EngineConfig) -> StepTimeModel:
 def kept_step_times(model_dir: Path) -> Path | None:
     """Return the newest file of step times that an engine has kept of this model on this machine; None: there is none.
     Does not ask for the GPU, which would have to be started: a file of another one on this machine counts, too."""
-    shape, processor = _shape(model_dir), _processor()
+    shape, processor = model_shape(model_dir), _processor()
     found: list[tuple[float, Path]] = []
     for path in (cache_root() / "step_times").glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -97,7 +97,7 @@ def identity(model_dir: Path, served: ResolvedConfig) -> dict[str, Any]:
     """Return what step times are of, besides what was asked of the kernels: machine, model's shape, and settings."""
     settings = {name: getattr(served, name) for name in _SETTINGS}
     gpu = _gpu(served.device)
-    return {"processor": _processor(), "gpu": gpu, "shape": _shape(model_dir), "settings": settings}
+    return {"processor": _processor(), "gpu": gpu, "shape": model_shape(model_dir), "settings": settings}
 
 
 def _key(model_dir: Path, config: EngineConfig, served: ResolvedConfig) -> str:
@@ -107,7 +107,8 @@ def _key(model_dir: Path, config: EngineConfig, served: ResolvedConfig) -> str:
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:32]
 
 
-def _shape(model_dir: Path) -> str:
+def model_shape(model_dir: Path) -> str:
+    """Return the digest by which models are told apart whose steps take different times: that of config.json."""
     return hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
 
 

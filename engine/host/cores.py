@@ -21,6 +21,15 @@ def usable_threads(root: Path = Path("/")) -> tuple[int, str]:
     return cores, f"this process may use {cores} cores"
 
 
+def refused_threads(num_threads: int) -> str | None:
+    """Say why an engine here cannot have so many threads; None if it can. A container's quota is no limit: it is for
+    0.1 s at a time, in which a short step may use more threads than it has cores."""
+    cores = usable_cores()
+    if num_threads <= cores:
+        return None
+    return f"num_threads is {num_threads}: expected at most {cores}, as many as this process may use cores"
+
+
 def _cpu_quota(root: Path) -> float | None:
     """Return how many cores the container may use, by cgroup v2, or None if it has no limit."""
     try:

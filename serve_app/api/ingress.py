@@ -282,10 +282,12 @@ class _Context:
         return await self.health(request)
 
     async def load(self, _: Request) -> Response:
-        found = await asyncio.gather(*(lane.client.load() for lane in self.lanes))
+        found = await self.lanes.each(lambda lane: lane.client.load())
         gates = [lane.gate.snapshot() for lane in self.lanes]
         loads: list[dict[str, Any]] = [
-            {"engines": [asdict(snapshot) for snapshot in engines], "ingress": asdict(gate)}
+            {"engines": [], "ingress": asdict(gate), **engines.body()}
+            if isinstance(engines, ApiError)
+            else {"engines": [asdict(snapshot) for snapshot in engines], "ingress": asdict(gate)}
             for engines, gate in zip(found, gates, strict=True)
         ]
         if not self.lanes.are_several:

@@ -3,6 +3,7 @@ Never shows a client the server's internals: details of faults go to the log, an
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -20,6 +21,9 @@ MAX_PARAM_CHARS = 100
 MAX_LISTED_ERRORS = 5
 _MAX_MISTAKE_CHARS = 400
 """The length limit of one mistake's text, long enough for a list of types."""
+_NO_NUMBER = ("int_type", "int_from_float", "float_type")
+"""Mistakes of another type than a number."""
+_MAX_SHOWN_CHARS = 20
 _LONG_NUMBER = re.compile(r"\d{21,}", re.ASCII)
 """More digits than an unsigned integer of 64 bits has."""
 _LONG_WORD = re.compile(r"\S{121,}")
@@ -184,7 +188,7 @@ def model_not_found(requested: str, *served: str) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """List the first few mistakes in one message. Their inputs are left out, except small numbers: a body of 4 KB must
+    """List the first few mistakes in one message. Their inputs are left out, except small values: a body of 4 KB must
     not cause an answer of 20 MB."""
     mistakes = error.errors(include_url=False)
     lines = [f"{_dotted(item) or 'body'}: {_message(item)}" for item in mistakes[:MAX_LISTED_ERRORS]]
@@ -199,7 +203,14 @@ def from_validation(error: ValidationError) -> ApiError:
 def _message(item: Any) -> str:
     # pydantic's own message would name the Python class.
     text = "should be an object" if item["type"] == "model_type" else clip(item["msg"], _MAX_MISTAKE_CHARS)
-    return f"{text}, but it is {item['input']}" if _is_small_number_out_of_range(item) else text
+    return f"{text}, but it is {json.dumps(item['input'])}" if _shows_its_value(item) else text
+
+
+def _shows_its_value(item: Any) -> bool:
+    value = item["input"]
+    if not item["type"].endswith(_NO_NUMBER):
+        return _is_small_number_out_of_range(item)
+    return isinstance(value, bool | float | None) or (isinstance(value, str) and len(value) <= _MAX_SHOWN_CHARS)
 
 
 def _is_small_number_out_of_range(item: Any) -> bool:

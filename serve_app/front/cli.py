@@ -15,12 +15,14 @@ from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, read_config, refuse_tls
 from serve_app.front.console import Console
 from serve_app.front.haproxy import HAProxyUnusable
+from serve_app.front.output import BY_SIGNAL, OutputLost, disk_problem
 from serve_app.front.preflight import preflight
 from serve_app.front.proxy_env import ENABLE, serving_environment, starts_a_cluster
 from serve_app.front.servers import running_servers
 from serve_app.front.signals import exit_on_signals
 from serve_app.front.start import StartFailed, in_a_line
 from serve_app.front.this_machine import EngineCheck, checking
+from serve_app.front.threads import thread_warnings
 from serve_app.settings.instance import VARIABLE
 
 VERBOSE_HELP = "Show the logs of Ray and all replicas, which otherwise go to a file."
@@ -59,9 +61,15 @@ def serve(words: list[str], console: Console, *, refused: int) -> None:
     except (ConfigRefused, HAProxyUnusable, StartFailed) as refusal:
         console.complain(str(refusal))
         sys.exit(refused if isinstance(refusal, ConfigRefused) else FAILED)
+    except OutputLost as lost:
+        if lost.has_left:
+            sys.exit(BY_SIGNAL + signal.SIGPIPE)
+        console.complain(str(lost))
+        sys.exit(FAILED)
     except Exception as error:  # noqa: BLE001 - there is no caller; the terminal may show nothing but this line
-        traceback.print_exc()
-        console.complain(f"serve failed: {in_a_line(error)}")
+        if (problem := disk_problem(error)) is None:
+            traceback.print_exc()
+        console.complain(problem or f"serve failed: {in_a_line(error)}")
         sys.exit(FAILED)
 
 
@@ -73,6 +81,8 @@ def _run(arguments: Arguments, console: Console) -> None:
     with ExitStack() as held:
         own_cluster = starts_a_cluster(arguments.of_ray, os.environ)  # once Ray runs, this would answer no
         if own_cluster:
+            for warning in thread_warnings(applications):
+                console.say(f"warning  {warning}")
             checks = held.enter_context(checking(config, applications, arguments))
             os.environ[VARIABLE] = uuid.uuid4().hex
         held.enter_context(serving_environment(arguments.of_ray, [config.path], os.environ))
@@ -109,7 +119,7 @@ def _leave_to_ray(arguments: Arguments, console: Console) -> None:
     except SystemExit as end:
         if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
             raise
-        drain_and_shutdown(console.say)
+        drain_and_shutdown(console.mention)
 
 
 def _find_server() -> None:

@@ -8,10 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engine.host.own_directory import own_directory
+from serve_app.front.output import OutputLost
 
 VARIABLE = "CHUNKSERVE_VERBOSE"
 """`1` has the same effect as --verbose."""
@@ -19,7 +20,10 @@ VARIABLE = "CHUNKSERVE_VERBOSE"
 
 class Console:
     """Writes lines for the user, to the process's own standard output and error, also after `quiet`. told: puts a text
-    in the user's words, if they named no config file."""
+    in the user's words, if they named no config file.
+
+    `say` raises OutputLost, so that a start ends whose lines nobody can read. `mention` and `complain` never raise:
+    neither a shutdown nor a failure may be cut short by a terminal that has gone."""
 
     def __init__(self, told: Callable[[str], str] = str) -> None:
         self._told = told
@@ -29,10 +33,15 @@ class Console:
     def say(self, text: str) -> None:
         _write(self._out, self._told(text))
 
+    def mention(self, text: str) -> None:
+        with suppress(OutputLost):
+            self.say(text)
+
     def complain(self, text: str) -> None:
         """Write to standard error, with the path of the log once there is one."""
         told = self._told(text)
-        _write(self._errors, told if self.log is None else f"{told}\nlog: {self.log}")
+        with suppress(OutputLost):
+            _write(self._errors, told if self.log is None else f"{told}\nlog: {self.log}")
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -56,8 +65,11 @@ class Console:
 
 def _write(descriptor: int, text: str) -> None:
     rest = f"{text}\n".encode()
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError as error:
+        raise OutputLost(error) from error
 
 
 def _log_directory() -> Path:

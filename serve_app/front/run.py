@@ -80,7 +80,7 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
         except SystemExit as end:
             if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
                 raise
-            drain_and_shutdown(console.say)
+            drain_and_shutdown(console.mention)
 
 
 def _take_down(launch: Launch, console: Console) -> None:
@@ -90,12 +90,12 @@ def _take_down(launch: Launch, console: Console) -> None:
 
     try:
         if launch.own_cluster:
-            drain_and_shutdown(console.say)
+            drain_and_shutdown(console.mention)
         else:
-            drain_and_delete(launch.names, console.say)
+            drain_and_delete(launch.names, console.mention)
     except Exception as error:  # noqa: BLE001 - the earlier failure must be raised instead
         traceback.print_exc()
-        console.say(f"not everything was taken down: {in_a_line(error)}")
+        console.mention(f"not everything was taken down: {in_a_line(error)}")
 
 
 def _submit(arguments: Arguments) -> None:

@@ -38,16 +38,23 @@ def noted(server: RunningServer) -> Iterator[None]:
         path = own_directory(_NOTES) / uuid.uuid4().hex
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except OSError as error:
-        logger.warning("serve status will not find this server: %s", error)
+        _warn(error)
         yield
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, json.dumps(asdict(server)).encode())
+        try:
+            os.write(descriptor, json.dumps(asdict(server)).encode())
+        except OSError as error:  # a full disk; an empty note is no server
+            _warn(error)
         yield
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _warn(error: OSError) -> None:
+    logger.warning("serve status will not find this server: %s", error)
 
 
 def running_servers() -> list[RunningServer]:

@@ -8,6 +8,8 @@ import json
 import sys
 from collections.abc import Callable
 
+import gevent
+
 from loadtest.arrivals import Profile
 from loadtest.driver import Driver
 from loadtest.plan import Ask, Closed, Open, Plan, Point, Shape
@@ -35,8 +37,22 @@ def main() -> None:
     tally = Tally()
     kind = Telling if given.get("tells") else Driver
     target = Target(given["url"], "fake", given.get("timeout_s", 60.0), given.get("keys", {}))
-    kind(plan, target, tally, seed=1).run()
+    driver = kind(plan, target, tally, seed=1)
+    if given.get("ended"):
+        _end_from_outside(driver)
+    else:
+        driver.run()
     print(json.dumps({"figures": tally.figures("p"), "errors": dict(tally.whole().errors)}), flush=True)
+
+
+def _end_from_outside(driver: Driver) -> None:
+    """End the load at the next line of input, as Locust does, say so, and wait for what becomes of its requests."""
+    running = gevent.spawn(driver.run)
+    gevent.get_hub().threadpool.apply(sys.stdin.readline)
+    running.kill()
+    print("ended", flush=True)
+    while driver.in_flight:
+        gevent.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,27 @@ async def test_a_client_that_leaves_closes_its_connection_and_is_no_failure() ->
     assert (found["figures"]["cancelled"], found["errors"]) == (1, {})
 
 
+async def test_what_the_end_of_a_load_cuts_off_is_no_failure() -> None:
+    """The connections close with the load, each at a time of its own."""
+    all_came, load_ended = asyncio.Barrier(3), asyncio.Event()
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + WORD)
+        await all_came.wait()
+        await load_ended.wait()
+        writer.close()
+
+    async with driving(Scripted(answer), requests=2, tokens=9, ended=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await all_came.wait()
+        process.stdin.write(b"end\n")
+        assert await process.stdout.readline() == b"ended\n"
+        load_ended.set()
+        found = json.loads(await process.stdout.readline())
+    assert (found["figures"]["offered"], found["errors"]) == (0, {})
+
+
 async def test_an_answer_that_never_ends_is_given_up() -> None:
     async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + WORD)

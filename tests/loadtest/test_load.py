@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,7 +210,7 @@ async def test_a_worker_that_is_lost_breaks_the_run(tmp_path: Path) -> None:
 
 
 async def test_a_load_that_is_ended_writes_its_report(tmp_path: Path) -> None:
-    server = FakeServer()
+    server = FakeServer(step_s=0.05)  # some answers have ended by then, and some are cut off
     async with listening(server) as port:
         url = ["--url", f"http://127.0.0.1:{port}", "--out", str(tmp_path), "--seed", "1", *LENIENT]
         async with started([sys.executable, "-m", "loadtest.load", *url, "--seconds", "600", "--rate", "5"]) as process:
@@ -221,8 +222,13 @@ async def test_a_load_that_is_ended_writes_its_report(tmp_path: Path) -> None:
             await asyncio.wait_for(process.communicate(), LONGEST_S)
         await asyncio.sleep(0)
     found = json.loads((tmp_path / "report.json").read_text())
-    assert (found["exit_code"], found["broken"]) == (BROKEN, ["1 of 1 workers did not end their load"])
-    assert found["points"][0]["figures"]["ok"] > 0
+    assert (found["exit_code"], found["broken"], found["missed"]) == (BROKEN, [], [])
+    assert re.fullmatch(
+        r"after \d+ s of a load of 600 s; \d+ unfinished requests, which this cut off, are left out", found["ended"]
+    )
+    figures = found["points"][0]["figures"]
+    assert figures["offered"] == figures["ok"] > 0
+    assert (figures["failed"], found["errors"]) == (0, {})
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,35 @@ def test_what_the_server_holds_on_to_is_a_miss() -> None:
     assert (found["exit_code"], found["missed"]) == (MISSED, ["the server still holds 2 requests"])
 
 
+def test_a_load_that_was_ended_misses_only_what_it_had_begun() -> None:
+    """Its later points had no figures, which broke each limit, and kinds whose first request was not due counted as
+    unanswered."""
+    limits = tuple(parse_limits("ttft_p99_ms<=100,failed<=0"))
+    plan = dataclasses.replace(PLAN, limits=limits, no_collapse=0.9)
+    begun = tally(a=[good(1.0)])
+    found = document(plan, begun, run_events=RunEvents(ended="after 5 s"))
+    assert (found["exit_code"], found["ended"], found["broken"]) == (BROKEN, "after 5 s", [])
+    assert found["missed"] == ["a: ttft_p99_ms <= 100: 200"]
+    assert len(document(plan, begun)["missed"]) > 3
+
+
+@pytest.mark.parametrize(
+    ("events", "lines"),
+    [
+        (RunEvents(ended="after 5 s"), ["ended early: after 5 s", "incomplete, with code 5"]),
+        (
+            RunEvents(ended="after 5 s", unsettled=["it holds 2"]),
+            ["ended early: after 5 s", "missed: it holds 2", "failed, with code 5"],
+        ),
+    ],
+    ids=["alone", "beside a miss"],
+)
+def test_a_load_that_was_ended_has_failed_only_by_what_else_is_wrong(events: RunEvents, lines: list[str]) -> None:
+    found = document(run_events=events)
+    assert verdict(found)[-len(lines) :] == lines
+    assert "ended early: after 5 s" in page(found)
+
+
 # --- the document ---------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,13 @@ def test_what_a_server_holds_is_that_of_all_engines_or_of_the_ingress_whichever_
         assert held(target) == Held(4, 0)
 
 
+def test_a_model_that_does_not_say_what_it_holds_is_an_error() -> None:
+    models = {"one": load(0, 0, 0, 0), "two": load(0, 0, 0, 0) | {"error": {"message": "The engine is not running."}}}
+    why = pytest.raises(OSError, match=r"/load does not say what two holds: The engine is not running\.")
+    with answering(load(0, 0, 0, 0) | {"models": models}) as target, why:
+        held(target)
+
+
 @pytest.mark.parametrize("answer", [{}, [], {"engines": [{}], "ingress": {"num_live": 0}}, None])
 def test_an_answer_that_does_not_say_it_is_an_error(answer: object) -> None:
     with answering(answer) as target:

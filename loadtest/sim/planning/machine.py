@@ -39,6 +39,10 @@ class Machine:
     """The most of each kind of work that a measured step had; beyond it, costs are extrapolated."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the engine that was measured; empty if they are not known."""
+    shape: str | None = None
+    """See engine.build.step_times.model_shape: that of the model that was measured, if the file says it."""
+    model: str | None = None
+    """The name of that model, if the file says it."""
 
     @property
     def is_gpu(self) -> bool:
@@ -75,11 +79,11 @@ def read_machine(path: Path) -> Machine:
             costs, deviation = read_costs(document["costs"]), float(document["deviation"])
         except (KeyError, TypeError) as wrong:
             raise ValueError(f"{path.name} holds no step times: {wrong!r}") from wrong
-        return Machine(path.name, costs, deviation, _of_calibration(costs, settings), settings)
+        return Machine(path.name, costs, deviation, _of_calibration(costs, settings), settings, *_model(document))
     steps, error = measured(path)
     if isinstance(steps, LinearStep):
         costs = _calibrated(steps, settings)
-        return Machine(path.name, costs, error, _of_cells(document.get("cells", [])), settings)
+        return Machine(path.name, costs, error, _of_cells(document.get("cells", [])), settings, *_model(document))
     works = [step.work for step in gpu_steps(document)] if document.get("benchmark") == ON_GPU else []
     return Machine(path.name, steps.costs, error, _most(works), settings)
 
@@ -91,6 +95,12 @@ def _settings(document: Any) -> dict[str, Any]:
         return {"device": str(document.get("device", "cuda"))}
     found = document.get("config") or (document.get("of") or {}).get("settings") or {}
     return dict(found) if isinstance(found, dict) else {}
+
+
+def _model(document: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the shape and the name of the model that was measured, as far as the file has them."""
+    shape, name = (document.get("of") or {}).get("shape"), document.get("model")
+    return shape if isinstance(shape, str) else None, name if isinstance(name, str) else None
 
 
 def _sizes_of(settings: Mapping[str, Any]) -> dict[str, int]:

@@ -4,6 +4,7 @@ Never decides who may use them: they need a key of their own, see serve_app.auth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import Field
 from starlette.middleware import Middleware
@@ -58,8 +59,16 @@ class Admin:
         return JSONResponse({"draining": draining})
 
     async def reset_prefix_cache(self, _: Request) -> Response:
-        dropped = [await lane.client.reset_prefix_cache() for lane in self.lanes]
-        return JSONResponse({"dropped_blocks": [number for engines in dropped for number in engines]})
+        found = await self.lanes.each(lambda lane: lane.client.reset_prefix_cache())
+        dropped: list[dict[str, Any]] = [
+            {"dropped_blocks": [], **one.body()} if isinstance(one, ApiError) else {"dropped_blocks": one}
+            for one in found
+        ]
+        if not self.lanes.are_several:
+            return JSONResponse(dropped[0])
+        models = {lane.model.id: one for lane, one in zip(self.lanes, dropped, strict=True)}
+        blocks = [number for one in dropped for number in one["dropped_blocks"]]
+        return JSONResponse({"dropped_blocks": blocks, "models": models})
 
     def routes(self, keys: Keys) -> list[Route]:
         handlers = {

@@ -3,8 +3,10 @@ Never reads more of a body than the name: the route's schema does, and refuses w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import pydantic_core
@@ -14,7 +16,9 @@ from serve_app.api.models.lane import Lane
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.requests.hints import hints
 from serve_app.engines.engine_client import ServedModel
-from serve_app.errors.api_error import ApiError, model_not_found
+from serve_app.errors.api_error import ApiError, model_not_found, to_api_error
+
+T = TypeVar("T")
 
 
 class _Body(msgspec.Struct):
@@ -53,6 +57,19 @@ class Lanes:
     @property
     def are_several(self) -> bool:
         return len(self._lanes) > 1
+
+    async def each(self, ask: Callable[[Lane], Awaitable[T]]) -> list[T | ApiError]:
+        """Ask all models at once, and return their answers. A model that fails has an error instead, and does not take
+        the answers of the others away.
+
+        Raises:
+            ApiError: none has answered.
+        """
+        found = await asyncio.gather(*(_answer_of(ask, lane) for lane in self._lanes))
+        errors = [one for one in found if isinstance(one, ApiError)]
+        if len(errors) == len(found):
+            raise errors[0]
+        return found
 
     async def of_body(self, body: bytes) -> Asked:
         """Find the lane for a body's `model`; the first if it names none that is served, whose route then says what
@@ -116,6 +133,13 @@ class Lanes:
         aliased = (lane for lane in lanes if lane.names.has_alias(asked) and lane.names.find(asked) is not None)
         matched = (lane for lane in lanes if lane.names.find(asked) is not None)
         return next(named, None) or next(aliased, None) or next(matched, None)
+
+
+async def _answer_of(ask: Callable[[Lane], Awaitable[T]], lane: Lane) -> T | ApiError:
+    try:
+        return await ask(lane)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this model's alone
+        return to_api_error(error)
 
 
 def _read(body: bytes) -> tuple[str | None, int | None]:

@@ -287,6 +287,8 @@ class Version(Shape):
 class ModelLoad(Shape):
     engines: list[LoadSnapshot]
     ingress: GateSnapshot
+    error: Error | None = None
+    """Why `engines` is empty, if they did not answer. If no model's did, the whole answer is an error."""
 
 
 class Load(Shape):
@@ -342,6 +344,14 @@ class Draining(Shape):
     draining: bool
 
 
+class ModelDroppedBlocks(Shape):
+    dropped_blocks: list[int]
+    error: Error | None = None
+    """Why it is empty, if an engine of the model did not answer: others of its engines may have dropped theirs."""
+
+
 class DroppedBlocks(Shape):
     dropped_blocks: list[int]
     """The number of blocks dropped by each engine."""
+    models: dict[str, ModelDroppedBlocks] = {}
+    """The same of each model, by its name; there only if there are several."""

@@ -95,6 +95,8 @@ def _tokens_json(tokens: list[int], asked: TokenizePrompt | TokenizeMessages, la
 def _detokenize(tokens: list[int], tokenizer: Tokenizer) -> Json:
     for place, token in enumerate(tokens):
         if tokenizer.vocabulary_entry(token) is None:  # decoding would leave it out silently
-            text = f"Token id {token} is out of vocabulary: ids are below {tokenizer.vocab_size}."
-            raise ApiError(400, text, param=f"tokens.{place}", code="invalid_value")
+            param, last = f"tokens.{place}", tokenizer.vocab_size - 1
+            but = ", but this one is unused" if token <= last else ""
+            text = f"{param}: token id {token} is out of vocabulary: this model's ids are 0 to {last}{but}."
+            raise ApiError(400, text, param=param, code="invalid_value")
     return {"prompt": tokenizer.decode(tokens)}

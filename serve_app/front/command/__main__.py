@@ -7,17 +7,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from signal import SIGINT, SIGPIPE
 from typing import Protocol, cast
 
+from serve_app.front.output import BY_SIGNAL, CannotWrite, OutputParser, discard_output, disk_problem
 from serve_app.front.signals import Signalled
 
 PROG = "chunkserve"
 _PACKAGE = "serve_app.front.command"
-_BY_SIGNAL = 128
-"""Added to a signal's number, as a shell does, for the exit status of a command that it ended."""
+_FAILED = 1
 
 COMMANDS = {
     "serve": "Serve a model, or the applications of a config file, until a signal.",
@@ -41,23 +42,37 @@ class Subcommand(Protocol):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status. A signal, and a reader of the output that has left, end it without a
-    traceback."""
+    """Run a subcommand and return its exit status. A signal, a reader of the output that has left, and a full disk end
+    it without a traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     _open_what_is_closed()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr, where a locale is not UTF-8
     try:
         try:
-            return _run(list(sys.argv[1:] if arguments is None else arguments))
+            return _run(given)
         finally:
             sys.stdout.flush()  # here, where it can be caught, and not when Python ends
     except KeyboardInterrupt:
-        return _BY_SIGNAL + SIGINT
+        return BY_SIGNAL + SIGINT
     except Signalled as end:
-        return _BY_SIGNAL + end.signum
+        return BY_SIGNAL + end.signum
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
-        return _BY_SIGNAL + SIGPIPE
+        discard_output(errors=True)
+        return BY_SIGNAL + SIGPIPE
+    except CannotWrite as refusal:
+        return _failed(given, str(refusal))
+    except OSError as error:
+        if (problem := disk_problem(error)) is None:
+            raise
+        discard_output()
+        return _failed(given, problem)
+
+
+def _failed(given: list[str], problem: str) -> int:
+    with suppress(OSError):  # it may be standard error that takes no more
+        print(f"{' '.join([PROG, *given[:1]])}: {problem}", file=sys.stderr)
+    return _FAILED
 
 
 def _open_what_is_closed() -> None:
@@ -83,7 +98,7 @@ def _run(given: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OutputParser(
         prog=PROG,
         usage=f"{PROG} [-h] [--version] COMMAND ...",
         description="Serve large language models over OpenAI's and Anthropic's APIs, and look after such a server.",
@@ -91,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         f"what `{PROG} serve config.yaml` does, and takes all options of Ray Serve's own command.",
     )
     parser.add_argument("--version", action="store_true", help=COMMANDS["version"])
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, help="one of these:")
+    subparsers = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, help="one of these:", parser_class=argparse.ArgumentParser
+    )
     for name, about in COMMANDS.items():
         subparsers.add_parser(name, help=about, add_help=False)
     return parser

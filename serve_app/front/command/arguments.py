@@ -10,6 +10,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from serve_app.front.command.api import KEY, Api
+from serve_app.front.output import OutputParser
 from serve_app.front.servers import running_servers
 
 BAD_INPUT = 2
@@ -17,7 +18,7 @@ FAILED = 1
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(OutputParser):
     """Refuses bad arguments in one line, which argparse's own parser hides under its usage."""
 
     def __init__(self, prog: str, description: str) -> None:

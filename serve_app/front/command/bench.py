@@ -16,6 +16,7 @@ from typing import Any
 
 from serve_app.front.command.api import Api, NoAnswer, Refused, harmless
 from serve_app.front.command.arguments import BAD_INPUT, FAILED, Parser, chosen_server, file_to_write, url_of
+from serve_app.front.output import write_file
 from serve_app.front.signals import Signalled
 
 _SPARE_S = 120.0
@@ -133,6 +134,7 @@ def _words(options: argparse.Namespace, url: str, out: Path) -> list[str]:
 
 def _show(path: Path, options: argparse.Namespace, server: Api) -> int | None:
     """Print the table, and return the load's exit code; None if the load left no report."""
+    from loadtest.report import conclusion
     from loadtest.table import reasons, table
 
     try:
@@ -140,12 +142,12 @@ def _show(path: Path, options: argparse.Namespace, server: Api) -> int | None:
     except FileNotFoundError:
         print("the load ended before it had a report", file=sys.stderr)
         return None
+    if options.json is not None:  # before the table, whose reader may have left
+        write_file("--json", options.json, json.dumps(document, indent=1) + "\n")
     print(f"{options.scenario} on {server.url}, model {options.model}; times are p50/p99")
     print("\n".join(map(harmless, [*table(document), *reasons(document)])))
     code = int(document["exit_code"])
-    print("passed" if code == 0 else f"failed, with code {code}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(conclusion(document))
     if options.out:
         print(Path(options.out) / "report.html")
     return code

@@ -41,6 +41,8 @@ def main(arguments: Sequence[str], prog: str) -> int:
                 print("\n".join(_explained(model, machine)), flush=True)
             except (ConfigRefused, ModelError) as refusal:
                 problems += str(refusal).splitlines()
+    for warning in findings.warnings:
+        print(f"warning: {warning}")
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from serve_app.front.command.arguments import BAD_INPUT, FAILED, Parser
+from serve_app.front.output import CannotWrite, write_file
 
 _HEAD = "# Written by `chunkserve convert` from {name}. `chunkserve check` finds what is wrong with it.\n"
 
@@ -32,9 +33,12 @@ def main(arguments: Sequence[str], prog: str) -> int:
     text = _HEAD.format(name=name) + yaml.safe_dump(converted.config, sort_keys=False, allow_unicode=True)
     if options.output is None:
         print(text, end="")
-    elif (problem := _write(options.output, text)) is not None:
-        print(problem, file=sys.stderr)
-        return BAD_INPUT
+    else:
+        try:
+            write_file("--output", options.output, text, new=True)
+        except CannotWrite as refusal:
+            print(refusal, file=sys.stderr)
+            return BAD_INPUT
     for note in converted.notes:
         print(note, file=sys.stderr)
     return FAILED if any(note.kind is Kind.NOT_SUPPORTED for note in converted.notes) else 0
@@ -56,15 +60,3 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (without it, stdout)")
     parser.add_argument("--model", metavar="ID", help="model_id of the LLMConfig to convert, if not all")
     return parser
-
-
-def _write(to: Path, text: str) -> str | None:
-    """Return what is wrong, if the file could not be written."""
-    try:
-        with to.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        return f"--output: {to} is there already: choose another name, or remove it"
-    except OSError as error:
-        return f"--output: {to}: {error.strerror}"
-    return None

@@ -7,7 +7,6 @@ import argparse
 import copy
 import json
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.host.cores import usable_threads
 from serve_app.front.command.arguments import BAD_INPUT, FAILED, Parser, file_to_write
+from serve_app.front.command.progress import Progress
+from serve_app.front.output import write_file
 from serve_app.front.signals import exit_on_signals
 
 if TYPE_CHECKING:
@@ -53,11 +54,13 @@ def main(arguments: Sequence[str], prog: str) -> int:
 
     document = document_of(plan, options.cost)
     config = _config(base.content, document)
-    print("\n".join(lines_of(document)))
-    if options.json is not None:
-        options.json.write_text(json.dumps(document | {"config": config}, indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:  # before the plan is printed, whose reader may have left
+        write_file("--json", options.json, json.dumps(document | {"config": config}, indent=1) + "\n")
     if options.write_config is not None:
         _write(config, options.write_config)
+    print("\n".join(lines_of(document)))
+    if options.write_config is not None:
+        print(f"wrote {options.write_config}")
     return 0 if plan.is_held else CANNOT_BE_HELD
 
 
@@ -147,6 +150,7 @@ def _planned(options: argparse.Namespace) -> tuple[Plan, _Base]:
         raise _Refused(f"{steps}: {error}") from error
     base = config or _made(model, machine)
     _check_measured(steps, machine, base.engine)
+    _check_model(steps, machine, base.model)
     engine = engine_of(machine, base.engine, kv_tokens=_kv_tokens(options, base), max_model_len=None)
     demand = _demand(options, engine)
     seconds = options.seconds or run_seconds(demand, goal, machine)
@@ -157,7 +161,7 @@ def _planned(options: argparse.Namespace) -> tuple[Plan, _Base]:
     limits = Limits(
         options.attainment / 100, options.min_replicas, options.max_replicas, options.autoscaling, options.startup_s
     )
-    progress = _Progress()
+    progress = Progress()
     choices = Choices(machine, engine, goal, demand, base.engine)
     try:
         with Simulations(case, options.processes, progress.count) as simulations:
@@ -244,6 +248,31 @@ def _check_measured(steps: Path, machine: Machine, engine: EngineConfig) -> None
         asked, was = getattr(engine, name), machine.settings.get(name)
         if asked not in (None, "auto", was) and was is not None:
             raise _Refused(f"{steps}: measured with {name} {was}, but the config's engine.{name} is {asked}")
+
+
+def _check_model(steps: Path, machine: Machine, model: str) -> None:
+    """Refuse step times of another model, as far as files here tell: a plan would look just as sure with them."""
+    measured = [machine.shape] if machine.shape else _shapes(machine.model) if machine.model else []
+    asked = set(_shapes(model))
+    if asked and measured and asked.isdisjoint(measured):
+        named = f", {machine.model}," if machine.model and machine.model != model else ""
+        raise _Refused(
+            f"{steps}: measured with another model{named} than {model}: the digest of its config.json begins with "
+            f"{measured[0][:8]}, and here with {min(asked)[:8]}; give that model by --model, or step times of this one"
+        )
+    if not (asked and measured) and machine.model != model:
+        why = f"{model} is not prepared here" if measured else "they do not say which model was measured"
+        print(f"{steps}: step times are not compared with the model: {why}", file=sys.stderr)
+
+
+def _shapes(model: str) -> list[str]:
+    """Return the shapes of a model's prepared forms; none for a name that means nothing here."""
+    from engine.build.step_times import model_shape
+
+    try:
+        return [model_shape(directory) for directory in _directories(model)]
+    except _Refused:
+        return []
 
 
 def _directories(model: str) -> list[Path]:
@@ -348,29 +377,5 @@ def _config(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 def _write(config: dict[str, Any], path: Path) -> None:
     import yaml
 
-    path.write_text(_HEAD.format(name=path.name) + yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    print(f"wrote {path}")
-
-
-class _Progress:
-    """Rewrites a line on a terminal; elsewhere it prints one for each phase. On standard error: standard output is for
-    the plan."""
-
-    def __init__(self) -> None:
-        self._phase, self._began, self._is_terminal = "", time.monotonic(), sys.stderr.isatty()
-
-    def say(self, phase: str) -> None:
-        self._phase = phase
-        if not self._is_terminal:
-            print(f"{time.monotonic() - self._began:4.0f} s  {phase}", file=sys.stderr, flush=True)
-
-    def count(self, done: int, asked: int) -> None:
-        if self._is_terminal:
-            elapsed_s = time.monotonic() - self._began
-            sys.stderr.write(f"\r\x1b[K{elapsed_s:4.0f} s  {self._phase}: {done} of {asked} simulations so far")
-            sys.stderr.flush()
-
-    def end(self) -> None:
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    text = _HEAD.format(name=path.name) + yaml.safe_dump(config, sort_keys=False)
+    write_file("--write-config", path, text, new=True)

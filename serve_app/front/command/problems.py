@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.checkpoints.model_cache import ModelError
 from engine.checkpoints.model_name import ready_directory
+from engine.host.cores import refused_threads
 from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, read_config, refuse_tls
 from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
@@ -17,16 +18,18 @@ from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application, read_applications
 from serve_app.front.proxy_env import ENABLE
 from serve_app.front.this_machine import check_tokenizer, missing_adapters, missing_files
+from serve_app.front.threads import thread_warnings
 
 _FILES_OF_TLS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """`problems`: a line each. `applications`: this project's own, if their settings are right."""
+    """`problems` and `warnings`: a line each. `applications`: this project's own, if their settings are right."""
 
     problems: list[str]
     applications: list[Application]
+    warnings: list[str]
 
 
 def find_problems(path: Path) -> Findings:
@@ -54,9 +57,9 @@ def find_problems(path: Path) -> Findings:
     for application in applications:
         refusals = list(missing_files(application))
         for model in application.each_model():
-            refusals += [*missing_adapters(model), *_refused_models(model)]
+            refusals += [*missing_adapters(model), *_too_many_threads(model), *_refused_models(model)]
         problems.extend(line for refusal in refusals for line in str(refusal).splitlines())
-    return Findings(problems, applications)
+    return Findings(problems, applications, [] if problems else thread_warnings(applications))
 
 
 def _check_tls(config: ServeConfig) -> None:
@@ -79,6 +82,15 @@ def _haproxy_runs() -> bool:
             return True
     except HAProxyUnusable:
         return False
+
+
+def _too_many_threads(model: Application) -> Iterator[ConfigRefused]:
+    """Yield the refusal that the engine's own check, for which torch would be loaded, has for its threads."""
+    engine = model.settings.engine
+    if engine.executor != "torch" or engine.num_threads is None:
+        return
+    if (refusal := refused_threads(engine.num_threads)) is not None:
+        yield model.refused(f"engine.{refusal}", "engine", "num_threads")
 
 
 def _refused_models(application: Application) -> Iterator[ConfigRefused]:

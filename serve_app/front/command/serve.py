@@ -19,6 +19,7 @@ from serve_app.front.command.arguments import BAD_INPUT, Parser
 from serve_app.front.command.serve_options import in_options, needs_one_application, serve_parser, set_args, set_http
 from serve_app.front.config_file import read_config
 from serve_app.front.console import Console
+from serve_app.front.output import CannotWrite, write_file
 from serve_app.front.signals import exit_on_signals
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -136,12 +137,9 @@ def _has_keys(path: Path) -> bool:
 def _write(path: Path, to: Path) -> int:
     name = shlex.quote(str(to)) if str(to).isprintable() else "FILE"  # it stands in a comment of one line
     try:
-        with to.open("x", encoding="utf-8") as file:
-            file.write(_HEAD.format(name=name) + path.read_text(encoding="utf-8"))
-    except FileExistsError:
-        return _refuse([f"--write-config: {to} is there already: choose another name, or remove it"])
-    except OSError as error:
-        return _refuse([f"--write-config: {to}: {error.strerror}"])
+        write_file("--write-config", to, _HEAD.format(name=name) + path.read_text(encoding="utf-8"), new=True)
+    except CannotWrite as refusal:
+        return _refuse([str(refusal)])
     print(f"wrote {to}")
     return 0
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.build.executor import create_executor
 from engine.config import EngineConfig
 from engine.execution.executor import TorchExecutor
+from engine.host import cores
 from engine.models.native_encoding import NativeEncodingModel
 from engine.multimodal_inputs import EncodeJob, Grid, PlacedInput, overlapping, place_inputs, shift_at
 from engine.step import RowInputs, ScheduledRequest, StepPlan
@@ -147,6 +148,7 @@ def test_a_step_with_more_tokens_than_any_before_is_recorded_with_its_images_aga
 def test_the_encoder_has_all_threads_and_torch_has_one_again_afterwards(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 3)  # also where there are two
     executor = make(directory, num_threads=3)
     assert isinstance(executor.model, NativeEncodingModel)
     encoder, seen = executor.model.contents.encoder, []

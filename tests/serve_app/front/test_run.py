@@ -3,7 +3,9 @@ what it prints, what is fatal, and what is then taken down."""
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +20,12 @@ from ray.exceptions import RayError
 from ray.serve import scripts
 
 from loadtest.server import ROOT
+from serve_app.front import cli, shutdown
 from serve_app.front import run as running
-from serve_app.front import shutdown
 from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import read_config
 from serve_app.front.console import Console
+from serve_app.front.output import OutputLost
 from serve_app.front.preflight import read_applications
 from serve_app.front.run import Launch
 from serve_app.front.start import StartFailed, in_a_line
@@ -166,6 +169,63 @@ def test_a_failure_is_reported_even_if_nothing_can_be_taken_down(
     with pytest.raises(RayError):
         running.run(launch(tmp_path, own_cluster=True), [], console)
     assert console.lines[-1] == "not everything was taken down: RayError: the controller died"
+
+
+class Lost(Console):
+    """A terminal that has gone once the server is ready."""
+
+    def say(self, text: str) -> None:
+        if not text.startswith("model"):
+            raise OutputLost(BrokenPipeError(errno.EPIPE, "Broken pipe"))
+
+
+def test_a_start_whose_lines_nobody_reads_is_taken_down_as_a_whole(tmp_path: Path, cluster: Cluster) -> None:
+    with pytest.raises(OutputLost):
+        running.run(launch(tmp_path, own_cluster=True), [], Lost())
+    assert cluster.done == ["delete ours", "delete theirs", "delete another", "shutdown"]
+
+
+def test_a_terminal_that_has_gone_does_not_cut_the_shutdown_short(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "_report", lambda *_: None)
+    monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(signal.SIGTERM)))
+    running.run(launch(tmp_path, own_cluster=True), [], Lost())
+    assert cluster.done == ["delete ours", "delete theirs", "delete another", "shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "said"),
+    [
+        ("/dev/full", 1, "write error: No space left on device\n"),
+        ("a pipe without a reader", 141, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_ends_serve_without_a_traceback(output: str, status: int, said: str) -> None:
+    """Here with `serve --version`; the lines of a start go the same way."""
+    code = "import sys; from serve_app.front import cli; sys.argv = ['serve', '--version']; cli.main()"
+    if output.startswith("/"):
+        writable = os.open(output, os.O_WRONLY)
+    else:
+        read, writable = os.pipe()
+        os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=writable, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
+    finally:
+        os.close(writable)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_a_full_disk_of_ray_or_a_temporary_directory_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/ray/x")
+    monkeypatch.setattr(cli, "_run", lambda *_: raising(full))
+    with pytest.raises(SystemExit, match="1"):
+        cli.serve(["run", "c.yaml"], Console(), refused=2)
+    assert capfd.readouterr().err == "write error: /tmp/ray/x: No space left on device\n"
 
 
 def test_an_error_that_nobody_foresaw_is_a_line_on_the_terminal_and_a_traceback_in_the_log(tmp_path: Path) -> None:

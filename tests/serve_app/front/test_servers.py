@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -44,6 +45,18 @@ def test_a_server_is_noted_while_it_runs() -> None:
     with noted(FIRST):
         assert running_servers() == [FIRST]
     assert running_servers() == []
+
+
+def test_a_note_that_a_full_disk_does_not_take_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with noted(FIRST):
+        assert running_servers() == []
+    assert "serve status will not find this server: [Errno 28] No space left on device" in caplog.text
 
 
 def test_a_server_that_was_killed_is_not_noted(own_notes: Path) -> None:

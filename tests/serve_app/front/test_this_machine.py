@@ -144,6 +144,7 @@ def test_a_file_that_a_replica_would_not_find_is_named(tmp_path: Path, args: Any
             {"executor": "fake", "fake": {"recurrent_state": True}, "scheduler": {"chunk_owner": "engine"}},
             "args.engine: scheduler.chunk_owner is engine, but this model has a recurrent state",
         ),
+        ({"num_threads": 1000}, "args.engine: num_threads is 1000: expected at most"),
         (
             {"kv_cache_memory_gib": 1e6},
             "args.engine: kv_cache_memory_gib is 1000000.0, which takes 1000000.00 GiB",

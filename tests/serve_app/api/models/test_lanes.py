@@ -314,6 +314,41 @@ async def test_the_load_is_told_of_all_models_together_and_of_each(server: Serve
     assert told["models"]["org/first"]["ingress"]["num_live"] == 0
 
 
+def fail(client: Client, *methods: str) -> None:
+    async def failing() -> Any:
+        raise EngineError(ErrorCode.ENGINE_DEAD, "gone")
+
+    for method in methods:
+        setattr(client, method, failing)
+
+
+async def test_a_model_whose_engines_do_not_answer_has_an_error_in_the_load_beside_the_others(server: Server) -> None:
+    whole = (await server.get("/load")).json
+    fail(server.clients[0], "load")
+    answer = await server.get("/load")
+    assert (answer.status, answer.json["engines"]) == (200, whole["engines"][1:])
+    assert answer.json["ingress"] == whole["ingress"]
+    first, second = answer.json["models"].values()
+    assert second == whole["models"]["second"]
+    assert (first["engines"], first["ingress"]) == ([], whole["models"]["org/first"]["ingress"])
+    assert (first["error"]["code"], first["error"]["message"]) == ("engine_dead", "The engine is not running.")
+    fail(server.clients[1], "load")
+    answer = await server.get("/load")
+    assert (answer.status, answer.error["code"]) == (503, "engine_dead")
+
+
+async def test_a_model_whose_prefix_caches_stay_is_named_beside_those_that_were_emptied(server: Server) -> None:
+    """Regression guard: the models after the first that failed kept theirs, and nobody knew which had."""
+    fail(server.clients[0], "reset_prefix_cache")
+    answer = await server.post("/admin/reset_prefix_cache", {})
+    assert (answer.status, answer.json["dropped_blocks"]) == (200, [3])
+    first, second = (answer.json["models"][model.id] for model in (FIRST, SECOND))
+    assert (first["dropped_blocks"], first["error"]["code"]) == ([], "engine_dead")
+    assert second == {"dropped_blocks": [3]}
+    fail(server.clients[1], "reset_prefix_cache")
+    assert (await server.post("/admin/reset_prefix_cache", {})).status == 503
+
+
 async def test_the_activity_names_each_models_engines_and_counts_an_ingress_once(server: Server) -> None:
     def engine(name: str) -> EngineActivity:
         return EngineActivity(
@@ -370,7 +405,10 @@ async def test_draining_closes_every_models_gate(server: Server) -> None:
     assert (await server.post("/admin/resume", {})).json == {"draining": False}
     assert (await server.post("/v1/completions", PROMPT | {"model": "second"})).status == 200
     assert server.clients[0].drains == [True, False]
-    assert (await server.post("/admin/reset_prefix_cache", {})).json == {"dropped_blocks": [3, 3]}
+    assert (await server.post("/admin/reset_prefix_cache", {})).json == {
+        "dropped_blocks": [3, 3],
+        "models": {"org/first": {"dropped_blocks": [3]}, "second": {"dropped_blocks": [3]}},
+    }
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------

@@ -205,13 +205,40 @@ async def test_a_wrong_body_is_a_400_that_names_the_field(path: str, body: Any, 
     assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
 
 
-async def test_an_id_that_no_token_has_is_named_with_the_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (262, "token id 262 is out of vocabulary: this model's ids are 0 to 261."),
+        (2**31 - 1, "token id 2147483647 is out of vocabulary: this model's ids are 0 to 261."),
+        (2**31, "Input should be less than 2147483648, but it is 2147483648"),
+        (2**70, "Input should be less than 2147483648"),
+        (-1, "Input should be greater than or equal to 0, but it is -1"),
+        (1.5, "Input should be a valid integer, but it is 1.5"),
+        (1.0, "Input should be a valid integer, but it is 1.0"),
+        (True, "Input should be a valid integer, but it is true"),
+        (None, "Input should be a valid integer, but it is null"),
+        ("97", 'Input should be a valid integer, but it is "97"'),
+        ("9" * 21, "Input should be a valid integer"),
+        ([1], "Input should be a valid integer"),
+    ],
+    ids=repr,
+)
+@BOTH
+async def test_what_is_no_token_id_is_named_with_its_place_the_limit_and_the_value(
+    prefix: str, wrong: Any, message: str
+) -> None:
+    answer = await post(app(), f"{prefix}/detokenize", {"tokens": [97, wrong, 98]})
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "tokens.1", "invalid_value")
+    assert answer.error["message"] == f"tokens.1: {message}"
+
+
+async def test_an_id_between_those_of_tokens_is_said_to_be_unused(tmp_path: Path) -> None:
     words = word_app(tmp_path)
-    size = (await get_json(words, "/tokenizer_info"))["vocab_size"]
+    last = (await get_json(words, "/tokenizer_info"))["vocab_size"] - 1
     error = (await post(words, "/detokenize", {"tokens": [1, 5]})).error
     assert error["param"] == "tokens.1"
-    assert "5" in error["message"]
-    assert str(size) in error["message"]
+    ids = f"this model's ids are 0 to {last}, but this one is unused."
+    assert error["message"] == f"tokens.1: token id 5 is out of vocabulary: {ids}"
 
 
 async def test_a_conversation_without_a_template_is_a_400_that_says_so(tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda c: engine(c).update(max_num_seqs=600),
         "max_num_batched_tokens (512) must be at least max_num_seqs + 1 (601)",
     ),
+    "more threads than cores": (
+        lambda c: engine(c).update(num_threads=1000),
+        f"args.engine.num_threads is 1000: expected at most {cores.usable_cores()}, as many as this process may use",
+    ),
     "values that exclude each other": (
         lambda c: engine(c).update(device="cuda"),
         "engine.device is cuda, but engine_num_gpus is 0",
@@ -190,6 +194,62 @@ def test_tls_is_refused_only_where_haproxy_would_be_in_front(
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     assert main([path], "chunkserve check") == 2
     assert "HAProxy in front of this server has no TLS" in capsys.readouterr().err
+
+
+QUOTA = (
+    "of which 2 can compute at a time (the container's CPU quota is 2.5 of 8 cores); unset, they share what there is"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"engine_replicas": 1}, None),
+        ({"engine_replicas": 2}, f"2 engines on this machine have 4 threads, {QUOTA}"),
+        ({"autoscaling": {"min_replicas": 1, "max_replicas": 3}}, f"3 engines on this machine have 6 threads, {QUOTA}"),
+        ({"engine": {"num_threads": 8}}, f"1 engine has 8 threads, {QUOTA}"),
+        ({"engine": {"num_threads": None}, "engine_replicas": 9}, None),
+        ({"engine": {"executor": "fake", "num_threads": 8}}, None),
+        ({"engine_num_gpus": 1, "engine_replicas": 4}, None),
+    ],
+    ids=str,
+)
+def test_threads_that_would_wait_for_each_other_are_a_warning_with_the_numbers(
+    changes: dict[str, Any],
+    warning: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not a refusal: engines may be on several machines, and a short step may use more than the quota's cores."""
+    monkeypatch.setattr(cores, "_cpu_quota", lambda root: 2.5)
+    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
+    config = shipped()
+    config["applications"][0]["args"] = {"engine": {"num_threads": 2}} | changes
+    path = written(tmp_path, config)
+    assert main([path], "chunkserve check") == 0
+    *warnings, last = capsys.readouterr().out.splitlines()
+    assert last == f"{path}: no problem found"
+    assert [line.partition("engine.num_threads: ")[2] for line in warnings] == [warning] * (warning is not None)
+    assert all(line.startswith(f"warning: {path}, line ") for line in warnings)
+
+
+def test_models_of_several_applications_share_the_cores_of_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 3)
+    monkeypatch.setattr(cores, "_cpu_quota", lambda root: None)
+    config = shipped()
+    config["applications"][0]["args"] = {"engine": {}}
+    second = {"name": "b", "route_prefix": "/b", "import_path": "serve_app.app:build", "args": {}}
+    config["applications"].append(second)
+    named = [{"model": "smollm2-135m-instruct", "served_model_name": name} for name in ("x", "y")]
+    second["args"] = {"models": [named[0], named[1] | {"engine": {"num_threads": 2}}]}
+    assert main([written(tmp_path, config)], "chunkserve check") == 0
+    warning, _ = capsys.readouterr().out.splitlines()
+    assert (
+        "application b: args.models.1.engine.num_threads: 3 engines on this machine have 6 threads, of whi" in warning
+    )
 
 
 def test_a_check_loads_neither_torch_nor_ray() -> None:

@@ -94,18 +94,66 @@ print(sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_m
     assert not {"pydantic", "yaml", "engine", "starlette"} & set(re.findall(r"\w+", loaded)), loaded
 
 
-@pytest.mark.parametrize(("words", "status"), [("--help", 0), ("version", 141), ("keys", 141)])
-def test_a_reader_that_has_left_ends_it_quietly(words: str, status: int) -> None:
-    """argparse ignores it already, and the others end as if the signal of a broken pipe had ended them."""
+AT_ITS_END, AT_ONCE = "", "1"
+"""When a command's output is written: PYTHONUNBUFFERED."""
+PRINTING = pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("--help", AT_ITS_END),
+        ("--help", AT_ONCE),
+        ("plan --help", AT_ONCE),
+        ("version", AT_ITS_END),
+        ("version", AT_ONCE),
+        ("keys", AT_ITS_END),
+        ("check config.yaml", AT_ITS_END),
+        ("prepare", AT_ITS_END),
+    ],
+)
+"""Commands that need nothing but what is here, and succeed."""
+
+
+@PRINTING
+def test_a_reader_that_has_left_ends_it_quietly(words: str, unbuffered: str) -> None:
+    """It ends as if the signal of a broken pipe had ended it."""
     read, write = os.pipe()
     os.close(read)
     try:
-        done = subprocess.run(
-            [*COMMAND, words], stdout=write, stderr=subprocess.PIPE, timeout=60, env=environment(), check=False
-        )
+        assert ended(words, write, unbuffered) == (141, "")
     finally:
         os.close(write)
-    assert (done.returncode, done.stderr) == (status, b"")
+
+
+@PRINTING
+def test_a_full_disk_ends_it_with_a_line(words: str, unbuffered: str) -> None:
+    """argparse by itself would call a help shown that was not; and there was a traceback for the others."""
+    with open("/dev/full", "wb") as full:
+        line = f"chunkserve {words.split()[0]}: write error: No space left on device\n"
+        assert ended(words, full.fileno(), unbuffered) == (1, line)
+
+
+def ended(words: str, output: int, unbuffered: str) -> tuple[int, str]:
+    """Return a command's status, and what it printed on standard error. `prepare` also says there what it has done."""
+    done = subprocess.run(
+        [*COMMAND, *words.split()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env=environment({"PYTHONUNBUFFERED": unbuffered}),
+        cwd=ROOT,
+        check=False,
+    )
+    lines = done.stderr.splitlines(keepends=True)
+    return done.returncode, "".join(line for line in lines if not line.startswith("Model smollm2"))
+
+
+def test_a_standard_error_that_takes_nothing_is_a_failure_as_well() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*COMMAND, "check", "no.yaml"], stdout=subprocess.PIPE, stderr=full, env=environment(), check=False
+        )
+    assert (done.returncode, done.stdout) == (1, b"")
 
 
 # --- version ----------------------------------------------------------------------------------------------------------

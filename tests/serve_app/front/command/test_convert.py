@@ -3,6 +3,7 @@ a line each what it could not take along. Never needs vLLM or ray.serve.llm."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from serve_app.front.command.check import main as check
 from serve_app.front.command.convert import main
-from tests.support.chunkserve import chunkserve, refusal
+from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
 
 PROG = "chunkserve convert"
 ONE: dict[str, Any] = {
@@ -194,6 +195,15 @@ def test_what_cannot_be_converted_is_refused_in_a_line_and_nothing_is_written(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_nothing_is_left_of_a_file_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
+    """The next attempt would otherwise find that it is there already."""
+    path, out = write(tmp_path / "ray.yaml", ONE), tmp_path / "ours.yaml"
+    shell = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *COMMAND, "convert", path, "-o", str(out)]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"--output: {out}: File too large\n")
+    assert not out.exists()
 
 
 def test_a_file_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -58,6 +59,23 @@ def test_numbers_make_a_plan_with_a_config_that_check_accepts(tmp_path: Path) ->
     assert args["engine_replicas"] == found["set"]["engine_replicas"]
     assert args["engine"]["max_num_seqs"] == found["set"]["max_num_seqs"]
     assert found["costs"]["cost_per_hour"] == 2 * found["set"]["engine_replicas"]
+
+
+@pytest.mark.slow
+def test_files_are_written_before_the_plan_is_printed_to_a_reader_that_may_have_left(tmp_path: Path) -> None:
+    out, config = tmp_path / "plan.json", tmp_path / "config.yaml"
+    files = ("--json", str(out), "--write-config", str(config))
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as unread:
+        done = subprocess.run(
+            [*COMMAND, "plan", *NUMBERS, *TARGETS, *QUICK, "--steps", str(STEPS), *files],
+            stdout=unread, stderr=subprocess.PIPE, timeout=120, env=environment({"PYTHONUNBUFFERED": "1"}), check=False,
+        )  # fmt: skip
+    assert done.returncode == 141
+    assert b"Traceback" not in done.stderr
+    assert json.loads(out.read_text())["holds"]
+    assert find_problems(config).problems == []
 
 
 @pytest.mark.slow
@@ -122,6 +140,85 @@ def test_without_steps_those_that_an_engine_has_kept_of_the_model_are_taken(
     assert plan._steps(None, str(tmp_path / "model")) == folder / "of-it.json"
     (folder / "of-it.json").unlink()
     assert kept_step_times(model) is None
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes models of different shapes, whose step times are kept in `<name>.json` beside them."""
+    monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
+
+    def made(name: str) -> Path:
+        directory = tmp_path / name
+        directory.mkdir()
+        shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": len(name)}
+        (directory / "config.json").write_text(json.dumps(shape | {"hidden_size": 64, "vocab_size": 64}))
+        of = identity(directory, resolved_config(max_num_seqs=16, max_num_batched_tokens=512, num_kv_blocks=2000))
+        costs = StepCosts((1, 512), (0.005, 0.2), key_s=1e-7).document()
+        (tmp_path / f"{name}.json").write_text(json.dumps({"costs": costs, "deviation": 0.02, "of": of}))
+        return directory
+
+    return made
+
+
+def compared(steps: Path, model: str | Path, capsys: pytest.CaptureFixture[str]) -> str:
+    plan._check_model(steps, read_machine(steps), str(model))
+    return capsys.readouterr().err
+
+
+def test_step_times_of_another_model_are_refused_by_name_and_digest(
+    models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They made a plan that looked as sure as any: only settings were compared, and these were the same."""
+    one, other = models("one"), models("other")
+    assert compared(tmp_path / "one.json", one, capsys) == ""
+    with pytest.raises(
+        ValueError, match=rf"one\.json: measured with another model than {other}: the digest"
+    ) as refused:
+        compared(tmp_path / "one.json", other, capsys)
+    begins = [json.loads((tmp_path / f"{name}.json").read_text())["of"]["shape"][:8] for name in ("one", "other")]
+    assert all(digest in str(refused.value) for digest in begins)
+
+
+def test_results_of_a_benchmark_are_of_the_model_that_they_name(
+    models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = models("one"), models("other")
+    result = json.loads((tmp_path / "one.json").read_text())
+    del result["of"]
+    (tmp_path / "result.json").write_text(json.dumps(result | {"benchmark": "step_model", "model": str(one)}))
+    assert compared(tmp_path / "result.json", one, capsys) == ""
+    with pytest.raises(ValueError, match=f"another model, {one}, than {other}"):
+        compared(tmp_path / "result.json", other, capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "why"),
+    [
+        ({}, "org/far-away", "org/far-away is not prepared here"),
+        ({"of": {}}, "one", "they do not say which model was measured"),
+        ({"of": {}, "model": "nothing-here"}, "one", "they do not say which model was measured"),
+    ],
+)
+def test_step_times_that_cannot_be_compared_are_taken_with_a_line(
+    changes: dict[str, Any],
+    model: str,
+    why: str,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, steps = models("one"), tmp_path / "one.json"
+    steps.write_text(json.dumps(json.loads(steps.read_text()) | changes))
+    line = f"{steps}: step times are not compared with the model: {why}\n"
+    assert compared(steps, one if model == "one" else model, capsys) == line
+
+
+def test_a_plan_with_step_times_of_another_model_is_refused(
+    refused: Callable[..., str], models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    models("one")
+    words = (*NUMBERS, *TARGETS, "--steps", str(tmp_path / "one.json"), "--model", str(models("other")))
+    assert "one.json: measured with another model than " in refused(*words)
 
 
 def test_where_nothing_is_kept_one_line_says_how_to_get_it(tmp_path: Path) -> None:

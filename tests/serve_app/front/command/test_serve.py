@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from engine.checkpoints.model_name import ready_directory
+from engine.host.cores import usable_threads
 from loadtest.server import ROOT, free_port, launched
 from serve_app.front.command.base_config import base_config
 from serve_app.front.command.serve import main
@@ -226,6 +227,20 @@ def test_an_address_that_is_not_free_or_not_known_is_refused_in_options(tmp_path
     assert line.startswith(f"--port {port} on 127.0.0.1 is not free: Address already in use.")
     line = refusal("serve", "c.yaml", "--host", "a..b", "--port", "8001", cwd=tmp_path, env=own)
     assert line == "--host: not a host name (given: 'a..b')"
+
+
+def test_a_start_warns_of_more_threads_than_can_compute(tmp_path: Path) -> None:
+    threads, _ = usable_threads()
+    settings = {"engine": {"num_threads": threads}, "engine_replicas": 2}
+    config = {"applications": [{"import_path": "serve_app.app:build", "args": settings}]}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # ends the start after the warning
+        words = ["serve", "c.yaml", "--host", "127.0.0.1", "--port", str(taken.getsockname()[1])]
+        done = chunkserve(*words, cwd=tmp_path, env={"RAY_ADDRESS": "local"})
+    assert done.returncode == 2
+    assert (
+        f"engine.num_threads: 2 engines on this machine have {2 * threads} threads, of which {threads} " in done.stdout
+    )
 
 
 def test_a_closed_terminal_changes_neither_the_status_nor_what_is_said(tmp_path: Path) -> None:
