@@ -75,7 +75,8 @@ class BlockFiles(Protocol):
         ...
 
     def reset(self) -> int:
-        """Remove all blocks of this model, and return their number."""
+        """Remove all blocks of this model, and return their number. Raises: TierFault: they cannot be removed, and are
+        not read any more."""
         ...
 
     def on_change(self, wake: Callable[[], None]) -> None: ...

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from engine.kv_tiers import BlockMove, MoveKind, MoveResult, Tier, TierChange, TierSize
 from engine.tiers.copier import BlockCopier, BlockFiles
+from engine.tiers.faults import TierFault
 from engine.tiers.host_pool import HostPool, Pin
 from engine.tiers.loads import READERS, Loads
 from engine.tiers.results import Results
@@ -93,9 +94,10 @@ class TierMover:
         return tuple(sizes)
 
     def reset(self) -> int:
+        """See KvMover. A directory that cannot be written is not used any more, which is logged."""
         self._loads.forget(FORGOTTEN)
         self._stores.forget()
-        return self._pool.reset() + (0 if self._files is None else self._files.reset())
+        return self._pool.reset() + (0 if self._files is None else _removed(self._files))
 
     def on_result(self, wake: Callable[[], None]) -> None:
         self._results.on_put(wake)
@@ -119,3 +121,12 @@ class TierMover:
             logger.warning("the disk tier does not answer: its files are left open")
         self._copier.close()
         self._pool.close()
+
+
+def _removed(files: BlockFiles) -> int:
+    """Remove all files; return how many."""
+    try:
+        return files.reset()
+    except TierFault as fault:  # the engine goes on without them
+        logger.error("KV on disk could not be removed: %s", fault)
+        return 0

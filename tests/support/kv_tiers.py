@@ -150,6 +150,8 @@ class MemoryFiles:
         return self._capacity, sum(map(len, self.files.values()))
 
     def reset(self) -> int:
+        if self.drop_fault is not None:
+            raise self.drop_fault
         number = len(self.files)
         self.files.clear()
         return number

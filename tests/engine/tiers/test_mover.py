@@ -484,6 +484,16 @@ def test_no_file_appears_after_a_reset(rig: Rig) -> None:
     assert [*rig.files.files] == [C]
 
 
+def test_a_reset_of_a_disk_that_refuses_it_forgets_the_rest_and_the_engine_goes_on(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.run(store(HOST, A, 3), store(DISK, A, 3))
+    rig.files.drop_fault = TierFault("a read-only disk")
+    assert rig.mover.reset() == 1
+    assert "KV on disk could not be removed: a read-only disk" in caplog.text
+    assert rig.run(store(HOST, A, 3)) == [""]
+
+
 # --- what is told ----------------------------------------------------------------------------------------------------
 
 
