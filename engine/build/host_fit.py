@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from engine.build.facts import facts_of
-from engine.build.kv_tiers import tier_memory
+from engine.build.kv_tiers import TierMemory, tier_memory
 from engine.config import ConfigError, EngineConfig, max_drafting_tokens
 from engine.features import DRAFTS, find_conflict
-from engine.host.shares import SPARED, Room
+from engine.host.shares import SPARED, Claim, Room, shares
 from engine.models.adapter_files import adapter_bytes
 from engine.models.config import pixels_of
 from engine.models.description import ModelConfig
@@ -173,6 +173,21 @@ def host_use(model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: t
         host_tier=tiers.host_bytes,
         disk_buffers=tiers.buffer_bytes,
     )
+
+
+def claim_tiers(config: EngineConfig, tiers: TierMemory) -> Claim | None:
+    """Claim the host's memory for the KV tiers of an engine on a GPU; None if it has none.
+
+    Raises:
+        ConfigError: there is not so much.
+    """
+    if not tiers.total:
+        return None
+    with shares() as shared:
+        budget = HostBudget(use=HostUse(weights=0, step=0), room=shared.room(1))
+        setting = f"kv_tiers.host_memory_gib is {config.kv_tiers.host_memory_gib:g}"
+        budget.check(f"{setting}, which takes {_gib(tiers.total)} with buffers", tiers.total)
+        return shared.claim(tiers.total)
 
 
 def weights_on_host(
