@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import partial
-from operator import attrgetter, eq, is_not, ne
+from operator import attrgetter, eq, is_, is_not, ne
 from typing import Any
 
 
@@ -46,6 +46,8 @@ class Feature:
 
 def shown(value: Any) -> str:
     """Format a setting's value as in a config file. A table of values is only reported as set."""
+    if value is None:
+        return "unset"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -90,7 +92,7 @@ class Conflict:
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-_NOT_NONE = partial(is_not, None)
+_NONE, _NOT_NONE = partial(is_, None), partial(is_not, None)
 
 
 def _setting(title: str, setting: str, when: Callable[[Any], Any] | None) -> Feature:
@@ -149,6 +151,16 @@ LONG_PREFILL = _setting("a limit of a prompt's chunk", "scheduler.long_prefill_t
 CHUNK_HALVING = _setting("chunks that shrink with the context", "scheduler.chunk_halving_context", bool)
 ONE_PARTIAL = _setting("one prompt at a time", "scheduler.max_partial_prefills", partial(eq, 1))
 SNAPSHOTS = _setting("snapshots of recurrent state", "scheduler.state_snapshot_tokens", bool)
+
+NO_PREFIX_CACHE = _setting("no prefix cache", "enable_prefix_caching", partial(eq, False))
+HOST_TIER = _setting("KV in the machine's memory", "kv_tiers.host_memory_gib", bool)
+NO_HOST_TIER = _setting("no KV in the machine's memory", "kv_tiers.host_memory_gib", partial(eq, 0))
+DISK_TIER = _setting("KV on disk", "kv_tiers.disk_path", _NOT_NONE)
+NO_DISK_TIER = _setting("no KV on disk", "kv_tiers.disk_path", _NONE)
+DISK_SIZE = _setting("a bound of KV on disk", "kv_tiers.disk_gib", None)
+DISK_KEY = _setting("a key of KV on disk", "kv_tiers.disk_key_file", _NOT_NONE)
+RETENTION = _setting("what stays in the machine's memory", "kv_tiers.retention", None)
+LOAD_TIMEOUT = _setting("a wait for KV from lower tiers", "kv_tiers.load_timeout_s", None)
 
 # --- devices, kernels, kinds of models, executors ---------------------------------------------------------------------
 
@@ -262,6 +274,11 @@ RULES = (
     Rule((ENCODER_TOKENS, ENCODER_CACHE), (TEXT,), "this setting has an effect only with models that take images"),
     Rule((SNAPSHOTS,), (NO_STATE,), "snapshots need a model with recurrent state"),
     Rule(
+        (HOST_TIER, DISK_TIER),
+        (RECURRENT_STATE,),
+        "lower tiers keep KV alone, and a prefix of this model needs its recurrent state, too",
+    ),
+    Rule(
         (ENGINE_CHUNKS,),
         (RECURRENT_STATE,),
         "chunk_owner engine does not support recurrent state; use chunk_owner scheduler",
@@ -288,6 +305,24 @@ RULES = (
         (DRAFT_MODEL_NAME, DRAFT_MODEL_COST),
         (NO_DRAFT_MODEL,),
         "settings of a draft model have an effect only with speculative.method draft_model",
+    ),
+    Rule(
+        (HOST_TIER, DISK_TIER),
+        (DRAFT_MODEL,),
+        "lower tiers keep the main model's KV alone, and a draft model would read blocks that it never computed",
+    ),
+    Rule(
+        (HOST_TIER, DISK_TIER),
+        (NO_PREFIX_CACHE,),
+        "lower tiers give KV back as blocks of the prefix cache",
+    ),
+    Rule((DISK_SIZE, DISK_KEY), (NO_DISK_TIER,), "this setting has an effect only with kv_tiers.disk_path"),
+    Rule((RETENTION,), (NO_HOST_TIER,), "this setting has an effect only with kv_tiers.host_memory_gib"),
+    Rule(
+        (LOAD_TIMEOUT,),
+        (NO_HOST_TIER,),
+        "this setting has an effect only with kv_tiers.host_memory_gib or kv_tiers.disk_path",
+        (NO_DISK_TIER,),
     ),
     Rule(
         (ENGINE_CHUNKS,),

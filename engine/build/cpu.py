@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from engine.batch.grammar import read_grammars
 from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, kept_on_cpu, weights_on_host
+from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
 from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import block_bytes, resolve, resolve_dtype
 from engine.build.stored_weights import settle_quantize
@@ -22,6 +24,7 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conf
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
 from engine.execution.executor import TorchExecutor
+from engine.execution.kv_blocks import CpuBlockCopier
 from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
 from engine.models.adapted import AdaptedModel
@@ -33,6 +36,8 @@ from engine.models.matrix_counts import count_matrices
 from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
 from engine.models.stored_forms import in_integers
+from engine.tiers.copier import BlockFiles
+from engine.tiers.mover import TierMover
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
 from kernels.cpu.processor import cpu_flags
 from kernels.eager.ops import TABLES
@@ -65,6 +70,7 @@ class CpuStart:
     resolved: ResolvedConfig
     kernels: Choice
     draft: DraftStart | None
+    tiers: TierMemory
     claim: Claim
 
     def build(self) -> tuple[TorchExecutor, ResolvedConfig]:
@@ -72,9 +78,21 @@ class CpuStart:
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
+            ConfigError: the directory for KV cannot be used.
         """
         if self.model.vision is None:  # an encoder's buffers are large and seldom needed
             _keep_freed_memory()
+        with ExitStack() as undone:
+            files = open_files(self.model_dir, self.model, self.config, self.resolved, self.tiers)
+            if files is not None:
+                undone.callback(files.close)
+            executor, resolved = self._built(files)
+            undone.pop_all()
+        _give_back_freed_memory()
+        return executor, resolved
+
+    def _built(self, files: BlockFiles | None) -> tuple[TorchExecutor, ResolvedConfig]:
+        """Load the weights. The executor owns files, too."""
         builder = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels)
         decoder = builder.load()
         resolved = self._with_counts(decoder)
@@ -91,10 +109,15 @@ class CpuStart:
             num_threads=self.resolved.num_threads if with_torch else 1,
             grammars=read_grammars(self.model_dir, self.resolved),
             draft_model=draft_model,
+            kv_mover=self._mover(model, files),
             claim=self.claim,
         )
-        _give_back_freed_memory()
         return executor, resolved
+
+    def _mover(self, model: Model, files: BlockFiles | None) -> TierMover | None:
+        if not self.config.kv_tiers.any:
+            return None
+        return TierMover(CpuBlockCopier(model.cache), host_blocks=self.tiers.host_blocks, files=files)
 
     def release(self) -> None:
         """Give up the claim, if the engine is not going to be built."""
@@ -120,13 +143,16 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     """
     on = {**turned_on(config), CPU: f"this engine runs on the CPU ({device[1]})", **_missing()}
     refuse_conflicts(on)
+    check_key(config)
     model = read_model_config(model_dir)
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
+    tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
     config, why_bits = settle_quantize(model_dir, model, config, kernels)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
-    resolved = replace(resolved, reasons=resolved.reasons | why_bits | (draft.reasons if draft is not None else {}))
+    reasons = why_bits | (draft.reasons if draft is not None else {}) | tier_reasons(config, tiers)
+    resolved = replace(resolved, reasons=resolved.reasons | reasons)
     try:
         if model.vision is not None:
             from engine.build.encoder import with_inputs
@@ -137,7 +163,7 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, draft, claim)
+    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, claim)
 
 
 def _missing() -> Facts:

@@ -1,11 +1,12 @@
-"""Owns the start of an engine on a GPU: weights, trial steps of the largest size, KV blocks in the rest, captures.
+"""Owns the start of an engine on a GPU: weights, trial steps, KV blocks in the rest, captures. Long: each part is
+measured, or refused, before the next.
 Never computes a request's step, and never guesses what can be measured."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 
 from engine.batch.grammar import read_grammars
 from engine.build.facts import facts_of
+from engine.build.host_fit import claim_tiers
+from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
 from engine.build.model import ModelBuilder
 from engine.build.resolve import block_bytes, resolve, resolve_dtype
 from engine.build.trial_steps import (
@@ -28,6 +31,7 @@ from engine.execution.gpu.adapters import AdapterSlots, slots_bytes
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.expert_launches import warm_up_experts
+from engine.execution.gpu.kv_blocks import DeviceBlockCopier, buffer_bytes
 from engine.execution.gpu.launch_cost import measure_launch
 from engine.execution.gpu.linear_launches import warm_up_linear
 from engine.execution.gpu.memory import (
@@ -59,12 +63,15 @@ from engine.features import (
     find_conflict,
     turned_on,
 )
+from engine.host.shares import Claim
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache, blocks_in
 from engine.models.narrow import Keep
 from engine.models.recurrent_state import RecurrentState, state_bytes
 from engine.step import ExecutorOutOfMemoryError, StepPlan
+from engine.tiers.copier import BlockFiles
+from engine.tiers.mover import TierMover
 from kernels.choice import Choice, choose_attention
 from kernels.eager.ops import Ops
 
@@ -83,6 +90,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
     """
     on = {**turned_on(config), GPU: f"this engine runs on {device.name}"}
     refuse_conflicts(on)
+    check_key(config)
     model = read_model_config(model_dir)
     refuse_conflicts(on | facts_of(model))
     dtype, _ = resolve_dtype(config, device)
@@ -91,7 +99,9 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
     measured_later = (1, "measured once the weights are loaded")
     keep = Keep.NOTHING if ops.narrow is None else Keep.NARROW
     resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later, keep=keep)
-    resolved = replace(resolved, reasons=resolved.reasons | {"cuda_graphs": why_graphs})
+    tiers = tier_memory(model, config, dtype)
+    reasons = {"cuda_graphs": why_graphs, **tier_reasons(config, tiers)}
+    resolved = replace(resolved, reasons=resolved.reasons | reasons)
 
     def runner(decoder: Decoder, cache: KVCache, state: RecurrentState | None) -> DeviceModel:
         size, longest = resolved.block_size, resolved.max_model_len
@@ -108,7 +118,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
         rounded=config.quantize == "int8",
         round_inputs=config.activations == "fp8",
     )
-    return GpuStart(builder, device, ops, buckets, dtype)
+    return GpuStart(builder, device, ops, buckets, dtype, tiers, claim_tiers(config, tiers))
 
 
 class GpuStart:
@@ -121,7 +131,10 @@ class GpuStart:
         ops: Ops,
         buckets: Buckets,
         dtype: torch.dtype,
+        tiers: TierMemory,
+        claim: Claim | None,
     ) -> None:
+        self._tiers, self._claim = tiers, claim
         self._builder, self._config, self.resolved = builder, builder.config, builder.resolved
         self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
         self._block_bytes = block_bytes(builder.model, builder.config, dtype, draft=None)
@@ -134,12 +147,26 @@ class GpuStart:
 
         Raises:
             CheckpointError: the checkpoint is broken or not supported.
-            ConfigError: the config asks for more than the device's memory can give.
+            ConfigError: the config asks for more than the device's memory can give, or the directory for KV cannot be
+                used.
         """
+        with ExitStack() as undone:
+            # Before the weights, which take long.
+            files = open_files(self._builder.model_dir, self._builder.model, self._config, self.resolved, self._tiers)
+            if files is not None:
+                undone.callback(files.close)
+            built = self._built(files)
+            undone.pop_all()
+        return built
+
+    def _built(self, files: BlockFiles | None) -> tuple[DeviceExecutor, ResolvedConfig]:
+        """Build the engine on the device. The executor owns files, too."""
         free, total = self._device.memory()
         decoder = self._load(free, total)
         loaded = self._device.memory()[0]
         use = MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0)
+        if self._config.kv_tiers.any:
+            use = replace(use, moving=buffer_bytes(self._block_bytes))
         use = self._measure(decoder, self._reserve_adapters(decoder, use))
         num_blocks, why_blocks = self._num_blocks(use)
         reasons = self.resolved.reasons | {"num_kv_blocks": why_blocks}
@@ -150,11 +177,27 @@ class GpuStart:
         if self._buckets.all:
             with self._captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
                 model.capture(self._buckets)
-        grammars = read_grammars(self._builder.model_dir, resolved)
-        return DeviceExecutor(model, self._device, num_threads=resolved.num_threads, grammars=grammars), resolved
+        executor = DeviceExecutor(
+            model,
+            self._device,
+            num_threads=resolved.num_threads,
+            grammars=read_grammars(self._builder.model_dir, resolved),
+            kv_mover=self._mover(model, use, files),
+            claim=self._claim,
+        )
+        return executor, resolved
 
     def release(self) -> None:
-        """Do nothing: no memory was reserved, because one engine has the GPU to itself."""
+        """Give up the claim on the host's memory. The GPU's is not reserved: one engine has it to itself."""
+        if self._claim is not None:
+            self._claim.release()
+
+    def _mover(self, model: DeviceModel, use: MemoryUse, files: BlockFiles | None) -> TierMover | None:
+        if not self._config.kv_tiers.any:
+            return None
+        with _fits("The GPU has no memory for buffers of kv_tiers", use, "gpu_memory_utilization"), device_faults():
+            copier = DeviceBlockCopier(model.cache, self._device)
+        return TierMover(copier, host_blocks=self._tiers.host_blocks, files=files, pin=self._device.pin)
 
     def _load(self, free: int, total: int) -> Decoder:
         """Load the weights. free, total: the device's memory beforehand, in bytes."""

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from engine.build.facts import facts_of
+from engine.build.kv_tiers import TierMemory, tier_memory
 from engine.config import ConfigError, EngineConfig, max_drafting_tokens
 from engine.features import DRAFTS, find_conflict
-from engine.host.shares import SPARED, Room
+from engine.host.shares import SPARED, Claim, Room, shares
 from engine.models.adapter_files import adapter_bytes
 from engine.models.config import pixels_of
 from engine.models.description import ModelConfig
@@ -47,10 +48,15 @@ class HostUse:
     adapters: int = 0
     drafts: int = 0
     """What drafted tokens give to recurrent states, kept until it is known which are accepted."""
+    host_tier: int = 0
+    """KV in the host tier."""
+    disk_buffers: int = 0
+    """KV on its way to and from the disk tier."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.step + self.encoder_cache + self.encoding + self.adapters + self.drafts
+        engine = self.weights + self.step + self.encoder_cache + self.encoding + self.adapters + self.drafts
+        return engine + self.host_tier + self.disk_buffers
 
     def text(self) -> str:
         """Return every part in GiB, named by the setting that determines it."""
@@ -61,6 +67,8 @@ class HostUse:
             "encoding the largest image": self.encoding,
             "max_loras adapters": self.adapters,
             "num_speculative_tokens drafts": self.drafts,
+            "kv_tiers.host_memory_gib": self.host_tier,
+            "buffers for kv_tiers.disk_path": self.disk_buffers,
         }
         return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
 
@@ -84,7 +92,7 @@ class HostBudget:
         if asked is None:
             return self._that_fit(block_bytes, state_bytes, most)
         name, size, num_blocks = asked
-        self._check(f"{name} is {getattr(config, name)}, which takes {_gib(size)}", size)
+        self.check(f"{name} is {getattr(config, name)}, which takes {_gib(size)}", size)
         if config.num_kv_blocks is not None:
             return num_blocks, f"asked for; {_gib(num_blocks * block_bytes)}"
         less = f", less {state_bytes} bytes of recurrent state," if state_bytes else ""
@@ -97,16 +105,18 @@ class HostBudget:
                 f"{_free(self.room)}."
             )
 
-    def _check(self, what: str, size: int) -> None:
+    def check(self, what: str, size: int) -> None:
+        """Raise ConfigError if there is no memory for `size` bytes besides what is used. what: who wants them, for the
+        message."""
         if self.room is not None and self.use.total + size > self.room.free:
-            left = max(0, self.room.free - self.use.total)
-            raise ConfigError(f"{what}, but only {_gib(left)} is left after {self.use.text()}: {_free(self.room)}.")
+            left, after = max(0, self.room.free - self.use.total), f" after {self.use.text()}" * bool(self.use.total)
+            raise ConfigError(f"{what}, but only {_gib(left)} is left{after}: {_free(self.room)}.")
 
     def _that_fit(self, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
         if self.room is None:
             unknown = f"{MEMORY_GIB:g} GiB: this system does not say what is free"
             return blocks_in(MEMORY_GIB, block_bytes, state_bytes), unknown
-        self._check("kv_cache_memory_gib is unset, and one KV block takes", block_bytes + state_bytes)
+        self.check("kv_cache_memory_gib is unset, and one KV block takes", block_bytes + state_bytes)
         mine = min(self.room.free, self.room.share) - self.use.total
         fit = (int(KV_SHARE * mine) - state_bytes) // block_bytes
         if fit < 1:
@@ -148,8 +158,10 @@ def host_use(model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: t
 
     Raises:
         CheckpointError: the checkpoint's files cannot be read.
+        ConfigError: a tier of KV is too small for this model.
     """
     cache = 0 if model.vision is None else int(config.encoder_cache_memory_gib * GIB)
+    tiers = tier_memory(model, config, dtype)
     return HostUse(
         weights=weights_on_host(model_dir, model, config, dtype, native=native) + _vision_bytes(model, dtype),
         step=_step_bytes(model, config),
@@ -158,7 +170,24 @@ def host_use(model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: t
         adapters=config.max_loras
         * (packed_adapter_bytes if native else adapter_bytes)(model, config.max_lora_rank, dtype),
         drafts=_draft_bytes(model, config, dtype) if native else 0,
+        host_tier=tiers.host_bytes,
+        disk_buffers=tiers.buffer_bytes,
     )
+
+
+def claim_tiers(config: EngineConfig, tiers: TierMemory) -> Claim | None:
+    """Claim the host's memory for the KV tiers of an engine on a GPU; None if it has none.
+
+    Raises:
+        ConfigError: there is not so much.
+    """
+    if not tiers.total:
+        return None
+    with shares() as shared:
+        budget = HostBudget(use=HostUse(weights=0, step=0), room=shared.room(1))
+        setting = f"kv_tiers.host_memory_gib is {config.kv_tiers.host_memory_gib:g}"
+        budget.check(f"{setting}, which takes {_gib(tiers.total)} with buffers", tiers.total)
+        return shared.claim(tiers.total)
 
 
 def weights_on_host(

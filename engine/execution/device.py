@@ -53,6 +53,30 @@ class TimingEvent(Protocol):
         """Milliseconds on the device's clock until `later`, an event of the same device. Waits for `later`."""
 
 
+class Mark(Protocol):
+    """A point in a queue of work."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has got there."""
+
+    def wait(self) -> None:
+        """Return when the device has got there. Any thread."""
+
+
+class SideQueue(Protocol):
+    """Work that the device does beside the steps, in the order of the calls. Any thread may queue some."""
+
+    def mark_steps(self) -> Mark:
+        """Return the point behind all work of steps that is queued. Only the thread that runs the steps."""
+
+    def run(self, work: Callable[[], None], after: Any) -> Mark:
+        """Queue what `work` does, once the steps are past `after`, a mark of theirs; return the point behind it."""
+
+    def hold_steps(self, mark: Any) -> None:
+        """Let work of steps that is queued from now on wait for `mark`. Only the thread that runs the steps."""
+
+
 class Device(Protocol):
     """One device. Work is queued in the order of the calls, and done in that order."""
 
@@ -92,6 +116,17 @@ class Device(Protocol):
     def timing_event(self) -> TimingEvent:
         """An event after all queued work. For measurements; no step needs one."""
 
+    def side_queue(self) -> SideQueue:
+        """Make a queue of its own."""
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Make memory of the host known to the device, which then copies to and from it without waiting. Return what
+        undoes that, once nothing is copied any more.
+
+        Raises:
+            ConfigError: the device refuses so much.
+        """
+
 
 class HostDevice:
     """The CPU: every call completes its work at once. Nothing is captured on it, and its memory is not asked for, since
@@ -122,6 +157,31 @@ class HostDevice:
 
     def timing_event(self) -> TimingEvent:
         return _HostEvent()
+
+    def side_queue(self) -> SideQueue:
+        return _HostQueue()
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        return lambda: None
+
+
+class _HostQueue:
+    """Whose work is done when it is queued."""
+
+    def mark_steps(self) -> _HostMark:
+        return _HostMark()
+
+    def run(self, work: Callable[[], None], after: Any) -> _HostMark:
+        work()
+        return _HostMark()
+
+    def hold_steps(self, mark: Any) -> None: ...
+
+
+class _HostMark:
+    is_past = True
+
+    def wait(self) -> None: ...
 
 
 class _HostEvent:
@@ -189,6 +249,52 @@ class CudaDevice:
 
     def timing_event(self) -> TimingEvent:
         return _CudaEvent()
+
+    def side_queue(self) -> SideQueue:
+        return _CudaQueue()
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        # Not by torch, whose allocator of pinned memory takes the next power of two.
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        if error := int(runtime.cudaHostRegister(address, len(memory), 0)):
+            raise ConfigError(
+                f"kv_tiers takes {len(memory)} bytes of the machine's memory, and CUDA does not copy to and from it "
+                f"(cudaHostRegister: error {error}). Lower kv_tiers.host_memory_gib."
+            )
+        return lambda: runtime.cudaHostUnregister(address) and None
+
+
+class _CudaQueue:
+    def __init__(self) -> None:
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def mark_steps(self) -> _CudaMark:
+        return _CudaMark()
+
+    def run(self, work: Callable[[], None], after: _CudaMark) -> _CudaMark:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after.event)
+            work()
+            return _CudaMark()
+
+    def hold_steps(self, mark: _CudaMark) -> None:
+        torch.cuda.current_stream().wait_event(mark.event)
+
+
+class _CudaMark:
+    """A point behind what is queued on the current stream."""
+
+    def __init__(self) -> None:
+        self.event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # to sleep, not to spin
+        self.event.record()
+
+    @property
+    def is_past(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
 
 
 class _CudaEvent:

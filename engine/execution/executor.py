@@ -28,6 +28,7 @@ from engine.execution.answers import Answers
 from engine.execution.device import TorchThreads, advancing, device_faults
 from engine.execution.draft_model import DraftModel
 from engine.host.shares import Claim
+from engine.kv_tiers import KvMover
 from engine.models.computed import Computed, Model
 from engine.protocol import TokenLogprobs
 from engine.step import Capabilities, Executor, StepOutput, StepPlan
@@ -54,13 +55,16 @@ class TorchExecutor:
         num_threads: int,
         grammars: Grammars | None = None,
         draft_model: DraftModel | None = None,
+        kv_mover: KvMover | None = None,
         claim: Claim | None = None,
     ) -> None:
         """num_threads: for torch's operators. grammars: see Answers. draft_model: fills in the drafts that plans leave
-        open. claim: on the machine's memory; given up at shutdown."""
+        open. kv_mover: moves the model's KV; it ends with the executor. claim: on the machine's memory; given up at
+        shutdown."""
         self.model = model
         self._answers = Answers(grammars)
         self._draft_model = draft_model
+        self._kv_mover = kv_mover
         self._claim = claim
         self._threads = TorchThreads(num_threads)
         self._outputs: deque[StepOutput] = deque()
@@ -76,6 +80,7 @@ class TorchExecutor:
             recurrent_state=self.model.state is not None,
             compile_grammar=None if grammars is None else grammars.compile,
             adapters=self.model.adapters,
+            kv_mover=self._kv_mover,
         )
 
     @torch.inference_mode()
@@ -138,6 +143,8 @@ class TorchExecutor:
         """Drop weights and cache. No step can run afterwards; a second call finds nothing to drop."""
         self._outputs.clear()
         self._answers.shutdown()
+        if self._kv_mover is not None:
+            self._kv_mover.shutdown()
         self._draft_model = None
         with suppress(AttributeError):
             del self.model

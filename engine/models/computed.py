@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.batch.sampler import Draw
+from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import AdapterHost, StepPlan
 
@@ -56,6 +57,9 @@ class Computed:
 
 class Model(Protocol):
     """A model that runs steps, with the KV cache and the recurrent states that it reads and writes."""
+
+    @property
+    def cache(self) -> KVCache: ...
 
     @property
     def state(self) -> RecurrentState | None:

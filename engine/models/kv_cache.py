@@ -44,6 +44,10 @@ def blocks_in(memory_gib: float, block_bytes: int, state_bytes: int = 0) -> int:
     return blocks
 
 
+PAGE = 4096
+"""Each tensor begins at a multiple of so many bytes of the cache's memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """(K, V) of each layer that has them, each [num_blocks, block_size, kv_heads, stored_size(head_dim)].
@@ -53,6 +57,9 @@ class KVCache:
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
+    blocks: Tensor | None = None
+    """The same memory as bytes, so that one operation copies a block of all layers, whatever is where within it.
+    # [2 * num_layers, num_blocks, bytes of a block in a tensor] uint8. None: the tensors are not in one piece."""
 
     @classmethod
     def allocate(
@@ -66,22 +73,24 @@ class KVCache:
         """Allocate zeros. On a CPU (device None) a page takes memory when its first block is used; whoever allocates
         has checked that there will be enough."""
         shape = (num_blocks, block_size, model.num_kv_heads, stored_size(model.head_dim, dtype))
+        size = math.prod(shape) * dtype.itemsize
+        apart, count = -(-size // PAGE) * PAGE, 2 * model.num_attention_layers
+        if device is None or device.type == "cpu":
+            memory = _untouched_zeros(count * apart)
+        else:
+            memory = torch.zeros(count * apart, dtype=torch.uint8, device=device)
+        tensors = [memory[begin : begin + size].view(dtype).view(shape) for begin in range(0, count * apart, apart)]
+        block_bytes = size // num_blocks
+        blocks = memory.as_strided((count, num_blocks, block_bytes), (apart, block_bytes, 1))
+        return cls(tuple(zip(tensors[::2], tensors[1::2], strict=True)), blocks)
 
-        def zeros() -> Tensor:
-            if device is None or device.type == "cpu":
-                return _untouched_zeros(shape, dtype)
-            return torch.zeros(shape, dtype=dtype, device=device)
 
-        return cls(tuple((zeros(), zeros()) for _ in range(model.num_attention_layers)))
-
-
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros that the system fills in page by page, when they are first read or written; torch.zeros writes them
-    all. They go back to it with the tensor."""
-    size = math.prod(shape) * dtype.itemsize
+def _untouched_zeros(size: int) -> Tensor:
+    """Return bytes of zero that the system fills in page by page, when they are first read or written; torch.zeros
+    writes them all. They go back to it with the tensor. # [size] uint8"""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would count as a file's
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages refuses the advice, and needs none
             # Where the system gives huge pages to all, a first block would zero 2 MiB in each tensor within its step.
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -38,6 +38,8 @@ from engine.execution.device import Device, Download, StateLostError, TorchThrea
 from engine.execution.gpu.model import DeviceModel, Pending
 from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
 from engine.execution.gpu.token_counts import TokenCounts
+from engine.host.shares import Claim
+from engine.kv_tiers import KvMover
 from engine.models.computed import Computed
 from engine.protocol import TokenLogprobs
 from engine.step import (
@@ -97,12 +99,21 @@ class DeviceExecutor:
     """An engine.execution.executor.ModelExecutor that can launch a step while the one before is still running."""
 
     def __init__(
-        self, model: DeviceModel, device: Device, *, num_threads: int, grammars: Grammars | None = None
+        self,
+        model: DeviceModel,
+        device: Device,
+        *,
+        num_threads: int,
+        grammars: Grammars | None = None,
+        kv_mover: KvMover | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """num_threads: for torch's operators on the host. grammars: see Answers."""
+        """num_threads: for torch's operators on the host. grammars: see Answers. kv_mover: moves the model's KV; it
+        ends with the executor. claim: on the host's memory; given up at shutdown."""
         self.model = model
         self._device = device
         self._answers = Answers(grammars)
+        self._kv_mover, self._claim = kv_mover, claim
         self._threads = TorchThreads(num_threads)
         self._launched: deque[_Launched] = deque()
         self._counts = TokenCounts(device, model.decoder.config.vocab_size)
@@ -120,6 +131,7 @@ class DeviceExecutor:
             compile_grammar=None if grammars is None else grammars.compile,
             adapters=self.model.adapters,
             sizes=self.model.sizes,
+            kv_mover=self._kv_mover,
         )
 
     # --- launch -------------------------------------------------------------------------------------------------------
@@ -314,6 +326,10 @@ class DeviceExecutor:
         self._launched.clear()
         self._flying.clear()
         self._answers.shutdown()
+        if self._kv_mover is not None:
+            self._kv_mover.shutdown()
+        if self._claim is not None:
+            self._claim.release()
         with suppress(AttributeError):
             del self.model
             del self._counts

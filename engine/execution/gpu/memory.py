@@ -24,13 +24,15 @@ class MemoryUse:
     """Recurrent states: all slots and snapshots."""
     adapters: int = 0
     """LoRA adapters: all slots, with an adapter or without."""
+    moving: int = 0
+    """Buffers for KV on its way to and from lower tiers."""
     graphs: int = 0
     """Memory that captured steps keep."""
 
     @property
     def taken(self) -> int:
         """All that is taken before the first KV block."""
-        return self.others + self.weights + self.activations + self.states + self.adapters + self.graphs
+        return self.others + self.weights + self.activations + self.states + self.adapters + self.moving + self.graphs
 
     def text(self) -> str:
         """Every part in GiB."""
@@ -40,6 +42,7 @@ class MemoryUse:
             "activations of the largest step": self.activations,
             **({"recurrent states": self.states} if self.states else {}),
             **({"adapters": self.adapters} if self.adapters else {}),
+            **({"buffers for kv_tiers": self.moving} if self.moving else {}),
             "graphs": self.graphs,
         }
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
@@ -70,7 +73,7 @@ def kv_blocks_that_fit(use: MemoryUse, utilization: float, block_bytes: int, *, 
     """The number of KV blocks that fit below `utilization` of the device's memory, without `spare_blocks`, which the
     scheduler never sees.
 
-        0 ... others ... weights ... activations ... states ... adapters ... graphs ... KV blocks ... limit ... total
+        0 ... others ... weights ... activations ... states, adapters, buffers, graphs ... KV blocks ... limit ... total
 
     The limit is utilization * total.
 

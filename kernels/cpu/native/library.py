@@ -131,6 +131,15 @@ def byte_products() -> str:
     return _BYTE_PRODUCTS[load_library().byte_products()]
 
 
+def identity() -> str:
+    """Return what decides the bits that the library computes on this machine: its code, and the instructions that it
+    uses here. Raises: as load_library."""
+    library = load_library()
+    with Path(library._name).open("rb") as file:
+        code = hashlib.file_digest(file, "sha256").hexdigest()
+    return f"{code}, {vector_level()}, {byte_products()}, matrix unit {library.matrix_unit()}"
+
+
 def cache_dir() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("CHUNKSERVE_KERNELS_CACHE") or Path(root) / "chunkserve" / "kernels")

@@ -19,7 +19,7 @@ from engine.build.cpu import start_on_cpu
 from engine.build.engine import check_engine
 from engine.build.executor import create_executor
 from engine.build.gpu import start_on_device
-from engine.config import ConfigError, EngineConfig, SchedulerConfig, SpeculativeConfig, Targets
+from engine.config import ConfigError, EngineConfig, KvTiersConfig, SchedulerConfig, SpeculativeConfig, Targets
 from engine.core.capabilities import check_capabilities
 from engine.execution.device import HostDevice
 from engine.features import RULES, Conflict, Feature, Group, find_conflict, shown, terms_of
@@ -78,6 +78,15 @@ VALUES: dict[Feature, Any] = {
     features.CHUNK_HALVING: 4096,
     features.ONE_PARTIAL: 1,
     features.SNAPSHOTS: 16,
+    features.NO_PREFIX_CACHE: False,
+    features.HOST_TIER: 0.5,
+    features.NO_HOST_TIER: 0.0,
+    features.DISK_TIER: "kv",
+    features.NO_DISK_TIER: None,
+    features.DISK_SIZE: 2.5,
+    features.DISK_KEY: "key",
+    features.RETENTION: "lru",
+    features.LOAD_TIMEOUT: 1.5,
     features.FREE_TOKENS: 16,
     features.ANSWER_WEIGHT: 3.0,
     features.TTFT_TARGET: 1000.0,
@@ -160,13 +169,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 def config_with(settings: dict[str, Any]) -> dict[str, Any]:
     """Turn dotted paths into the arguments of EngineConfig."""
-    parts: dict[str, dict[str, Any]] = {"": {}, "scheduler": {}, "speculative": {}, "targets": {}}
+    parts: dict[str, dict[str, Any]] = {"": {}, "scheduler": {}, "speculative": {}, "targets": {}, "kv_tiers": {}}
     for path, value in settings.items():
         part, _, name = path.rpartition(".")
         parts[part][name] = value
     scheduler, speculative = SchedulerConfig(**parts["scheduler"]), SpeculativeConfig(**parts["speculative"])
-    targets = Targets(**parts["targets"])
-    return parts[""] | {"scheduler": scheduler, "speculative": speculative, "targets": targets}
+    targets, kv_tiers = Targets(**parts["targets"]), KvTiersConfig(**parts["kv_tiers"])
+    return parts[""] | {
+        "scheduler": scheduler,
+        "speculative": speculative,
+        "targets": targets,
+        "kv_tiers": kv_tiers,
+    }
 
 
 def start(terms: tuple[Feature, ...], find: Callable[[str], Path]) -> None:
@@ -270,8 +284,9 @@ NOT_OF_FEATURES = {
     "engine/build/draft.py read_draft": 2,
     # more memory than there is
     "engine/models/kv_cache.py blocks_in": 1,
+    "engine/build/kv_tiers.py tier_memory": 2,
     "engine/build/host_fit.py HostBudget._check_use": 1,
-    "engine/build/host_fit.py HostBudget._check": 1,
+    "engine/build/host_fit.py HostBudget.check": 1,
     "engine/build/host_fit.py HostBudget._that_fit": 1,
     "engine/execution/gpu/memory.py check_states_fit": 1,
     "engine/execution/gpu/memory.py check_adapters_fit": 1,

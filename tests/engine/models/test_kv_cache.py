@@ -13,7 +13,7 @@ import torch
 
 from engine.models.config import read_model_config
 from engine.models.description import ModelConfig
-from engine.models.kv_cache import KVCache, bytes_per_block
+from engine.models.kv_cache import PAGE, KVCache, bytes_per_block
 from tests.support.tiny_models import save_model
 
 BLOCK_SIZE = 16
@@ -58,6 +58,22 @@ def test_a_cache_is_zeros_of_its_shape_and_type(model: ModelConfig, dtype: torch
         tensor.view(torch.uint8).fill_(7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_block_of_all_layers_is_one_slice_of_the_memory(model: ModelConfig, dtype: torch.dtype) -> None:
+    """Tensors whose sizes are no multiple of a page begin at one, and the slice must reach each of them."""
+    cache = KVCache.allocate(model, 5, BLOCK_SIZE, dtype)
+    tensors = [tensor for pair in cache.layers for tensor in pair]
+    for number, tensor in enumerate(tensors):
+        assert tensor.data_ptr() % PAGE == 0
+        assert tensor.is_contiguous()
+        tensor.view(torch.uint8)[3] = number + 1
+    assert cache.blocks is not None
+    assert cache.blocks.shape == (len(tensors), 5, bytes_per_block(model, BLOCK_SIZE, dtype) // len(tensors))
+    for block in range(5):
+        want = [number + 1 if block == 3 else 0 for number in range(len(tensors))]
+        assert [row.unique().tolist() for row in cache.blocks[:, block]] == [[number] for number in want]
+
+
 def test_memory_is_taken_as_blocks_are_written_and_goes_back_with_the_cache(model: ModelConfig) -> None:
     """The whole cache used to be written at the start: 2 GiB, of which 16 streams need a fifth."""
     gc.collect()
@@ -65,7 +81,7 @@ def test_memory_is_taken_as_blocks_are_written_and_goes_back_with_the_cache(mode
     cache = allocate(model, 512 * MIB, torch.bfloat16)
     assert mapped() - space > 400 * MIB
     assert private() - free < 32 * MIB
-    keys, _ = cache.layers[0]
+    keys = cache.layers[0][0]
     keys[: len(keys) // 2].fill_(1.0)
     assert abs(private() - free - keys.nbytes // 2) < 32 * MIB
     del cache, keys

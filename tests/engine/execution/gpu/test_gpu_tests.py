@@ -18,7 +18,12 @@ def test_the_tests_of_a_gpu_pass_on_a_stand_in(tmp_path: Path) -> None:
     thousand cancels, which take minutes."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.gpu_stand_in", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "tests/gpu/test_engine.py", "tests/gpu/test_attention.py", "-k", "not thousand"],
+        [
+            *command,
+            *(f"tests/gpu/test_{name}.py" for name in ("engine", "attention", "kv_tiers")),
+            "-k",
+            "not thousand",
+        ],
         cwd=Path(__file__).parents[4],
         env=os.environ | {"STAND_IN_SHAPES": str(tmp_path)},
         capture_output=True,
