@@ -3,6 +3,7 @@ Never returns a block that is not bit for bit what was written under its digest 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -36,6 +37,8 @@ _CLOSE_S = 2.0
 """How long closing may go on removing the files of a reset. The next engine removes the rest."""
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """A pipe that somebody put there is no reason to wait."""
+_NO_FILE = (errno.ELOOP, errno.ENXIO)
+"""Errors from opening a link and a socket."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +104,10 @@ class DiskTier:
         try:
             descriptor = os.open(path, _READ, dir_fd=space.descriptor)
         except OSError as error:
+            if error.errno in _NO_FILE:
+                self._writer.remove(space, name.hex())
             self._lose(space, digest, name)
+            self._check_not_reset(space)
             raise TierFault(f"{space.path / path} cannot be opened: {error.strerror}") from error
         try:
             self._format.read(descriptor, name, memoryview(into).cast("B"))
@@ -115,8 +121,7 @@ class DiskTier:
             raise TierFault(fault) from error
         finally:
             os.close(descriptor)
-        if self._index.own is not space:
-            raise TierFault(f"{space.path / path} was reset")
+        self._check_not_reset(space)
 
     def write(self, digest: bytes, data: memoryview) -> int:
         """Write a block, unless its file is there; return how many bytes it takes on disk. Nothing is synced: what a
@@ -254,6 +259,7 @@ class DiskTier:
             raise TierFault(self._refusal)
 
     def _check_not_reset(self, space: Space) -> None:
+        """Fault if this or another engine has reset the directory since `space` was opened; open the new one."""
         if not space.is_there():
             with suppress(OSError):  # the next look tries again
                 self._index.reopen()
@@ -283,34 +289,36 @@ class DiskTier:
 
     def _keep(self) -> None:
         """Run the tier's thread."""
-        self._round(self._count)
-        self.listed.set()
+        look = self._count
         while not self._stopping.is_set():
             began = time.monotonic()
-            self._round(self.refresh)
+            if self._round(look):
+                look = self.refresh
+            self.listed.set()
             self._due.wait(max(self._poll_s, 20 * (time.monotonic() - began)))
             self._due.clear()
         self._round(lambda: None)
 
-    def _round(self, look: Callable[[], None]) -> None:
+    def _round(self, look: Callable[[], None]) -> bool:
+        with suppress(OSError):  # it may be there for reading alone; otherwise the look fails, too
+            self._make()
         try:
             empty_trash(self._root, self._writer.ledger, self._may_go_on)
             look()
         except OSError as error:
             self._warn("look", f"what others do in {self.path} cannot be seen: {error}")
-            if isinstance(error, FileNotFoundError):
-                self._make_again()
+            return False
+        return True
 
     def _may_go_on(self) -> bool:
         return not self._stopping.is_set() or time.monotonic() < self._close_by
 
-    def _make_again(self) -> None:
-        """Make what the directory needs, after somebody emptied it."""
-        with suppress(OSError):  # the next round tries again
-            make_private(self._root)
-            if not self._encrypted:
-                keep_key(self._root, self._key)
-            self._writer.enter()
+    def _make(self) -> None:
+        """Make what the directory needs, unless it is there: somebody may have emptied it."""
+        make_private(self._root)
+        if not self._encrypted:
+            keep_key(self._root, self._key)
+        self._writer.enter()
 
     def _count(self) -> None:
         """List the directory for the first time, and hold its bound."""

@@ -37,11 +37,13 @@ class DiskWriter:
         self._writing = Writing(root / "writing")
 
     def enter(self) -> None:
-        """Make what the directory needs, and remove what killed engines left in it.
+        """Make what a writer needs, unless it is there, and then remove what killed engines left.
 
         Raises:
             OSError: it cannot be written, or is locked for too long.
         """
+        if self._writing.is_in():
+            return
         with self.ledger.hold():
             self._writing.enter()
             self._writing.sweep()
@@ -140,9 +142,12 @@ class DiskWriter:
                 used = self._make_room(index, self._size)
             if used + self._size > self._capacity:
                 raise TierFault(f"{self._root} has no room yet for another file")
-            created = self._writing.create(self._length)
             self.ledger.write(used + self._size)
-            return created
+            try:
+                return self._writing.create(self._length)
+            except OSError:
+                self.ledger.write(used)
+                raise
 
     def _make_room(self, index: Index, size: int) -> int:
         """Count what all files take, and remove some if `size` bytes more are too many. Return the count."""

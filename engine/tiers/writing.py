@@ -26,18 +26,19 @@ class Writing:
         self._numbers = itertools.count()
         self._descriptor: int | None = None
 
+    def is_in(self) -> bool:
+        """Return whether this engine's token is there."""
+        return self._descriptor is not None and (self.path / self._token).exists()
+
     def enter(self) -> None:
-        """Make the directory and this engine's token, unless they are there.
+        """Make the directory and this engine's token.
 
         Raises:
             OSError: they cannot be made.
         """
         self.path.mkdir(mode=0o700, exist_ok=True)
-        token = self.path / self._token
-        if self._descriptor is not None and token.exists():
-            return
         self.leave()
-        self._descriptor = os.open(token, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(self.path / self._token, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def create(self, size: int) -> tuple[int, Path]:

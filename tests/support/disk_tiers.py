@@ -3,6 +3,8 @@ Never waits for a time: a tier's own events say when something happened."""
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +14,8 @@ from contextlib import contextmanager
 from hashlib import shake_256
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from engine.tiers.disk import DiskTier
 from engine.tiers.faults import TierFault
@@ -74,7 +78,13 @@ def is_right(tier: DiskTier, number: int) -> bool:
 
 def files(path: Path) -> list[Path]:
     """List the files of blocks, of all models."""
-    return sorted(found for found in (path / "v1").glob("*/??/*") if not found.parts[-3].startswith("trash"))
+    return [found for found in all_files(path) if not found.parts[-3].startswith("trash")]
+
+
+def all_files(path: Path) -> list[Path]:
+    """List the files of blocks, those of a reset included, while a tier's thread may be removing them."""
+    walked = [Path(folder, name) for folder, _, names in os.walk(path / "v1") for name in names]
+    return sorted(found for found in walked if len(found.relative_to(path).parts) == 4)
 
 
 def file_of(path: Path, tier: DiskTier, number: int) -> Path:
@@ -85,10 +95,15 @@ def file_of(path: Path, tier: DiskTier, number: int) -> Path:
     return found
 
 
+def path_of(tier: DiskTier, number: int) -> Path:
+    """Return the path that a block's file has or would have."""
+    name = tier._names.encode(digest(number)).hex()
+    return tier.path / "v1" / tier._names.space.hex() / name[:2] / name
+
+
 def bytes_on_disk(path: Path) -> int:
     """Count what all files of all blocks take, whole or under way, trash included."""
-    names = [*(path / "v1").glob("*/??/*"), *(path / "v1/writing").glob("*.*")]
-    return FILE_BYTES * len(names)
+    return FILE_BYTES * (len(all_files(path)) + len(list((path / "v1/writing").glob("*.*"))))
 
 
 class Watch:
@@ -135,3 +150,38 @@ def process(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
             yield started
         finally:
             started.kill()
+
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+@contextmanager
+def broken_disk(error: str) -> Iterator[list[str]]:
+    """Make everything that writes fail with an error of the system, by its name; a full disk and a broken one fail as
+    bytes are written. Yields the names of the calls that failed."""
+    failed: list[str] = []
+    calls = ["writev", "pwrite"] if error in ("ENOSPC", "EIO", "EDQUOT") else ["mkdir", "rename", "unlink", "utime"]
+    with pytest.MonkeyPatch.context() as patch:
+        for call in calls:
+            patch.setattr(os, call, _failing(call, error, failed))
+        if "mkdir" in calls:
+            patch.setattr(os, "open", _failing_to_write(os.open, error, failed))
+        yield failed
+
+
+def _failing(call: str, error: str, failed: list[str]) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        failed.append(call)
+        number = getattr(errno, error)
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def _failing_to_write(opens: Callable[..., int], error: str, failed: list[str]) -> Callable[..., int]:
+    def open_to_read(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if flags & _WRITES:
+            _failing("open", error, failed)()
+        return opens(path, flags, *arguments, **named)
+
+    return open_to_read
