@@ -23,12 +23,12 @@ from engine.tiers.faults import TierFault
 from engine.tiers.ledger import on_disk
 from engine.tiers.pause import Pause
 from engine.tiers.private_directory import directory_key, keep_key, make_private, private_directory, unusable
-from engine.tiers.trash import TRASH, empty_trash
+from engine.tiers.trash import TRASH, empty_trash, remove_unused
 
 POLL_S = 2.0
 """How often to look for what other engines did. A look takes milliseconds, and never more than a twentieth of the
 time."""
-MAX_CHANGES = 8192
+MAX_CHANGES = 2048
 """Changes that are handed over at once: a step waits while they are entered."""
 
 _TOUCH_S = 60.0
@@ -139,13 +139,13 @@ class DiskTier:
                 if not self._writer.has(space, name.hex()):
                     parts = self._format.encode(name, memoryview(data).cast("B"))
                     self._writer.write(self._index, space, name.hex(), parts)
+                    self._pause.succeeded()
             except OSError as error:
                 self._check_not_reset(space)
                 self._pause.failed(error)
                 raise TierFault(f"{space.path / path_of(name.hex())} cannot be written: {error}") from error
             finally:
                 self._notify()  # of what had to leave
-            self._pause.succeeded()
             self._check_not_reset(space)
             self._index.add(space, name.hex(), self._size)
         return self._size
@@ -304,6 +304,9 @@ class DiskTier:
             self._make()
         try:
             empty_trash(self._root, self._writer.ledger, self._may_go_on)
+        except OSError as error:
+            self._warn("trash", f"files of a reset in {self.path} cannot be removed yet: {error}")
+        try:
             look()
         except OSError as error:
             self._warn("look", f"what others do in {self.path} cannot be seen: {error}")
@@ -322,7 +325,12 @@ class DiskTier:
 
     def _count(self) -> None:
         """List the directory for the first time, and hold its bound."""
-        self._index.refresh(self._proceed)
+        remove_unused(self._root, self._names.space.hex())
+        self.refresh()
+        with suppress(OSError):  # it is there for reading alone
+            self._hold_bound()
+
+    def _hold_bound(self) -> None:
         last = None
         while not self._stopping.is_set():
             used = self._writer.count(self._index)

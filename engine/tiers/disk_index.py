@@ -56,7 +56,7 @@ class Space:
         """Return whether its path still leads to it."""
         try:
             return os.path.samestat(self.path.stat(), self.status)
-        except FileNotFoundError:
+        except OSError:
             return False
 
     def folder_names(self) -> list[str]:
@@ -128,6 +128,7 @@ class Index:
         with self._mutex:
             if space is self.own:
                 self._add(space, name[:2], name, size, time.time_ns())
+                space.folders[name[:2]].settled = False  # it may have left already
 
     def discard(self, space: Space, name: str) -> None:
         """Forget a file, without a report."""

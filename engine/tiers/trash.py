@@ -1,9 +1,11 @@
-"""Owns the end of what a reset has put aside: its files are removed, by whichever engine finds them.
+"""Owns the end of what nobody will read: files that a reset has put aside, and empty directories of other models.
 Never holds the lock for long: other engines write meanwhile."""
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +14,9 @@ from engine.tiers.ledger import Ledger, on_disk
 
 TRASH = "trash-"
 """A space whose name begins so was reset."""
+
+_SPACE = re.compile(r"[0-9a-f]{32}")
+_UNUSED_S = 86_400.0
 
 _AT_ONCE = 16
 """Files that are removed while the lock is held."""
@@ -29,6 +34,18 @@ def empty_trash(root: Path, ledger: Ledger, proceed: Callable[[], bool]) -> None
                 if not _empty(root / name / folder, ledger, proceed):
                     return
             _remove_directory(root / name)
+
+
+def remove_unused(root: Path, own: str) -> None:
+    """Remove directories of other models and keys that have no file and were made long ago. An engine that still uses
+    one makes it again."""
+    for name in sorted(_listed(root)):
+        path = root / name
+        with suppress(OSError):  # it has files, or is a file itself
+            if name != own and _SPACE.fullmatch(name) and time.time() - path.stat().st_mtime > _UNUSED_S:
+                for folder in sorted(_listed(path)):
+                    (path / folder).rmdir()
+                path.rmdir()
 
 
 def _empty(folder: Path, ledger: Ledger, proceed: Callable[[], bool]) -> bool:

@@ -13,12 +13,14 @@ import pytest
 
 from engine.config import ConfigError
 from engine.tiers import disk
+from engine.tiers.cipher import Names
 from engine.tiers.disk import DiskTier
 from engine.tiers.faults import TierFault
 from tests.support.disk_tiers import (
     BLOCK_BYTES,
     FILE_BYTES,
     KEY,
+    MODEL,
     PLENTY,
     TIMEOUT_S,
     Watch,
@@ -31,6 +33,7 @@ from tests.support.disk_tiers import (
     is_right,
     loaded,
     opened,
+    path_of,
     store,
     until,
 )
@@ -173,6 +176,32 @@ def test_files_of_other_models_count_and_leave_too(tmp_path: Path) -> None:
         store(tier, 1, 2, 3)
         assert there(tier) == [1, 2, 3]
         assert len(files(tmp_path)) == 4
+
+
+def test_the_empty_directories_of_models_that_nobody_has_used_for_long_go(tmp_path: Path) -> None:
+    for model in (b"used", b"old", b"new"):
+        with opened(tmp_path, fingerprint=model) as other:
+            store(other, 1)
+            if model != b"used":
+                other.drop([digest(1)])
+            space = path_of(other, 1).parents[1]
+            if model != b"new":
+                used_at(space, 100_000.0)
+    with opened(tmp_path) as tier:
+        store(tier, 1)
+    left = {path.name for path in (tmp_path / "v1").iterdir() if len(path.name) == 32}
+    assert left == {Names(tier._key, model).space.hex() for model in (b"used", b"new", MODEL)}
+
+
+def test_an_engine_whose_empty_directory_another_removed_makes_it_again(tmp_path: Path) -> None:
+    with opened(tmp_path, fingerprint=b"another model") as other:
+        used_at(path_of(other, 1).parents[1], 100_000.0)
+        with opened(tmp_path):
+            assert not path_of(other, 1).parents[1].exists()
+        with pytest.raises(TierFault, match="was reset"):
+            store(other, 1)
+        store(other, 1)
+        assert there(other) == [1]
 
 
 def test_files_of_another_version_count_and_leave_and_are_not_read(tmp_path: Path) -> None:

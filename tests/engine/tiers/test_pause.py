@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.tiers.pause import FIRST_S, LONGEST_S, TOLERATED, Pause
+from engine.tiers.pause import FIRST_S, LONGEST_S, QUIET_S, TOLERATED, Pause
 
 
 class Clock:
@@ -51,15 +51,28 @@ def test_while_one_tries_again_the_others_wait_for_how_it_ends() -> None:
     assert pause.refusal() == ""
 
 
-def test_a_row_of_failures_makes_one_warning_and_the_next_row_another(caplog: pytest.LogCaptureFixture) -> None:
-    pause = Pause("stores to a directory")
-    with caplog.at_level(logging.INFO):
-        for _ in range(5):
-            pause.failed("no space")
+def test_a_row_of_failures_makes_one_warning_and_a_later_row_another(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    pause = Pause("stores to a directory", clock)
+    for _ in range(5):
+        pause.failed("no space")
+    assert caplog.messages == [
+        "stores to a directory fail and are tried again less and less often; the metrics count them: no space"
+    ]
+    for _ in range(5):
+        pause.succeeded()
+        pause.failed("no space for this one")
+    assert len(caplog.messages) == 1, "it fails and works in turns"
+    pause.succeeded()
+    clock.now += QUIET_S
+    pause.failed("no space for days")
+    assert len(caplog.messages) == 2
+
+
+def test_that_it_works_again_is_for_those_who_look_closely(caplog: pytest.LogCaptureFixture) -> None:
+    pause = Pause("stores")
+    pause.failed("no space")
+    with caplog.at_level(logging.DEBUG):
         pause.succeeded()
         pause.succeeded()
-        pause.failed("no space again")
-    levels = [record.levelname for record in caplog.records]
-    assert levels == ["WARNING", "INFO", "WARNING"]
-    assert "stores to a directory fail" in caplog.messages[0]
-    assert "after 5 failures" in caplog.messages[1]
+    assert caplog.messages[1:] == ["stores work again after 1 failures"]
