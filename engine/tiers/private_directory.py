@@ -1,0 +1,87 @@
+"""Owns what is asked of the directory for KV at an engine's start, and the random key in one that has no other.
+Never accepts a directory that somebody else may write to: files in it are other people's prompts in effect."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from engine.config import ConfigError
+from engine.tiers.cipher import KEY_BYTES
+
+_KEY_FILE = "key"
+
+
+def private_directory(path: Path) -> Path:
+    """Return the directory `path`, made with mode 0700 if it is not there.
+
+    Raises:
+        ConfigError: it is none, cannot be made, belongs to another user, or others may write to it.
+    """
+    path = path.expanduser().absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"kv_tiers.disk_path {path} is or goes through a file: expected a directory.") from error
+    except OSError as error:
+        raise unusable(path, error) from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"kv_tiers.disk_path {path} belongs to user {status.st_uid} and has mode {status.st_mode & 0o7777:04o}: "
+            f"expected a directory of user {os.getuid()} that nobody else may write to. A directory below it that is "
+            "not there yet is made as one."
+        )
+    return path
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory and the one that it lies in, unless they are there. Raises OSError."""
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """Return the refusal of a directory where nothing can be written and nothing is to be read."""
+    return ConfigError(f"kv_tiers.disk_path {path} cannot be written: {error.strerror or error}.")
+
+
+def directory_key(directory: Path) -> bytes:
+    """Return the random key that names a directory's files where they are not encrypted; it is made at first use. It
+    appears whole, so that engines which start together have the same.
+
+    Raises:
+        ConfigError: the key is damaged.
+        OSError: it cannot be read or made.
+    """
+    path = directory / _KEY_FILE
+    keep_key(directory, os.urandom(KEY_BYTES))
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"kv_tiers.disk_path: {path} has {len(key)} bytes, expected {KEY_BYTES}. Remove {directory}, of which "
+            "nothing can be read any more."
+        )
+    return key
+
+
+def keep_key(directory: Path, key: bytes) -> None:
+    """Write a directory's key, unless it has one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = directory / _KEY_FILE
+    if path.exists():
+        return
+    aside = directory / f"{_KEY_FILE}.{os.urandom(8).hex()}"
+    descriptor = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, key)
+        os.fsync(descriptor)  # unlike a block, it cannot be made again
+        with suppress(FileExistsError):  # of several engines that do so at once, the first succeeds
+            os.link(aside, path)
+    finally:
+        os.close(descriptor)
+        aside.unlink(missing_ok=True)
