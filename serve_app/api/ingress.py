@@ -212,7 +212,8 @@ class _Generate(Generic[RequestT]):
         deadline = admitted.lifecycle.deadline
         left_s = None if deadline is None else deadline.left_s()
         facts, tenant = admitted.facts, admitted.ticket.tenant.name
-        submission = replace(ready.submission, timeout_s=left_s, tenant=tenant, **facts.targets)
+        named = facts.session or ""  # the client's own name: what only keeps choices together is no conversation
+        submission = replace(ready.submission, timeout_s=left_s, tenant=tenant, session=named, **facts.targets)
         ready = replace(ready, submission=submission)
         request, lane = facts.request, admitted.lane
         thoughts, stops = None, None

@@ -334,6 +334,14 @@ async def test_each_attempt_has_an_id_of_its_own() -> None:
     assert len({submission.request_id for submission in replicas.submissions}) == 3
 
 
+async def test_a_request_that_moves_stays_its_sessions() -> None:
+    """The next engine keeps the KV for the conversation's next turn, too."""
+    replicas = Replicas(failing(0), failing(2))
+    await collect(moving().stream(asking(session="agent-7", tenant="ann", cache_salt="s"), replicas.start))
+    told = [(submission.tenant, submission.cache_salt, submission.session) for submission in replicas.submissions]
+    assert told == [("ann", "s", "agent-7")] * 3
+
+
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
