@@ -299,6 +299,8 @@ class TimeCause(StrEnum):
     """It waited for its turn: others were before it."""
     MEMORY = "memory"
     """It waited because the KV cache had no room."""
+    KV_LOAD = "kv_load"
+    """KV of its prompt was loaded from a tier below the KV cache."""
     PREFILL = "prefill"
     """Its own prompt was computed."""
     PREFILL_BESIDE_PROMPTS = "prefill_beside_prompts"
