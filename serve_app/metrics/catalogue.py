@@ -85,7 +85,7 @@ ENGINE = (
         LORA_REQUESTS,
     ),
     _engine_counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    _engine_counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    _engine_counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, or loaded into it."),
     _engine_counter("vllm:num_preemptions", "Times that a running request lost its memory and had to wait again."),
     _engine_counter("vllm:prompt_tokens", "Prompt tokens that were processed, cached ones included."),
     _engine_counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."),
@@ -288,7 +288,7 @@ INGRESS = (
     _ingress_counter("chunkserve:router_prompt_tokens", "Prompt tokens of routed calls."),
     _ingress_counter(
         "chunkserve:router_overlap_tokens",
-        "Prompt tokens that the router expected in the prefix cache of the engine that it chose.",
+        "Prompt tokens that the router expected in the prefix cache of the engine that it chose, or in its tiers.",
     ),
     # All ingress replicas share one store where there are several: each tells what it last heard.
     _ingress_gauge(
