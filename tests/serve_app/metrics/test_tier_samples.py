@@ -109,8 +109,8 @@ def test_vllms_names_have_the_sum_of_all_tiers() -> None:
 
 
 def test_what_the_kv_cache_had_by_itself_was_not_looked_up_in_the_tiers() -> None:
-    """Of 24 prompt tokens, 16 are cached, 8 of which were loaded: the tiers were asked for those 8, and for the 8 that
-    nothing had."""
+    """There are 24 prompt tokens, of which 16 are cached, 8 of these from a tier: the tiers were asked for those 8, and
+    for the 8 that nothing had."""
     recorder = EngineRecorder(resolved_config())
     recorder.submitted(Submission("a", tuple(range(24)), SamplingParams()))
     recorder.stepped(StepFacts(0.0), [Scheduled("a", 16)])
