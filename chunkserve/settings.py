@@ -8,7 +8,15 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from engine.config import ConfigError, EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig, Targets
+from engine.config import (
+    ConfigError,
+    EngineConfig,
+    FakeConfig,
+    KvTiersConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    Targets,
+)
 
 if TYPE_CHECKING:
     from serve_app.settings.application import AppSettings
@@ -60,6 +68,7 @@ class EngineSettings(TypedDict, total=False):
     step_trace: bool
     targets: Targets | Section
     speculative: SpeculativeConfig | Section
+    kv_tiers: KvTiersConfig | Section
     scheduler: SchedulerConfig | Section
     fake: FakeConfig | Section
 

@@ -62,6 +62,11 @@ them there are three metrics without a replica's label: `chunkserve:requests_run
 `chunkserve:requests_waiting_per_engine` and `chunkserve:kv_cache_usage_mean`. They are absent while no engine answers.
 [Behind a gateway](../how-to/gateway.md) has more.
 
+**Tiers.** Metrics of [tiers](../how-to/keep-prefixes.md) are there only if `engine.kv_tiers` sets one. The label `tier`
+is `host` or `disk`. Prompt tokens that were loaded are also in `vllm:prefix_cache_hits_total`, which in vLLM counts
+only those that were in the KV cache. Names with `external_prefix_cache` and `kv_offload` are vLLM's, for all tiers
+together.
+
 **What counts as a request.** An answer that moves to another engine is one request to each of them. Histograms of
 whole requests contain those that ended by `stop` or `length` (engines), or with a complete answer (ingress).
 

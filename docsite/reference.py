@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from engine.config import EngineConfig, FakeConfig, SchedulerConfig, SpeculativeConfig
+from engine.config import EngineConfig, FakeConfig, KvTiersConfig, SchedulerConfig, SpeculativeConfig
 from engine.presets import PRESETS
 from serve_app.metrics.catalogue import BY_NAME, MISSING, MISSING_HELP
 from serve_app.settings.admission import AdmissionSettings
@@ -53,6 +53,7 @@ SECTIONS: dict[type, str] = {
     CorsSettings: "`args.cors`: web pages",
     EngineConfig: "`args.engine`: each engine",
     SpeculativeConfig: "`args.engine.speculative`: drafts",
+    KvTiersConfig: "`args.engine.kv_tiers`: prefixes in memory and on disk",
     SchedulerConfig: "`args.engine.scheduler`: how steps are composed",
     FakeConfig: "`args.engine.fake`: the scripted executor",
 }

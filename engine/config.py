@@ -863,6 +863,8 @@ class ResolvedConfig:
     max_loras: int = 0
     targets: Targets = Targets()
     kv_tiers: KvTiersConfig = KvTiersConfig()
+    kv_block_bytes: int = 0
+    """Bytes of a KV block without a draft model's; 0 if the executor stores no KV."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 

@@ -300,7 +300,7 @@ class TimeCause(StrEnum):
     MEMORY = "memory"
     """It waited because the KV cache had no room."""
     KV_LOAD = "kv_load"
-    """KV of its prompt came from a lower tier."""
+    """KV of its prompt was loaded from a tier below the KV cache."""
     PREFILL = "prefill"
     """Its own prompt was computed."""
     PREFILL_BESIDE_PROMPTS = "prefill_beside_prompts"

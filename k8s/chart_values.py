@@ -85,6 +85,21 @@ class ApiKeys(_Strict):
     secretName: NameOrNone = Field(description="A Secret with keys.yaml, mounted in /etc/chunkserve. Empty: none.")
 
 
+class KvDisk(_Strict):
+    enabled: bool
+    size: Bytes = Field(description="Of each worker's volume; above args.engine.kv_tiers.disk_gib.")
+    ephemeralStorage: Bytes = Field(description="With an emptyDir: what a worker asks for of the node's disk.")
+    storageClassName: NameOrNone = Field(
+        description="A class for volumes that live as long as a pod. Empty: an emptyDir."
+    )
+    hostPath: Annotated[str, Field(pattern="^(/.*)?$")] = Field(
+        description="A directory of the node that belongs to user 1000. The namespace must allow it. Empty: none."
+    )
+    keySecretName: NameOrNone = Field(
+        description="A Secret with a key under `key`, mounted in /etc/chunkserve-kv. Empty: none."
+    )
+
+
 class NetworkPolicy(_Strict):
     operatorNamespace: Name
     monitoringNamespace: Name
@@ -139,6 +154,7 @@ class Values(_Strict):
     spot: Spot
     modelCache: ModelCache
     apiKeys: ApiKeys
+    kvDisk: KvDisk
     networkPolicy: NetworkPolicy
     gcsFaultTolerance: GcsFaultTolerance
     incrementalUpgrade: IncrementalUpgrade

@@ -50,6 +50,13 @@ def _share(part: str, whole: str) -> str:
     return f"{_rate(part)} / {_rate(whole)}"
 
 
+def _speed(op: str) -> str:
+    """Return a tier's bytes a second while it loads or stores, by tier."""
+    done = {"load": "loaded", "store": "stored"}[op]
+    whole = _rate(f"chunkserve:kv_tier_{op}_seconds_total", "tier")
+    return f"{_rate(f'chunkserve:kv_tier_{done}_bytes_total', 'tier')} / {whole}"
+
+
 ENGINE = Dashboard(
     "engine",
     "chunkserve / engines",
@@ -133,6 +140,38 @@ ENGINE = Dashboard(
             "By reason; `abort` is mostly clients that disconnected.",
             "reqps",
             ((_rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}"),),
+        ),
+        Panel(
+            "Tiers: tokens loaded",
+            "Prompt tokens a second whose KV was loaded from memory or disk instead of computed.",
+            "short",
+            ((_rate("chunkserve:kv_tier_hit_tokens_total", "tier"), "{{tier}}"),),
+        ),
+        Panel(
+            "Tiers: room in use",
+            "Share of what a tier may hold. Engines that share a directory report it each; the fullest is shown.",
+            "percentunit",
+            (("max by (tier) (chunkserve:kv_tier_used_bytes / chunkserve:kv_tier_capacity_bytes)", "{{tier}}"),),
+        ),
+        Panel(
+            "Tiers: speed",
+            "Bytes of a load or a store over the time that it took.",
+            "Bps",
+            (
+                (_speed("load"), "load {{tier}}"),
+                (_speed("store"), "store {{tier}}"),
+            ),
+        ),
+        Panel(
+            "Tiers: what went wrong",
+            "Blocks that could not be loaded or stored, stores for which the tier was too slow, and requests whose "
+            "blocks did not come in time. Nothing is lost but time.",
+            "ops",
+            (
+                (_rate("chunkserve:kv_tier_failures_total", "tier, op"), "failed {{op}} {{tier}}"),
+                (_rate("chunkserve:kv_tier_refused_stores_total", "tier"), "refused store {{tier}}"),
+                (_rate("chunkserve:kv_tier_late_loads_total", "tier"), "late {{tier}}"),
+            ),
         ),
     ),
 )

@@ -73,6 +73,7 @@ def resolve(
         kernels=kernels.name,
         num_threads=num_threads,
         recurrent_state=bool(model.linear_layers),
+        kv_block_bytes=block_bytes(model, config, dtype, None),
         reasons={
             "max_model_len": length_reason,
             "device": device[1],

@@ -16,8 +16,8 @@ from k8s.validate.manifests import ROOT, Finding
 
 COMPOSE = ROOT / "compose.yaml"
 DIRECTORY = ROOT / "compose"
-OVERRIDES = (DIRECTORY / "gpu.yaml", DIRECTORY / "keys.yaml")
-"""Files that a user adds to COMPOSE, one or both."""
+OVERRIDES = (DIRECTORY / "gpu.yaml", DIRECTORY / "keys.yaml", DIRECTORY / "kv-disk.yaml")
+"""Files that a user adds to COMPOSE, any of them."""
 PROMETHEUS = DIRECTORY / "prometheus.yaml"
 RULES = DIRECTORY / "rules.yaml"
 SCHEMA = "compose-spec.json"

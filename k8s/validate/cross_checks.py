@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 
-from k8s.validate import gateway
+from k8s.validate import gateway, kv_disk
 from k8s.validate.manifests import (
     LONGEST_STREAM,
     MADE_BY_HAND,
@@ -42,6 +42,7 @@ def check(docs: list[Doc]) -> list[Finding]:
             *_times(doc, settings),
             *_images(doc),
             *_model(doc, docs, settings),
+            *kv_disk.problems(doc, settings),
         )
         found += [Finding(name_of(doc), path, problem) for path, problem in problems]
     namespaces = {at(doc, "metadata.namespace") for doc in of_kind(docs, "RayService")}
@@ -209,8 +210,9 @@ def _check_references(doc: Doc, docs: list[Doc]) -> _Problems:
     in_build = {name_of(other).lower() for other in docs}
     by_hand = set(at(doc, "metadata.annotations", {}).get(MADE_BY_HAND, "").split())
     for pod in pod_templates(doc):
+        of_pod = set(pod.annotations.get(MADE_BY_HAND, "").split())
         for path, reference in _references_in(pod):
-            if reference not in in_build | by_hand:
+            if reference not in in_build | by_hand | of_pod:
                 yield path, f"{reference} is neither in this build nor named in {MADE_BY_HAND}"
     redis = at(doc, "spec.rayClusterConfig.gcsFaultToleranceOptions", {})
     secret = at(redis, "redisPassword.valueFrom.secretKeyRef.name")

@@ -24,7 +24,8 @@ BUILDS = {**{name: K8S / "overlays" / name for name in OVERLAYS}, MONITORING: K8
 OURS = "chunkserve/"
 """Prefix of this project's own labels and annotations."""
 MADE_BY_HAND = f"{OURS}made-by-hand"
-"""Annotation with kind/name of objects that are not in the manifests because they hold secrets."""
+"""Annotation with kind/name of objects that are not in the manifests because they hold secrets. On an object, or on the
+pods that need them."""
 FEATURE_GATES = f"{OURS}feature-gates"
 """Annotation with the operator's feature gates that are off by default and must be on for this RayService."""
 LONGEST_STREAM = f"{OURS}longest-stream-seconds"
@@ -97,6 +98,10 @@ class Group:
     @property
     def labels(self) -> dict[str, str]:
         return dict(at(self.template, "metadata.labels", {}))
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        return dict(at(self.template, "metadata.annotations", {}))
 
     @property
     def start_params(self) -> dict[str, str]:

@@ -31,22 +31,26 @@ _Problems = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class PodTemplate:
-    """A pod that an object creates: the path of its spec in the object, the spec, and the labels."""
+    """A pod that an object creates: the path of its spec in the object, the spec, the labels and annotations."""
 
     path: str
     spec: Doc
     labels: dict[str, str]
+    annotations: dict[str, str]
 
 
 def pod_templates(doc: Doc) -> list[PodTemplate]:
     """Return the pod templates of an object: those of the head and each worker group for a RayService, the single one
     for a Job, StatefulSet or Deployment."""
     if doc.get("kind") == "RayService":
-        return [PodTemplate(f"{group.path}.template.spec", group.pod, group.labels) for group in groups(doc)]
-    spec = at(doc, "spec.template.spec")
-    return (
-        [] if spec is None else [PodTemplate("spec.template.spec", spec, at(doc, "spec.template.metadata.labels", {}))]
-    )
+        return [
+            PodTemplate(f"{group.path}.template.spec", group.pod, group.labels, group.annotations)
+            for group in groups(doc)
+        ]
+    if (spec := at(doc, "spec.template.spec")) is None:
+        return []
+    about = at(doc, "spec.template.metadata", {})
+    return [PodTemplate("spec.template.spec", spec, about.get("labels") or {}, about.get("annotations") or {})]
 
 
 def check(doc: Doc) -> list[Finding]:

@@ -127,7 +127,8 @@ class EngineClient(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> list[int]:
-        """Let each engine drop the cached prefixes that no live request holds, and return how many blocks each dropped.
+        """Let each engine drop the cached prefixes that no live request holds, and all that is in its tiers, files on
+        disk included. Return how many blocks each dropped.
 
         Raises:
             EngineError: an engine did not answer.

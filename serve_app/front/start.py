@@ -136,6 +136,7 @@ def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str
         f"KV cache {resolved.num_kv_blocks:,} blocks hold {tokens:,} tokens, {contexts:.1f} full contexts "
         f"({reasons.get('num_kv_blocks', 'num_kv_blocks')})",
     ]
+    lines += _tier_lines(resolved)
     if "scheduler" in reasons:
         lines.append(f"schedule {reasons['scheduler']}")
     if resolved.max_request_tokens < resolved.max_model_len:
@@ -144,6 +145,26 @@ def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str
             "kv_cache_memory_gib, or lower max_model_len"
         )
     return lines
+
+
+def _tier_lines(resolved: ResolvedConfig) -> list[str]:
+    """Describe where KV is kept besides the KV cache, and how much of it."""
+    tiers, lines = resolved.kv_tiers, []
+    if tiers.host_memory_gib:
+        held = _held_tokens(resolved, tiers.host_memory_gib)
+        lines.append(f"KV host  {tiers.host_memory_gib:g} GiB of memory for each engine{held}")
+    if tiers.disk_path is not None:
+        held = _held_tokens(resolved, tiers.disk_gib)
+        key = "not encrypted" if tiers.disk_key_file is None else f"encrypted by the key in {tiers.disk_key_file}"
+        lines.append(f"KV disk  {tiers.disk_path}: {tiers.disk_gib:g} GiB for all engines of a machine{held}, {key}")
+    return lines
+
+
+def _held_tokens(resolved: ResolvedConfig, memory_gib: float) -> str:
+    if not resolved.kv_block_bytes:
+        return ""
+    blocks = int(memory_gib * 2**30) // resolved.kv_block_bytes
+    return f", {blocks:,} blocks or {blocks * resolved.block_size:,} tokens"
 
 
 def ready_lines(application: Application, url: str, took_s: float) -> str:

@@ -74,7 +74,7 @@ def _check_ingress(application: Application) -> None:
     for refusal in missing_files(application):
         raise refusal
     for model in application.each_model():
-        for refusal in missing_adapters(model):
+        for refusal in (*missing_adapters(model), *missing_tier_keys(model)):
             raise refusal
         settings = model.settings
         if settings.engine.executor == "torch":
@@ -102,6 +102,14 @@ def missing_adapters(model: Application) -> Iterator[ConfigRefused]:
     for name, directory in settings.lora_adapters.items():
         if settings.engine.executor == "torch" and not Path(directory).is_dir():
             yield model.refused(f"lora_adapters.{name}: there is no directory {directory}", "lora_adapters", name)
+
+
+def missing_tier_keys(model: Application) -> Iterator[ConfigRefused]:
+    """Yield a refusal if the file with the key of a disk tier is not there. The engine's check reads it."""
+    path = model.settings.engine.kv_tiers.disk_key_file
+    if path is not None and not Path(path).is_file():
+        setting = ("engine", "kv_tiers", "disk_key_file")
+        yield model.refused(f"{'.'.join(setting)}: there is no file {path}", *setting)
 
 
 def check_tokenizer(application: Application, model_dir: Path) -> None:

@@ -115,6 +115,11 @@ def _gpu_memory(taking: Taking, path: str, value: Any) -> None:
         taking.leave_out(path, value, "on a CPU, engine.kv_cache_memory_gib bounds the KV cache")
 
 
+def _host_memory(taking: Taking, path: str, value: Any) -> None:
+    if value:
+        taking.put("engine.kv_tiers.host_memory_gib", value)
+
+
 def _eager(taking: Taking, path: str, value: Any) -> None:
     if value and taking.on_gpu:
         taking.put("engine.cuda_graphs", "none")
@@ -215,6 +220,7 @@ _READERS: dict[str, Reader] = {
     "max_lora_rank": partial(_same, "engine.max_lora_rank"),
     "kv_cache_memory_bytes": lambda taking, _, value: taking.put("engine.kv_cache_memory_gib", value / _GIB),
     "gpu_memory_utilization": _gpu_memory,
+    "kv_offloading_size": _host_memory,
     "dtype": _dtype,
     "quantization": _quantization,
     "kv_cache_dtype": _kv_cache_dtype,

@@ -22,7 +22,7 @@ _ONE_DEVICE = "an engine runs on one device; more replicas use more of them"
 _CHOOSES = "how a step is computed; chunkserve chooses that itself"
 _LOADS = "how weights are loaded; chunkserve reads safetensors and GGUF files in its own way"
 _MEASURES = "chunkserve has logs and metrics of its own"
-_MEMORY = "chunkserve moves neither weights nor KV blocks to other memory"
+_MEMORY = "chunkserve moves no weights to other memory; for KV, set engine.kv_tiers"
 _IN_MODEL = "chunkserve reads it from the model's directory alone"
 _OWN_HTTP = "HTTP is Ray Serve's, and not the engine's"
 
@@ -104,7 +104,8 @@ UNTAKEN: dict[str, Untaken] = dict(
             "ignore_patterns use_tqdm_on_load pt_load_map_location config_format hf_token",
             _LOADS,
         ),
-        *_each("cpu_offload_gb swap_space kv_offloading_size offload_backend kv_offloading_backend", _MEMORY, 0),
+        *_each("cpu_offload_gb swap_space offload_backend", _MEMORY, 0),
+        *_each("kv_offloading_backend", "chunkserve has its own", "native"),
         *_each("max_cpu_loras lora_dtype fully_sharded_loras specialize_active_lora",
                "adapters are kept in the type of the weights, up to max_loras of them", "auto", False),
         *_each("enable_sleep_mode", "an engine that is not needed is scaled away instead", False),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine.kv_tiers import Tier
 from serve_app.admission.gate import GateSnapshot
 
 _DOCUMENTED = {"use_attribute_docstrings": True}  # for the OpenAPI document
@@ -29,6 +30,18 @@ class StepActivity:
     """The time since its results were read back, at the moment of the answer."""
     predicted_ms: float | None = None
     """The time that was predicted from its begin to the next step's; null if the engine predicts none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierActivity:
+    __pydantic_config__: ClassVar[dict[str, bool]] = _DOCUMENTED
+
+    tier: Tier
+    used_bytes: int
+    """Engines that share a directory report all of it, each."""
+    capacity_bytes: int
+    hit_tokens: int
+    """Prompt tokens that were loaded from it instead of computed, since the engine's start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +71,10 @@ class EngineActivity:
     """The time between the tokens of a stream; null if there were none."""
     gap_p99_ms: float | None
     steps: tuple[StepActivity, ...]
+    num_loading: int = 0
+    """How many of the waiting requests have their KV loaded from a tier."""
+    tiers: tuple[TierActivity, ...] = ()
+    """The tiers below the KV cache, nearest first."""
 
 
 @dataclass(frozen=True, slots=True)

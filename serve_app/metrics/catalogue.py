@@ -51,6 +51,7 @@ def one_two_five(most: int) -> list[int]:
 
 
 CACHE_CONFIG = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching")
+TIER = ("tier",)
 LORA_REQUESTS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 NUM_RUNNING = "vllm:num_requests_running"
@@ -71,7 +72,7 @@ ENGINE = (
     _engine_gauge(
         "vllm:num_requests_waiting_by_reason",
         "Requests that are waiting in the engine, by reason. `capacity`: for memory, a seat or their turn. "
-        "`deferred`: for their prompt to be prepared.",
+        "`deferred`: for their prompt to be prepared, or for KV that is loaded from a tier.",
         ("reason",),
     ),
     _engine_gauge(KV_CACHE_USAGE, "Share of KV blocks that requests hold, 0 to 1."),
@@ -84,7 +85,7 @@ ENGINE = (
         LORA_REQUESTS,
     ),
     _engine_counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    _engine_counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    _engine_counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, or loaded into it."),
     _engine_counter("vllm:num_preemptions", "Times that a running request lost its memory and had to wait again."),
     _engine_counter("vllm:prompt_tokens", "Prompt tokens that were processed, cached ones included."),
     _engine_counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."),
@@ -142,6 +143,47 @@ ENGINE = (
         "replayed, with the reason why no graph fitted.",
         ("result", "graph"),
     ),
+    # The next are there only if `engine.kv_tiers` sets a tier.
+    _engine_gauge("chunkserve:num_requests_loading", "Requests that wait for KV that is loaded from a tier."),
+    _engine_gauge("chunkserve:kv_tier_capacity_bytes", "Most bytes that the tier may hold.", TIER),
+    _engine_gauge(
+        "chunkserve:kv_tier_used_bytes",
+        "Bytes that the tier holds. Engines that share a directory report all of it, each.",
+        TIER,
+    ),
+    _engine_gauge("chunkserve:kv_tier_blocks", "KV blocks that the engine knows to be in the tier.", TIER),
+    _engine_counter(
+        "chunkserve:kv_tier_hit_tokens", "Prompt tokens whose KV was loaded from the tier instead of computed.", TIER
+    ),
+    _engine_counter("chunkserve:kv_tier_loaded_bytes", "Bytes that were loaded from the tier.", TIER),
+    _engine_counter("chunkserve:kv_tier_load_seconds", "Time that these loads took, without waits for others.", TIER),
+    _engine_counter("chunkserve:kv_tier_stored_blocks", "KV blocks that were stored in the tier.", TIER),
+    _engine_counter("chunkserve:kv_tier_stored_bytes", "Bytes that were stored in the tier.", TIER),
+    _engine_counter("chunkserve:kv_tier_store_seconds", "Time that these stores took, without waits for others.", TIER),
+    _engine_counter("chunkserve:kv_tier_evicted_blocks", "KV blocks that left the tier so that others had room.", TIER),
+    _engine_counter(
+        "chunkserve:kv_tier_failures",
+        "KV blocks that could not be loaded, or whose content was not what its name says (`load`), or that could not "
+        "be stored (`store`). A failed load is computed.",
+        ("tier", "op"),
+    ),
+    _engine_counter(
+        "chunkserve:kv_tier_refused_stores", "KV blocks that were not stored because the tier was behind.", TIER
+    ),
+    _engine_counter(
+        "chunkserve:kv_tier_late_loads",
+        "Requests that were computed because their KV did not come within `load_timeout_s`.",
+        TIER,
+    ),
+    _engine_counter(
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens that were not in the KV cache, and so were looked up in the tiers.",
+    ),
+    _engine_counter("vllm:external_prefix_cache_hits", "Prompt tokens whose KV was loaded, from all tiers."),
+    _engine_counter("vllm:kv_offload_load_bytes", "Bytes that were loaded, from all tiers."),
+    _engine_counter("vllm:kv_offload_load_time", "Time that these loads took, in seconds."),
+    _engine_counter("vllm:kv_offload_store_bytes", "Bytes that were stored, in all tiers."),
+    _engine_counter("vllm:kv_offload_store_time", "Time that these stores took, in seconds."),
     _engine_histogram(
         "vllm:time_to_first_token_seconds",
         "From a request's arrival in the engine to its first token.",
@@ -246,7 +288,7 @@ INGRESS = (
     _ingress_counter("chunkserve:router_prompt_tokens", "Prompt tokens of routed calls."),
     _ingress_counter(
         "chunkserve:router_overlap_tokens",
-        "Prompt tokens that the router expected in the prefix cache of the engine that it chose.",
+        "Prompt tokens that the router expected in the prefix cache of the engine that it chose, or in its tiers.",
     ),
     # All ingress replicas share one store where there are several: each tells what it last heard.
     _ingress_gauge(

@@ -25,6 +25,7 @@ from engine.protocol import (
 from serve_app.metrics.activity import EngineActivity
 from serve_app.metrics.catalogue import ENGINE
 from serve_app.metrics.recent_steps import RecentSteps
+from serve_app.metrics.tier_samples import OF_ALL_TIERS, tier_samples
 from serve_app.metrics.values import Histogram, Sample
 
 _ENDS = ("stop", "length", "abort", "error")
@@ -81,7 +82,7 @@ class EngineRecorder:
         self._recent = RecentSteps(clock())
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for metric in ENGINE:
-            if metric.kind == "counter" and not metric.labels:
+            if metric.kind == "counter" and not metric.labels and metric.name not in OF_ALL_TIERS:
                 self._count(metric.name, 0)
         for reason in _ENDS:
             self._count("vllm:request_success", 0, reason)
@@ -104,7 +105,9 @@ class EngineRecorder:
             counters = [Sample(name, labels, count) for (name, labels), count in self._counts.items()]
             histograms = [Sample(name, (), histogram.snapshot()) for name, histogram in self._histograms.items()]
             adapters = self._lora_requests() if self._config.max_loras else []
-        return (*self._gauges(load), *adapters, *counters, *_graph_steps(load), *histograms)
+            missed = self._counts["vllm:prefix_cache_queries", ()] - self._counts["vllm:prefix_cache_hits", ()]
+        tiers = tier_samples(load, self._config.block_size, missed)
+        return (*self._gauges(load), *adapters, *counters, *_graph_steps(load), *tiers, *histograms)
 
     def activity(self, engine: str, load: LoadSnapshot, after: int | None) -> EngineActivity:
         """Describe what the engine of that name is doing now; see StepsSnapshot.activity."""
@@ -116,12 +119,12 @@ class EngineRecorder:
         config = self._config
         kept_in = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         cache = (config.block_size, config.num_kv_blocks, kept_in, config.enable_prefix_caching)
-        by_reason = "vllm:num_requests_waiting_by_reason"
+        by_reason, num_deferred = "vllm:num_requests_waiting_by_reason", load.num_preparing + load.num_loading
         return [
             Sample("vllm:num_requests_running", (), load.num_running),
             Sample("vllm:num_requests_waiting", (), load.num_waiting),
-            Sample(by_reason, ("capacity",), load.num_waiting - load.num_preparing),
-            Sample(by_reason, ("deferred",), load.num_preparing),
+            Sample(by_reason, ("capacity",), load.num_waiting - num_deferred),
+            Sample(by_reason, ("deferred",), num_deferred),
             Sample("vllm:kv_cache_usage_perc", (), load.num_held_blocks / load.num_blocks),
             Sample("vllm:cache_config_info", tuple(map(str, cache)), 1),
             *_step_times(load),

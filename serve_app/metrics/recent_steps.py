@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.config import ResolvedConfig
 from engine.observer import ComputedStep
 from engine.protocol import LoadSnapshot
-from serve_app.metrics.activity import EngineActivity, StepActivity
+from serve_app.metrics.activity import EngineActivity, StepActivity, TierActivity
 
 WINDOW_S = 10.0
 """The window of rates and gaps: short enough to follow changes, long enough for a 99th percentile."""
@@ -67,6 +67,11 @@ class StepsSnapshot:
             gap_p50_ms=_percentile_ms(gaps, 50),
             gap_p99_ms=_percentile_ms(gaps, 99),
             steps=tuple(self._shown(after)),
+            num_loading=load.num_loading,
+            tiers=tuple(
+                TierActivity(one.tier, one.used_bytes, one.capacity_bytes, one.hit_blocks * config.block_size)
+                for one in load.tiers
+            ),
         )
 
     def _shown(self, after: int | None) -> Iterable[StepActivity]:

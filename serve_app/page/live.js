@@ -2,8 +2,14 @@
 // Never asks again for steps that it has.
 
 const POLL_MS = 1000, LONGEST_MS = 10000, KEPT = 512;
+const TIERS = { host: "KV in host memory", disk: "KV on disk" };
 const cards = new Map();  // engine -> its card
 let timer = 0, wait = POLL_MS, polling = new AbortController();
+
+function bytes(number) {
+  const power = number >= 2 ** 30 ? 3 : 2, unit = { 2: "MiB", 3: "GiB" }[power];
+  return `${(number / 1024 ** power).toLocaleString("en", { maximumFractionDigits: 1 })} ${unit}`;
+}
 
 class Card {
   constructor(name, model) {
@@ -25,12 +31,25 @@ class Card {
     const gap = (ms) => (ms === null ? "–" : whole(ms));
     const share = Math.round((100 * told.num_held_blocks) / told.num_blocks);
     this.put("running", told.num_running, `of ${told.max_num_seqs}`);
-    this.put("waiting", told.num_waiting);
+    this.put("waiting", told.num_waiting, told.num_loading ? `${whole(told.num_loading)} loading` : "");
     this.put("blocks", `${share} %`, `${told.num_held_blocks} of ${told.num_blocks}`);
     this.put("prompt", whole(told.prompt_tokens_per_s));
     this.put("generated", whole(told.generated_tokens_per_s));
+    for (const tier of told.tiers ?? []) {
+      const used = tier.capacity_bytes ? Math.round((100 * tier.used_bytes) / tier.capacity_bytes) : 0;
+      this.place(tier.tier, TIERS[tier.tier] ?? tier.tier);
+      this.put(tier.tier, `${used} %`, `of ${bytes(tier.capacity_bytes)}, ${whole(tier.hit_tokens)} tokens loaded`);
+    }
     this.put("gaps", `${gap(told.gap_p50_ms)} / ${gap(told.gap_p99_ms)}`, "ms");
     this.chart.draw(this.steps, told.tpot_ms);
+  }
+
+  /** A place for a number that only some engines have, behind those that are there. */
+  place(name, title) {
+    if (this.element.querySelector(`[data-is=${name}]`)) return;
+    const number = make("dd", []);
+    number.dataset.is = name;
+    this.element.querySelector(".numbers").append(make("div", [make("dt", [title]), number], "tier"));
   }
 
   put(name, value, unit = "") {

@@ -3,7 +3,7 @@
 
 const AGAIN_MS = 300;  // a stream's last byte comes a moment before the server has added up
 const KINDS = {  // of causes, by the colour that they share
-  prefill: ["prefill"],
+  prefill: ["prefill", "kv_load"],
   decode: ["decode"],
   wait: ["queue", "gate", "memory", "preemption", "adapter", "grammar", "inputs"],
   beside: ["prefill_beside_prompts", "prefill_beside_answers", "decode_beside_prompts", "decode_beside_answers"],

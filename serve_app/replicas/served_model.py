@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from uuid import uuid4
 
 import pydantic_core
 
@@ -12,7 +13,7 @@ from engine.async_engine import AsyncEngine
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig, ResolvedConfig
 from engine.host.cores import usable_threads
-from engine.protocol import EngineError, Failed, SamplingParams
+from engine.protocol import EngineError, Failed, SamplingParams, Submission
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
 from serve_app.images.intake import ImageIntake
@@ -98,15 +99,18 @@ def share_threads(engine: EngineConfig, engine_replicas: int) -> EngineConfig:
 
 async def warm_up(engine: AsyncEngine) -> None:
     """Run the largest prefill step and a decode step. The first ones of a process are slow, because threads start and
-    operators choose their code, and no request should wait for that.
+    operators choose their code, and no request should wait for that. The prompt has a salt of its own: otherwise a
+    disk would have it from the start before, and there would be nothing to compute.
 
     Raises:
         EngineError: the engine cannot serve.
     """
     config = engine.config
-    prompt = [0] * max(1, min(config.max_prefill_tokens, config.max_request_tokens - 2))
+    prompt = (0,) * max(1, min(config.max_prefill_tokens, config.max_request_tokens - 2))
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0, ignore_eos=True, max_tokens=2)
-    async for event in engine.generate(prompt, sampling, "warm-up"):
-        if isinstance(event, Failed):
-            raise EngineError(event.code, f"The engine failed to warm up: {event.message}")
-    await engine.reset_prefix_cache()
+    async for events in engine.stream(Submission("warm-up", prompt, sampling, cache_salt=uuid4().hex)):
+        for event in events:
+            if isinstance(event, Failed):
+                raise EngineError(event.code, f"The engine failed to warm up: {event.message}")
+    if not config.kv_tiers.any:  # which a reset would wipe, and they have what engines before this one have computed
+        await engine.reset_prefix_cache()

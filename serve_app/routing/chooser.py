@@ -12,6 +12,7 @@ from serve_app.routing.fleet import Fleet
 from serve_app.routing.placement import Ask, Bound, Candidate, rank
 from serve_app.routing.prefix_index import prefix_keys
 from serve_app.routing.stats import adapter_key
+from serve_app.routing.tiered_index import NOTHING, Found
 from serve_app.settings.routing import RoutingSettings
 
 _NOBODY: frozenset[str] = frozenset()
@@ -24,7 +25,8 @@ class Choice:
     ranks: list[list[str]]
     """Replica ids; see placement.rank."""
     num_cached_tokens: dict[str, int]
-    """How many of the prompt's tokens are expected in each replica's cache; replicas with none are left out."""
+    """How many of the prompt's tokens are expected in each replica's cache or its tiers; replicas with none are left
+    out."""
 
 
 class Chooser:
@@ -58,26 +60,30 @@ class Chooser:
         prompt = submission.prompt_token_ids
         keys = self._keys(submission)
         cached = self.fleet.holders(keys)
-        ask = Ask(len(prompt), session, frozenset(avoid))
+        ask = Ask(len(prompt), session, frozenset(avoid), 1 - self._routing.tier_hit_weight)
         needs = b"" if submission.adapter is None else adapter_key(submission.adapter.digest)
         lack = {name for name in names if not self.fleet.holds_adapter(name, needs)} if needs else _NOBODY
         candidates = self._candidates(names, now, cached, lack, full)
         ranks = rank(ask, candidates, self._bound, self._random)
         if ranks:
             first = ranks[0][0]
-            num_new_tokens = ask.num_new_tokens(cached.get(first, 0))
-            num_cached_tokens = len(prompt) - num_new_tokens
-            self.fleet.place(attempt, first, num_new_tokens, keys, now, needs, num_cached_tokens=num_cached_tokens)
-        return Choice(ranks, cached)
+            found = cached.get(first, NOTHING)
+            num_new_tokens = ask.num_new_tokens(found.num_cached)
+            found = found._replace(num_cached=len(prompt) - num_new_tokens)
+            self.fleet.place(attempt, first, num_new_tokens, keys, now, needs, cached=found)
+        return Choice(ranks, {name: found.num_cached for name, found in cached.items()})
 
     def most_cached(self, submission: Submission) -> dict[str, int]:
-        """Return how many leading tokens of a prompt each replica may have in its cache; those with none are left out.
-        Only the first blocks are looked up, so a replica with all of these may have the whole prompt. Callable on any
-        thread."""
+        """Return how many leading tokens of a prompt each replica may have in its cache or its tiers; those with none
+        are left out. Only the first blocks are looked up, so a replica with all of these may have the whole prompt.
+        Callable on any thread."""
         keys = self._keys(submission)
         whole = self._block_size * len(keys) if len(keys) == self._routing.prefix_blocks else None
         num_tokens = len(submission.prompt_token_ids)
-        return {name: num_tokens if count == whole else count for name, count in self.fleet.holders(keys).items()}
+        return {
+            name: num_tokens if found.num_cached == whole else found.num_cached
+            for name, found in self.fleet.holders(keys).items()
+        }
 
     def _keys(self, submission: Submission) -> tuple[bytes, ...]:
         adapter = "" if submission.adapter is None else submission.adapter.digest
@@ -94,40 +100,43 @@ class Chooser:
         self,
         names: Collection[str],
         now: float,
-        cached: Mapping[str, int],
+        cached: Mapping[str, Found],
         lack: Collection[str],
         full: Container[str],
     ) -> list[Candidate]:
         """Describe the replicas by time, or by tokens if one of them predicts none. `cached`: the prompt's tokens in
         their caches; `lack`: those that would have to load its adapter."""
         weight, to_load = self._routing.request_tokens, self._routing.adapter_tokens
+        found = [cached.get(name, NOTHING) for name in names]
         predicted = self.fleet.predicted_loads(names, now)
         if predicted is not None:
             return [
                 Candidate(
                     name,
                     queued_s + token_s * weight * num_requests,
-                    cached.get(name, 0),
+                    num_cached,
+                    num_loaded,
                     num_free_tokens,
                     to_load if name in lack else 0,
                     name in full,
                     token_s,
                     pair_s,
                 )
-                for name, (num_requests, queued_s, token_s, pair_s, num_free_tokens) in zip(
-                    names, predicted, strict=True
+                for name, (num_cached, num_loaded), (num_requests, queued_s, token_s, pair_s, num_free_tokens) in zip(
+                    names, found, predicted, strict=True
                 )
             ]
         return [
             Candidate(
                 name,
                 num_queued_tokens + weight * num_requests,
-                cached.get(name, 0),
+                num_cached,
+                num_loaded,
                 num_free_tokens,
                 to_load if name in lack else 0,
                 name in full,
             )
-            for name, (num_requests, num_queued_tokens, num_free_tokens) in zip(
-                names, self.fleet.loads(names, now), strict=True
+            for name, (num_cached, num_loaded), (num_requests, num_queued_tokens, num_free_tokens) in zip(
+                names, found, self.fleet.loads(names, now), strict=True
             )
         ]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from engine.protocol import PrefillCosts
 from serve_app.admission.fleet_forecast import EngineForecast
 from serve_app.engines.engine_load import EngineLoad
-from serve_app.routing.prefix_index import PrefixIndex
 from serve_app.routing.stats import RoutingReport, decode, taken_at_s
+from serve_app.routing.tiered_index import NOTHING, Found, TieredIndex
 
 FLIGHT_S = 0.1
 """A report is assumed not to count requests that were sent less than this before it: they may have been under way, or
@@ -49,6 +49,8 @@ class _Sent:
     """The prompt's tokens that must be computed there."""
     num_cached_tokens: int
     """Those before them."""
+    num_loaded_tokens: int
+    """The part of these that is only in a tier, so that it takes room in the KV cache."""
     keys: tuple[bytes, ...]
     at: float
     adapter: bytes = b""
@@ -67,7 +69,7 @@ class _Replica:
     # The sums of the report and the fresh attempts. They are kept, because each request needs them for every replica.
     num_requests: int = 0
     num_promised_tokens: int = 0
-    """The tokens of the fresh attempts."""
+    """The tokens of the fresh attempts that need room in the KV cache."""
     num_free_tokens: int | None = None
     """The number from the report."""
     left: float = 0.0
@@ -96,7 +98,7 @@ class _Replica:
     def add(self, sent: _Sent) -> None:
         """Add a fresh attempt to the sums."""
         self.num_requests += 1
-        self.num_promised_tokens += sent.num_tokens
+        self.num_promised_tokens += sent.num_tokens + sent.num_loaded_tokens
         self.left = self.num_queued_tokens(sent.at) + sent.num_tokens
         if self.costs is not None:
             start = sent.num_cached_tokens
@@ -145,9 +147,10 @@ class Fleet:
     """
 
     def __init__(self, block_size: int, max_index_blocks: int) -> None:
-        """`max_index_blocks`: the limit of the prefixes that are remembered for each replica, in KV blocks."""
+        """`max_index_blocks`: the limit of the prefixes that are remembered for each replica, in KV blocks, and for its
+        tiers again."""
         self._block_size = block_size
-        self._index = PrefixIndex(max_index_blocks)
+        self._index = TieredIndex(max_index_blocks)
         self._replicas: dict[str, _Replica] = {}
         self._attempts: dict[str, _Sent | None] = {}  # None: opened, not placed yet
 
@@ -169,13 +172,7 @@ class Fleet:
             if sent.at <= until:
                 replica.counted[attempt] = replica.fresh.pop(attempt)
         replica.sum_up(self._block_size)
-        self._index.report(
-            replica_id,
-            report.prefix_keys,
-            until,
-            complete=report.all_prefixes,
-            max_cached=report.max_cached_blocks,
-        )
+        self._index.report(replica_id, report, until)
 
     def engine_load(self) -> EngineLoad | None:
         """Compute the load of all replicas that have reported, by their last reports; None if none has."""
@@ -231,13 +228,16 @@ class Fleet:
             found.append(replica.predicted(costs, now))
         return found
 
-    def num_cached_tokens(self, replica_id: str, keys: Sequence[bytes]) -> int:
-        """Estimate how many leading tokens of a prompt the replica has in its cache."""
-        return self._index.match(replica_id, keys) * self._block_size
+    def cached_tokens(self, replica_id: str, keys: Sequence[bytes]) -> Found:
+        """Estimate how many leading tokens of a prompt the replica need not compute."""
+        return self._in_tokens(self._index.match(replica_id, keys))
 
-    def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return the replicas with a `num_cached_tokens` above 0, and the number."""
-        return {name: count * self._block_size for name, count in self._index.holders(keys).items()}
+    def holders(self, keys: Sequence[bytes]) -> dict[str, Found]:
+        """Return the `cached_tokens` of the replicas that have any."""
+        return {name: self._in_tokens(found) for name, found in self._index.holders(keys).items()}
+
+    def _in_tokens(self, found: Found) -> Found:
+        return Found(found.num_cached * self._block_size, found.num_loaded * self._block_size)
 
     def holds_adapter(self, replica_id: str, adapter: bytes) -> bool:
         """Whether the replica probably has the adapter with that key in memory."""
@@ -258,9 +258,9 @@ class Fleet:
         now: float,
         adapter: bytes = b"",
         *,
-        num_cached_tokens: int = 0,
+        cached: Found = NOTHING,
     ) -> None:
-        """Count an attempt at a replica, with `num_tokens` to compute after those that are cached, so that other
+        """Count an attempt at a replica, with `num_tokens` to compute after those that are `cached`, so that other
         requests take it into account.
 
         Ignored for an attempt that is not open, because its end would not be reported.
@@ -270,7 +270,7 @@ class Fleet:
         self._withdraw(attempt)
         if (replica := self._replicas.get(replica_id)) is None:
             return
-        sent = _Sent(replica_id, num_tokens, num_cached_tokens, keys, now, adapter)
+        sent = _Sent(replica_id, num_tokens, *cached, keys, now, adapter)
         self._attempts[attempt] = replica.fresh[attempt] = sent
         replica.add(sent)
         self._index.add(replica_id, keys, now)
@@ -279,8 +279,8 @@ class Fleet:
         """Note to which replica an attempt was really sent."""
         sent = self._attempts.get(attempt)
         if sent is not None and sent.replica_id != replica_id:
-            cached = sent.num_cached_tokens
-            self.place(attempt, replica_id, sent.num_tokens, sent.keys, now, sent.adapter, num_cached_tokens=cached)
+            cached = Found(sent.num_cached_tokens, sent.num_loaded_tokens)
+            self.place(attempt, replica_id, sent.num_tokens, sent.keys, now, sent.adapter, cached=cached)
 
     def close(self, attempt: str) -> None:
         """End an attempt, whatever its outcome. Ignored for an unknown one."""

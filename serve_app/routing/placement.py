@@ -26,7 +26,9 @@ class Candidate(NamedTuple):
     load: float = 0.0
     """The replica's pending work."""
     num_cached_tokens: int = 0
-    """Leading tokens of this prompt in the replica's cache."""
+    """Leading tokens of this prompt in the replica's cache, or in a tier below it."""
+    num_loaded_tokens: int = 0
+    """The part of these that is only in a tier, so that it has to be loaded."""
     num_free_tokens: int | None = None
     """Tokens for which the KV cache has room; None if unknown."""
     adapter_tokens: int = 0
@@ -52,6 +54,8 @@ class Ask:
     session: str | None = None
     avoid: frozenset[str] = frozenset()
     """The ids of replicas to avoid as long as there is another."""
+    load_cost: float = 0.0
+    """What it costs to load a token from a tier, as a share of computing it."""
 
     def num_new_tokens(self, num_cached_tokens: int) -> int:
         """Return how many of the prompt's tokens must be computed if so many are cached; at least the last one."""
@@ -81,8 +85,10 @@ def rank(ask: Ask, candidates: Sequence[Candidate], bound: Bound, random: Random
     5. With a session, the session's hash decides the order, so that only its sessions move when a replica goes.
     6. Without a session, the least work before the first answer token decides: the replica's pending work, and what
        must be computed of this prompt. In seconds, that is the predicted time to the first token, so that engines get
-       work in proportion to their speed. A cached prefix counts exactly what it saves, and an adapter that must be
-       loaded counts its configured cost: replicas that have it come first as long as they have little more to do. Of
+       work in proportion to their speed. A cached prefix counts exactly what it saves, less a configured share for what
+       must be loaded from a tier. Where engines share a disk, all of them have that, and their loads decide. An adapter
+       that must be loaded counts its configured cost: replicas that have it come first as long as they have little more
+       to do. Of
        replicas that have neither, two drawn at random come first: all ingress replicas have the same reports,
        and would otherwise all send to the same replica until the next report.
     """
@@ -101,10 +107,13 @@ def rank(ask: Ask, candidates: Sequence[Candidate], bound: Bound, random: Random
 
 def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
     def cost(candidate: Candidate) -> tuple[bool, float]:
-        num_new_tokens = ask.num_new_tokens(candidate.num_cached_tokens)
-        tokens = candidate.token_cost * (num_new_tokens + candidate.adapter_tokens)
-        pairs = candidate.pair_cost * num_pairs(ask.num_tokens - num_new_tokens, ask.num_tokens)
-        return _lacks_room(candidate, num_new_tokens), candidate.load + tokens + pairs
+        num_new_tokens, num_loaded_tokens = ask.num_new_tokens(candidate.num_cached_tokens), candidate.num_loaded_tokens
+        work = _work(candidate, ask.num_tokens - num_new_tokens, ask.num_tokens)
+        if num_loaded_tokens:
+            end = candidate.num_cached_tokens
+            work += ask.load_cost * _work(candidate, end - num_loaded_tokens, end)
+        lacks_room = _lacks_room(candidate, num_new_tokens + num_loaded_tokens)
+        return lacks_room, candidate.load + work + candidate.token_cost * candidate.adapter_tokens
 
     if (session := ask.session) is not None:
         return sorted(candidates, key=lambda one: (cost(one)[0], -session_weight(session, one.replica_id)))
@@ -118,6 +127,11 @@ def _in_order(ask: Ask, candidates: list[Candidate]) -> list[Candidate]:
     rest = [roomy[NUM_DRAWN:], tight[max(NUM_DRAWN - len(roomy), 0) :]]
     # The rest have neither the prompt nor its adapter, so their loads tell them apart well enough.
     return sorted([*holders, *drawn], key=cost) + [one for group in rest for one in sorted(group, key=_load)]
+
+
+def _work(candidate: Candidate, start: int, end: int) -> float:
+    """Return what it takes to compute the positions [start, end) of a prompt."""
+    return candidate.token_cost * (end - start) + candidate.pair_cost * num_pairs(start, end)
 
 
 def _lacks_room(candidate: Candidate, num_tokens: int) -> bool:

@@ -45,6 +45,17 @@ class PrefixIndex:
     def num_blocks(self, replica_id: str) -> int:
         return len(self._known.get(replica_id, ()))
 
+    def knows(self, replica_id: str) -> bool:
+        """Whether anything was ever noted about the replica, if only that it has nothing."""
+        return replica_id in self._known
+
+    def replicas(self) -> list[str]:
+        return list(self._known)
+
+    def of(self, replica_id: str) -> Container[bytes]:
+        """Return the keys of the replica's blocks."""
+        return self._known.get(replica_id, ())
+
     def match(self, replica_id: str, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt the replica has."""
         return _depth(self._known.get(replica_id, {}), keys)

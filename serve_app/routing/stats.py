@@ -6,19 +6,39 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
 from engine.async_engine import AsyncEngine
+from engine.kv_tiers import Tier
 from engine.protocol import EngineError, LoadSnapshot, PrefillCosts
 from serve_app.routing.prefix_index import KEY_BYTES
 
 _FORMAT = 1
 """Increased when the meaning changes, because routers and engines of two versions meet in a rolling update."""
 
-_CHANGES = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes", "adapters")
+_CHANGES = ("requests", "queued_tokens", "free_blocks", "cached_blocks", "prefixes", "adapters", "tiers")
 """Changes in these fields are published. With a queue every report is, because routers expect it to become shorter."""
 _COST_CHANGE = 0.1
 """So is a relative change of what a prompt token costs by more than this: it varies a little all the time."""
+
+
+class TierReport(NamedTuple):
+    """What an engine has in one of its tiers."""
+
+    prefix_keys: tuple[bytes, ...]
+    """The keys of blocks that are in no nearer place, heads of prefixes first."""
+    all_prefixes: bool
+    """Whether those are all."""
+    num_blocks: int
+    """The engine knows of this many blocks in the tier, those that are also nearer included."""
+
+
+class TieredEngine(Protocol):
+    """What an engine with tiers has besides."""
+
+    async def tier_digests(self, limit: int) -> Mapping[Tier, Sequence[bytes]]:
+        """Return up to `limit` digests of each tier, of blocks that are in no nearer place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +75,8 @@ class RoutingReport:
     """By these, a new prompt's time is predicted; None likewise."""
     idle_prefill_costs: PrefillCosts | None = None
     """By these, the least time of a new prompt; None likewise."""
+    tiers: tuple[TierReport, ...] = ()
+    """The tiers below the KV cache, nearest first."""
 
 
 def adapter_key(digest: str) -> bytes:
@@ -70,9 +92,10 @@ def encode(
     prefill_tokens_per_s: float,
     taken_at_s: float,
     adapters: Sequence[str] = (),
+    tiers: Mapping[Tier, Sequence[bytes]] | None = None,
 ) -> dict[str, Any]:
     """Pack the return value of `record_routing_stats`. `digests`: from `AsyncEngine.cached_digests(limit)`. `adapters`:
-    the digests of the engine's adapters.
+    the digests of the engine's adapters. `tiers`: from `TieredEngine.tier_digests(limit)`, if there are tiers.
 
     Serve pickles the value, keeps it in its controller, and sends it with those of all other replicas to every router
     each time that one of them changes. Therefore it consists of few bytes.
@@ -94,9 +117,14 @@ def encode(
         "held_blocks": load.num_held_blocks,
         "free_blocks": max(load.num_blocks - load.num_held_blocks - load.num_reserved_blocks, 0),
         "cached_blocks": load.num_held_blocks + load.num_evictable_blocks,
-        "prefixes": b"".join(digest[:KEY_BYTES] for digest in digests),
+        "prefixes": _packed(digests),
         "all_prefixes": len(digests) < limit,
         "adapters": b"".join(sorted(map(adapter_key, adapters))),
+        "tiers": [
+            (tier.tier.value, _packed(found), len(found) < limit, tier.num_blocks)
+            for tier in load.tiers
+            for found in ((tiers or {}).get(tier.tier, ()),)
+        ],
     }
 
 
@@ -114,6 +142,7 @@ class RoutingReporter:
         because Serve broadcasts each change."""
         try:
             digests = await self._engine.cached_digests(self._limit)
+            tiers = await self._tier_digests()
         except EngineError:  # the engine is dead, which the health check reports
             return self._last
         load = self._engine.load()
@@ -125,11 +154,17 @@ class RoutingReporter:
             prefill_tokens_per_s=rate,
             taken_at_s=time.time(),
             adapters=self._engine.adapters.loaded,
+            tiers=tiers,
         )
         changed = any(fresh[name] != self._last.get(name) for name in _CHANGES)
         if fresh["queued_tokens"] or changed or _cost_changed(self._last.get("token_s"), fresh.get("token_s")):
             self._last = fresh
         return self._last
+
+    async def _tier_digests(self) -> Mapping[Tier, Sequence[bytes]]:
+        if not self._engine.load().tiers:
+            return {}
+        return await cast(TieredEngine, self._engine).tier_digests(self._limit)
 
 
 def _cost_changed(before: float | None, now: float | None) -> bool:
@@ -165,7 +200,15 @@ def decode(stats: Mapping[str, Any]) -> RoutingReport | None:
         idle_prefill_costs=(
             PrefillCosts(stats["idle_token_s"], stats["idle_pair_s"]) if "idle_token_s" in stats else None
         ),
+        tiers=tuple(
+            TierReport(_keys(packed), complete, num_blocks)
+            for _, packed, complete, num_blocks in stats.get("tiers", ())
+        ),
     )
+
+
+def _packed(digests: Sequence[bytes]) -> bytes:
+    return b"".join(digest[:KEY_BYTES] for digest in digests)
 
 
 def _keys(packed: bytes) -> tuple[bytes, ...]:

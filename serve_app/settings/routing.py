@@ -17,13 +17,22 @@ class RoutingSettings(BaseModel):
         "prefixes do not affect routing.",
         ge=0,
     )
+    tier_hit_weight: float = Field(
+        default=0.8,
+        description="What a prompt token counts that an engine has only in a tier (`engine.kv_tiers`), compared with "
+        "one in its KV cache: the share of computing it that loading saves. 1: as much. 0: nothing.",
+        ge=0,
+        le=1,
+    )
     index_blocks: int = Field(
-        default=16384, description="Most cached KV blocks that an ingress replica remembers for each engine.", ge=1
+        default=16384,
+        description="Most cached KV blocks that an ingress replica remembers for each engine, and again for its tiers.",
+        ge=1,
     )
     published_blocks: int = Field(
         default=1024,
-        description="Most cached KV blocks that an engine reports. 0: an ingress replica knows only of prompts that it "
-        "sent itself.",
+        description="Most cached KV blocks that an engine reports, and again of each of its tiers. 0: an ingress "
+        "replica knows only of prompts that it sent itself.",
         ge=0,
     )
     stats_period_s: float = Field(

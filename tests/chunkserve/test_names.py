@@ -58,7 +58,7 @@ def test_settings_are_those_of_the_engine_and_some_of_the_application() -> None:
 def test_the_types_of_settings_are_those_of_the_engine() -> None:
     """But for sections, which may be written as mappings, and tuples, which may be lists."""
     ours, theirs = get_type_hints(EngineSettings), get_type_hints(EngineConfig)
-    others = {"targets", "speculative", "scheduler", "fake"} | {
+    others = {"targets", "speculative", "kv_tiers", "scheduler", "fake"} | {
         name for name in theirs if name.startswith(("cuda_graph_", "__"))
     }
     assert {name: kind for name, kind in ours.items() if name in theirs and name not in others} == {

@@ -28,7 +28,8 @@ from tests.compose.images import IMAGES
 from tests.compose.project import Doc, VariableMissing, interpolated, mounts, project, seconds, services, variables_of
 from tests.k8s.image import DOCKERFILE
 
-GPU, KEYS = OVERRIDES
+GPU, KEYS, DISK = OVERRIDES
+SET = {"CHUNKSERVE_API_KEY": "k", "CHUNKSERVE_KV_DISK": "/mnt/kv"}
 SERVICES = services()
 SERVER = SERVICES["chunkserve"]
 OTHERS = {name: service for name, service in SERVICES.items() if name != "chunkserve"}
@@ -42,10 +43,10 @@ PAGE = (ROOT / "docs" / "how-to" / "compose.md").read_text()
 # --- who can reach it -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("added", [(), (GPU,), (KEYS,), OVERRIDES])
+@pytest.mark.parametrize("added", [(), (GPU,), (KEYS,), (DISK,), OVERRIDES])
 def test_every_port_is_published_on_this_machine_alone(added: tuple[Path, ...]) -> None:
     """A port without an address would be open to the network, past the host's firewall."""
-    for name, service in services(*added, CHUNKSERVE_API_KEY="k").items():
+    for name, service in services(*added, **SET).items():
         ((address, _, inside),) = [port.split(":") for port in service["ports"]]
         assert (address, int(inside)) == ("127.0.0.1", PORTS[name])
     published = [service["ports"][0].split(":")[1] for service in SERVICES.values()]
@@ -71,7 +72,7 @@ def test_a_service_comes_back_and_has_a_limit_of_memory_and_of_logs(name: str) -
 
 @pytest.mark.parametrize("added", [(), (GPU,), (KEYS,)])
 def test_what_a_service_mounts_is_there_and_it_cannot_change_it(added: tuple[Path, ...]) -> None:
-    whole = project(*added, CHUNKSERVE_API_KEY="k")
+    whole = project(*added, **SET)
     for service in whole["services"].values():
         for source, _, *mode in mounts(service):
             if source.startswith("."):
@@ -81,12 +82,23 @@ def test_what_a_service_mounts_is_there_and_it_cannot_change_it(added: tuple[Pat
                 assert source in whole["volumes"]
 
 
+def test_a_disk_for_kv_is_a_directory_of_the_machine_that_the_server_may_write() -> None:
+    """A volume that Docker makes would belong to root, and the server runs as user 1000."""
+    service = services(DISK, **SET)["chunkserve"]
+    assert mounts(service)[-1] == ["/mnt/kv", "/var/cache/chunkserve"]
+    assert service["secrets"] == ["kv-key"]
+    page = (ROOT / "docs" / "how-to" / "keep-prefixes.md").read_text()
+    assert "disk_path: /var/cache/chunkserve/kv" in page
+    assert "disk_key_file: /run/secrets/kv-key" in page
+
+
 def test_no_secret_is_in_the_files_and_git_takes_none_of_the_places_where_they_belong() -> None:
-    (secret,) = project(KEYS, CHUNKSERVE_API_KEY="k")["secrets"].values()
+    secrets = project(KEYS, DISK, **SET)["secrets"].values()
     ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert {"/.env", secret["file"].removeprefix(".")} <= set(ignored)
-    with pytest.raises(VariableMissing, match=r"CHUNKSERVE_API_KEY: set it in \.env"):
-        services(KEYS)
+    assert {"/.env", *(secret["file"].removeprefix(".") for secret in secrets)} <= set(ignored)
+    for file, variable in ((KEYS, "CHUNKSERVE_API_KEY"), (DISK, "CHUNKSERVE_KV_DISK")):
+        with pytest.raises(VariableMissing, match=rf"{variable}: set it in \.env"):
+            services(file)
 
 
 def test_the_example_of_the_environment_names_every_variable() -> None:

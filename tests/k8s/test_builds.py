@@ -20,7 +20,7 @@ def service_of(overlay: str) -> dict[str, object]:
 
 
 def test_the_overlays_are_those_that_the_readme_describes() -> None:
-    names = "cpu-demo gcs-fault-tolerance gpu incremental-upgrade inference-gateway mtls spot"
+    names = "cpu-demo gcs-fault-tolerance gpu incremental-upgrade inference-gateway kv-disk mtls spot"
     assert list(OVERLAYS) == names.split()
     readme = (K8S / "README.md").read_text()
     assert not [name for name in OVERLAYS if f"| `{name}` |" not in readme]

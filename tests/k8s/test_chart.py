@@ -188,6 +188,41 @@ def test_values_without_an_overlay_reach_their_objects() -> None:
     assert (batched, type(batched)) == (1_000_000, int)  # a float of this size becomes 1e+06
 
 
+EPHEMERAL = """
+ephemeral:
+  volumeClaimTemplate:
+    spec:
+      accessModes: [ReadWriteOnce]
+      storageClassName: local-nvme
+      resources: {requests: {storage: 50Gi}}
+"""
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "volume"),
+    [
+        ({}, "emptyDir: {sizeLimit: 50Gi}"),
+        ({"kvDisk.storageClassName": "local-nvme"}, EPHEMERAL),
+        ({"kvDisk.hostPath": "/mnt/kv"}, "hostPath: {path: /mnt/kv, type: Directory}"),
+    ],
+    ids=["emptyDir", "ephemeral", "hostPath"],
+)
+def test_a_disk_for_kv_is_of_the_kind_that_the_values_say(values: dict[str, str], volume: str) -> None:
+    tiers = json.dumps({"disk_path": "/var/cache/chunkserve/kv", "disk_gib": 40})
+    given = {"kvDisk.enabled": "true", "kvDisk.size": "50Gi", "kvDisk.keySecretName": "", **values}
+    options = [option for name, value in given.items() for option in ("--set", f"{name}={value}")]
+    made = chart.template("--set-json", f"args.engine.kv_tiers={tiers}", *options)
+    assert check_build(made) == []
+    (service,) = of_kind(made, "RayService")
+    template = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]
+    found = [one for one in template["spec"]["volumes"] if one["name"].startswith("kv")]
+    assert found == [{"name": "kv", **yaml.safe_load(volume)}]
+    assert "annotations" not in template["metadata"], "without a key, there is no Secret to make by hand"
+    asked = template["spec"]["containers"][0]["resources"]["requests"]
+    assert ("ephemeral-storage" in asked) is ("emptyDir" in volume)
+
+
 @needs_helm
 def test_each_of_several_models_is_downloaded_awaited_and_served(tmp_path: Path) -> None:
     values = tmp_path / "models.yaml"
@@ -262,6 +297,14 @@ REFUSED = {
     "a cluster that is deleted with its streams": (
         "streams.clusterDeletionDelaySeconds=60",
         "streams.clusterDeletionDelaySeconds must be >= streams.drainDeadlineSeconds (150), but it is 60",
+    ),
+    "files of KV without a disk": (
+        "args.engine.kv_tiers.disk_path=/kv",
+        "args.engine.kv_tiers.disk_path is /kv, but kvDisk.enabled is false",
+    ),
+    "a directory of the node that is none": (
+        "kvDisk.hostPath=kv",
+        "/kvDisk/hostPath': 'kv' does not match pattern",
     ),
     "fewer workers at most than at least": (
         "engines.minReplicas=3",

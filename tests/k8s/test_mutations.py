@@ -111,6 +111,8 @@ SERVE = "spec.serveConfigV2"
 OPTIONS = "spec.upgradeStrategy.clusterUpgradeOptions"
 FT = "gcs-fault-tolerance"
 REDIS = f"{CLUSTER}.gcsFaultToleranceOptions"
+TIERS = f"{ARGS}.engine.kv_tiers"
+DISK: dict[str, Any] = {"overlay": "kv-disk"}
 POOL: dict[str, Any] = {"overlay": "inference-gateway", "object": "InferencePool/chunkserve"}
 ROUTE: dict[str, Any] = {"overlay": "inference-gateway", "object": "HTTPRoute/chunkserve"}
 PICKER: dict[str, Any] = {"overlay": "inference-gateway", "object": "ConfigMap/chunkserve-endpoint-picker"}
@@ -387,6 +389,50 @@ MUTANTS = {
     ),
     "an object in whatever namespace its user is in": Mutant(
         "metadata.namespace", GONE, "must be chunkserve", overlay=FT, object="StatefulSet/chunkserve-redis"
+    ),
+    "a disk for KV that engines do not have": Mutant(
+        "args.engine.kv_tiers.disk_path",
+        served(f"{TIERS}.disk_path", "/data/kv"),
+        "is /data/kv, below no volume of engine",
+        at=SERVE,
+        **DISK,
+    ),
+    "a disk for KV whose directory is the volume's own": Mutant(
+        "args.engine.kv_tiers.disk_path",
+        served(f"{TIERS}.disk_path", "/var/cache/chunkserve"),
+        "below no volume of engine",
+        at=SERVE,
+        **DISK,
+    ),
+    "a key for KV that engines do not have": Mutant(
+        "args.engine.kv_tiers.disk_key_file",
+        served(f"{TIERS}.disk_key_file", "/etc/key"),
+        "is /etc/key, below no volume of engine",
+        at=SERVE,
+        **DISK,
+    ),
+    "a disk for KV that is full before its files are": Mutant(
+        f"{WORKER_POD}.volumes[3].emptyDir.sizeLimit", "100Gi", "must be >= 110Gi", **DISK
+    ),
+    "a disk for KV that is only read": Mutant(
+        f"{WORKER_POD}.containers[0].volumeMounts",
+        lambda old: [{**mount, "readOnly": True} if mount["name"] == "kv" else mount for mount in old],
+        "kv must not be read-only",
+        **DISK,
+    ),
+    "more host memory for KV than the pod has": Mutant(
+        f"{WORKER_POD}.containers[0].resources.limits.memory",
+        served(f"{TIERS}.host_memory_gib", 96),
+        "must be > engine.kv_tiers.host_memory_gib (96)",
+        at=SERVE,
+        **DISK,
+    ),
+    "a Secret of a pod that nobody told of": Mutant(
+        f"{WORKER_POD}.volumes[4].secret.secretName",
+        GONE,
+        "secret/chunkserve-kv-key is neither",
+        at=f"{WORKER}.template.metadata.annotations",
+        **DISK,
     ),
     "a claim that nobody makes": Mutant(
         f"{WORKER_POD}.volumes[0].persistentVolumeClaim.claimName", "models", "is neither in this build"

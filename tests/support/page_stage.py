@@ -16,7 +16,11 @@ from tests.support.browser import Page
 ENGINE = {
     **{"engine": "one", "num_running": 1, "num_waiting": 0, "num_blocks": 100, "num_held_blocks": 7, "max_num_seqs": 8},
     **{"max_num_batched_tokens": 64, "window_s": 10, "prompt_tokens_per_s": 0, "generated_tokens_per_s": 5.25},
-    **{"gap_p50_ms": 20.25, "gap_p99_ms": None, "tpot_ms": None},
+    **{"gap_p50_ms": 20.25, "gap_p99_ms": None, "tpot_ms": None, "num_loading": 0},
+    "tiers": [
+        {"tier": "host", "used_bytes": 3 * 2**29, "capacity_bytes": 4 * 2**30, "hit_tokens": 12_340},
+        {"tier": "disk", "used_bytes": 0, "capacity_bytes": 100 * 2**20, "hit_tokens": 0},
+    ],
     "steps": [{"id": 7, "decodes": 2, "chunks": [30, 4], "waiting": 1, "ms": 12.5, "age_ms": 0}],
 }
 

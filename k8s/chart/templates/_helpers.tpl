@@ -100,6 +100,10 @@ capabilities: {drop: [ALL]}
 {{- if lt ($streams.clusterDeletionDelaySeconds | int) $deadline }}
 {{- fail (printf "streams.clusterDeletionDelaySeconds must be >= streams.drainDeadlineSeconds (%d), but it is %v" $deadline $streams.clusterDeletionDelaySeconds) }}
 {{- end }}
+{{- $tiers := dig "engine" "kv_tiers" dict .Values.args }}
+{{- if and $tiers.disk_path (not .Values.kvDisk.enabled) }}
+{{- fail (printf "args.engine.kv_tiers.disk_path is %v, but kvDisk.enabled is false: engines could not write there" $tiers.disk_path) }}
+{{- end }}
 {{- if lt (.Values.engines.maxReplicas | int) (.Values.engines.minReplicas | int) }}
 {{- fail (printf "engines.maxReplicas must be >= engines.minReplicas (%v), but it is %v" .Values.engines.minReplicas .Values.engines.maxReplicas) }}
 {{- end }}

@@ -24,6 +24,10 @@ template:
       chunkserve/app: chunkserve
       chunkserve/role: {{ .name }}
       chunkserve/node: worker
+    {{- if and $values.kvDisk.enabled $values.kvDisk.keySecretName }}
+    annotations:
+      chunkserve/made-by-hand: secret/{{ $values.kvDisk.keySecretName }}
+    {{- end }}
   spec:
     terminationGracePeriodSeconds: {{ $values.streams.gracePeriodSeconds }}
     automountServiceAccountToken: false
@@ -100,6 +104,9 @@ template:
             {{- if $engines.gpus }}
             nvidia.com/gpu: {{ $engines.gpus | quote }}
             {{- end }}
+            {{- if and $values.kvDisk.enabled (not $values.kvDisk.hostPath) (not $values.kvDisk.storageClassName) }}
+            ephemeral-storage: {{ $values.kvDisk.ephemeralStorage }}
+            {{- end }}
           limits: # no CPU limit: a throttled step loop stalls every stream
             memory: {{ $engines.memory }}
             {{- if $engines.gpus }}
@@ -112,6 +119,12 @@ template:
           {{- if and $values.apiKeys.secretName (not .spot) }}
           - {name: api-keys, mountPath: /etc/chunkserve, readOnly: true}
           {{- end }}
+          {{- if $values.kvDisk.enabled }}
+          - {name: kv, mountPath: /var/cache/chunkserve}
+          {{- if $values.kvDisk.keySecretName }}
+          - {name: kv-key, mountPath: /etc/chunkserve-kv, readOnly: true}
+          {{- end }}
+          {{- end }}
     volumes:
       - name: models
         persistentVolumeClaim: {claimName: model-cache, readOnly: true}
@@ -120,5 +133,26 @@ template:
       {{- if and $values.apiKeys.secretName (not .spot) }}
       - name: api-keys
         secret: {secretName: {{ $values.apiKeys.secretName }}}
+      {{- end }}
+      {{- if $values.kvDisk.enabled }}
+      - name: kv
+        {{- if $values.kvDisk.hostPath }}
+        hostPath: {path: {{ $values.kvDisk.hostPath }}, type: Directory}
+        {{- else if $values.kvDisk.storageClassName }}
+        ephemeral:
+          volumeClaimTemplate:
+            spec:
+              accessModes: [ReadWriteOnce]
+              storageClassName: {{ $values.kvDisk.storageClassName }}
+              resources:
+                requests:
+                  storage: {{ $values.kvDisk.size }}
+        {{- else }}
+        emptyDir: {sizeLimit: {{ $values.kvDisk.size }}}
+        {{- end }}
+      {{- if $values.kvDisk.keySecretName }}
+      - name: kv-key
+        secret: {secretName: {{ $values.kvDisk.keySecretName }}, defaultMode: 288} # 0440, for the group of fsGroup
+      {{- end }}
       {{- end }}
 {{- end }}

@@ -299,5 +299,9 @@ OPERATIONS: tuple[Operation, ...] = (
     _adapters("unload", "Unload an adapter; running requests keep it.", UnloadAdapterRequest),
     _admin("drain", "Finish running requests, and refuse new ones.", answers.Draining),
     _admin("resume", "Accept new requests again.", answers.Draining),
-    _admin("reset_prefix_cache", "Drop the cached prefixes that no live request uses.", answers.DroppedBlocks),
+    _admin(
+        "reset_prefix_cache",
+        "Drop the cached prefixes that no live request uses, in memory and on disk.",
+        answers.DroppedBlocks,
+    ),
 )

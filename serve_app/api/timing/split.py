@@ -29,6 +29,7 @@ ABOUT: Mapping[str, str] = {
     TimeCause.INPUTS: "Images were encoded.",
     TimeCause.QUEUE: "It waited for its turn in an engine, behind other requests.",
     TimeCause.MEMORY: "It waited because the engine's KV cache was full.",
+    TimeCause.KV_LOAD: "A part of its prompt, computed before, was loaded from memory or disk.",
     TimeCause.PREFILL: "Its prompt was computed.",
     TimeCause.PREFILL_BESIDE_PROMPTS: "While its prompt was computed, so were other prompts.",
     TimeCause.PREFILL_BESIDE_ANSWERS: "While its prompt was computed, so were answers.",
@@ -39,7 +40,7 @@ ABOUT: Mapping[str, str] = {
     TimeCause.SLOW_STEPS: "The engine's steps took longer than their work explains.",
 }
 """Every cause in words."""
-OWN = frozenset({TimeCause.PREFILL, TimeCause.DECODE, UNRECORDED})
+OWN = frozenset({TimeCause.KV_LOAD, TimeCause.PREFILL, TimeCause.DECODE, UNRECORDED})
 """What a request needs by itself, or may have needed."""
 _OF_ANSWERS = frozenset({TimeCause.DECODE, TimeCause.DECODE_BESIDE_PROMPTS, TimeCause.DECODE_BESIDE_ANSWERS})
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from serve_app.front.preflight import Application
 
 _GIB = 2**30
-_SHOWN = ("device", "kernels", "quantize", "num_kv_blocks", "scheduler")
+_SHOWN = ("device", "kernels", "quantize", "num_kv_blocks", "kv_tiers", "scheduler")
 """Reasons that are among the first lines already."""
 
 

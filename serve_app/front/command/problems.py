@@ -17,7 +17,7 @@ from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application, read_applications
 from serve_app.front.proxy_env import ENABLE
-from serve_app.front.this_machine import check_tokenizer, missing_adapters, missing_files
+from serve_app.front.this_machine import check_tokenizer, missing_adapters, missing_files, missing_tier_keys
 from serve_app.front.threads import thread_warnings
 
 _FILES_OF_TLS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
@@ -57,7 +57,7 @@ def find_problems(path: Path) -> Findings:
     for application in applications:
         refusals = list(missing_files(application))
         for model in application.each_model():
-            refusals += [*missing_adapters(model), *_too_many_threads(model), *_refused_models(model)]
+            refusals += [*missing_adapters(model), *missing_tier_keys(model), *_too_many_threads(model), *_refused_models(model)]
         problems.extend(line for refusal in refusals for line in str(refusal).splitlines())
     return Findings(problems, applications, [] if problems else thread_warnings(applications))
 

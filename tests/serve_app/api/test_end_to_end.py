@@ -8,18 +8,23 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 import uvicorn
+from jsonschema import Draft202012Validator
 from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig, Targets
-from engine.protocol import EngineError, ErrorCode
+from engine.kv_tiers import Tier, TierLoad
+from engine.protocol import EngineError, ErrorCode, LoadSnapshot
 from serve_app.api.ingress import create_app
+from serve_app.api.openai.answer_schema import TierState
+from serve_app.api.openapi.document import Access, openapi_document
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import (
     CHAT,
@@ -249,7 +254,30 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
         "idle_prefill_costs": None,
         "graph_hits": {},
         "graph_misses": {},
+        "tiers": [],
+        "num_loading": 0,
     }
+
+
+async def test_load_tells_of_each_tier_by_name_as_the_document_says() -> None:
+    """A tier's numbers are a tuple in the engine, of which JSON would make a list that nobody can read."""
+
+    class Tiered(ScriptedClient):
+        async def load(self) -> list[LoadSnapshot]:
+            (load,) = await super().load()
+            host = TierLoad(Tier.HOST, num_blocks=3, hit_blocks=2, load_s=0.5)
+            return [replace(load, tiers=(host, TierLoad(Tier.DISK, used_bytes=7)), num_loading=1)]
+
+    (load,) = (await Exchange(app_for(Tiered()), "GET", "/load").finish()).json["engines"]
+    host, disk = load["tiers"]
+    assert load["num_loading"] == 1
+    assert (host["tier"], host["num_blocks"], host["hit_blocks"], host["load_s"]) == ("host", 3, 2, 0.5)
+    assert (disk["tier"], disk["used_bytes"]) == ("disk", 7)
+    assert tuple(host) == tuple(TierState.model_fields) == TierLoad._fields
+    document = openapi_document("1.2.3", Access(keys=False, admin=False))
+    schema = {"$ref": "#/components/schemas/EngineState", "components": document["components"]}
+    Draft202012Validator(schema).validate(load)
+    assert not Draft202012Validator(schema).is_valid(load | {"tiers": [list(host.values())]})
 
 
 async def test_load_names_how_predicted_step_times_are_corrected_and_what_prefill_takes() -> None:

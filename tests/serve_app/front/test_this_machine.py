@@ -125,6 +125,10 @@ def test_a_module_in_no_directory_of_rays_is_named(tmp_path: Path, monkeypatch: 
     [
         (FAKE | {"auth": {"keys_file": "/no/such/keys"}}, "args.auth.keys_file: /no/such/keys: No such file"),
         (
+            {"engine": {"kv_tiers": {"disk_path": "/kv", "disk_key_file": "/no/key"}}},
+            "args.engine.kv_tiers.disk_key_file: there is no file /no/key",
+        ),
+        (
             {"engine": {"max_loras": 1}, "lora_adapters": {"law": "/no/such/adapter"}},
             "args.lora_adapters.law: there is no directory /no/such/adapter",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine.async_engine import AsyncEngine
 from engine.config import SchedulerConfig, SpeculativeConfig
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
+from engine.kv_tiers import Tier, TierLoad
 from engine.multimodal_inputs import InputKind, SpanInput
 from engine.observer import StepFacts
 from engine.protocol import (
@@ -31,6 +33,7 @@ from engine.protocol import (
 from engine.step import ScheduledRequest
 from serve_app.metrics.catalogue import ENGINE
 from serve_app.metrics.engine_recorder import EngineRecorder
+from serve_app.metrics.tier_samples import tier_samples
 from serve_app.metrics.values import Distribution
 from tests.support.engines import RecordingCore, resolved_config
 
@@ -417,10 +420,11 @@ def test_every_name_of_the_catalogue_is_there_before_the_first_request() -> None
     a series that appears only with its first event has lost that event.
 
     Captured steps have too many names for that, and an event of the warm-up is no loss.
-    Without adapters none are reported, nor without targets what belongs to them."""
+    Without adapters none are reported, nor without targets or tiers what belongs to them."""
     bench = Bench()
     names = {name.partition("{")[0] for name in bench.values}
-    assert names == {metric.name for metric in ENGINE} - {"chunkserve:graph_steps", LORA, *OF_TARGETS}
+    of_tiers = {sample.name for sample in tier_samples(replace(bench.core.load(), tiers=(TierLoad(Tier.HOST),)), 4, 0)}
+    assert names == {metric.name for metric in ENGINE} - {"chunkserve:graph_steps", LORA, *OF_TARGETS, *of_tiers}
 
 
 def test_an_engine_with_its_threads_is_counted_exactly_under_many_requests() -> None:

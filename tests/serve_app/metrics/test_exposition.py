@@ -33,6 +33,12 @@ VLLM: dict[str, tuple[str, ...]] = {
     "lora_requests_info": ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     "prefix_cache_queries_total": (),
     "prefix_cache_hits_total": (),
+    "external_prefix_cache_queries_total": (),
+    "external_prefix_cache_hits_total": (),
+    "kv_offload_load_bytes_total": (),
+    "kv_offload_load_time_total": (),
+    "kv_offload_store_bytes_total": (),
+    "kv_offload_store_time_total": (),
     "num_preemptions_total": (),
     "prompt_tokens_total": (),
     "prompt_tokens_cached_total": (),
@@ -71,6 +77,8 @@ NEW_OF_ENGINE = {
     "chunkserve:step_time_deviation",
     "chunkserve:queued_prefill_seconds",
     "chunkserve:prefill_token_seconds",
+    "chunkserve:num_requests_loading",
+    *(name for name in BY_NAME if name.startswith("chunkserve:kv_tier_")),
 }
 
 OF_REQUESTS = "request_params_n_bucket"

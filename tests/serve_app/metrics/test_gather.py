@@ -23,7 +23,7 @@ from serve_app.metrics.values import ReplicaSamples, Sample, encode
 
 pytestmark = pytest.mark.anyio
 
-NUMBERS = [field.name for field in fields(EngineActivity) if field.name not in ("engine", "steps")]
+NUMBERS = [field.name for field in fields(EngineActivity) if field.name not in ("engine", "steps", "tiers")]
 Replica = Callable[[], Awaitable[bytes]]
 
 

@@ -3,11 +3,15 @@ Never runs an engine: steps and the clock are written down."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from engine.kv_tiers import Tier, TierLoad
 from engine.observer import ComputedStep
-from serve_app.metrics.activity import EngineActivity
+from serve_app.metrics.activity import EngineActivity, TierActivity
 from serve_app.metrics.recent_steps import _MOST_YIELDS, NUM_STEPS, WINDOW_S, RecentSteps
+from serve_app.metrics.values import decode, encode
 from tests.support.engines import resolved_config
 from tests.support.fleet import load_snapshot
 
@@ -42,6 +46,18 @@ def test_a_steps_facts_are_reported_with_its_age() -> None:
     recent.add(1.0, [step(7, 2, (30, 4))], 2, {})
     (found,) = told(recent, 1.5).steps
     assert (found.decodes, found.chunks, found.waiting, found.ms, found.age_ms) == (2, (30, 4), 3, 12.5, 500)
+
+
+def test_tiers_are_shown_with_what_came_from_them_and_travel_between_replicas() -> None:
+    load = replace(
+        load_snapshot(num_waiting=3),
+        tiers=(TierLoad(Tier.HOST, capacity_bytes=900, used_bytes=300, hit_blocks=5), TierLoad(Tier.DISK)),
+        num_loading=2,
+    )
+    found = RecentSteps(0.0).snapshot(1.0).activity("e", resolved_config(), load, None)
+    assert (found.num_waiting, found.num_loading) == (3, 2)
+    assert found.tiers == (TierActivity(Tier.HOST, 300, 900, 5 * 4), TierActivity(Tier.DISK, 0, 0, 0))
+    assert decode(encode(found), EngineActivity) == found
 
 
 def test_rates_are_of_the_window_and_what_is_older_is_forgotten() -> None:

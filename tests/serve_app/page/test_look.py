@@ -168,6 +168,15 @@ def test_the_chart_is_drawn_in_the_colours_that_were_chosen(page: Page) -> None:
     assert light not in page.value(drawn)
 
 
+def test_an_engines_tiers_say_how_full_they_are_and_what_was_loaded_from_them(page: Page) -> None:
+    page.until("document.querySelector('[data-is=disk]')")
+    told = page.value("[...document.querySelectorAll('.tier')].map((e) => e.innerText.replace(/\\s+/g, ' '))")
+    assert told == [
+        "KV in host memory 38 % of 4 GiB, 12,340 tokens loaded",
+        "KV on disk 0 % of 100 MiB, 0 tokens loaded",
+    ]
+
+
 def test_nothing_moves_for_somebody_who_wants_no_motion(page: Page) -> None:
     answer(page, ["still writing"], stays_open=True)
     moving = "document.getAnimations().length"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine.async_engine import AsyncEngine
+from engine.config import KvTiersConfig
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
 from engine.protocol import EngineError
@@ -51,6 +52,21 @@ async def test_warming_up_makes_the_largest_prefill_step_and_a_decode_step_and_l
     assert {row.kind for plan in warmed.plans for row in plan.rows} >= {RowKind.LAST, RowKind.DECODE}
     load = warmed.engine.load()
     assert (load.num_held_blocks, load.num_running, await warmed.engine.cached_digests(10)) == (0, 0, [])
+
+
+async def test_warming_up_wipes_no_tier_and_computes_its_prompt_though_a_disk_may_have_it(
+    engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reset at the start would take from a shared disk what all engines of the machine have stored there."""
+    resets: list[bool] = []
+    warmed = Warmed(kv_tiers=KvTiersConfig(host_memory_gib=1.0))
+    engines.append(warmed.engine)
+    monkeypatch.setattr(warmed.engine, "reset_prefix_cache", lambda: resets.append(True))
+    for _ in range(2):
+        warmed.plans.clear()
+        await warm_up(warmed.engine)
+        assert max(plan.num_tokens for plan in warmed.plans) == warmed.engine.config.max_prefill_tokens
+    assert resets == []
 
 
 async def test_an_engine_whose_context_is_shorter_than_a_step_warms_up_within_it(engines: list[AsyncEngine]) -> None:

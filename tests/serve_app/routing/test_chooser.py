@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 
 from benchmarks import routing as bench
+from engine.kv_tiers import Tier
 from engine.multimodal_inputs import SpanInput
 from engine.protocol import PrefillCosts, SamplingParams, Submission
 from serve_app.routing.chooser import Chooser
+from serve_app.routing.prefix_index import prefix_keys
 from serve_app.settings.routing import RoutingSettings
 from tests.support.reports import stats
 
@@ -20,7 +23,7 @@ NOW = 100.0
 ASK = Submission("r", tuple(range(100)), SamplingParams(max_tokens=1, seed=0))
 
 
-def chooser(*names: str, **routing: int) -> Chooser:
+def chooser(*names: str, **routing: float) -> Chooser:
     made = Chooser(RoutingSettings.model_validate(routing), BLOCK_SIZE, Random(0))
     made.fleet.update({name: {} for name in names})
     return made
@@ -59,6 +62,39 @@ def test_each_request_weighs_what_the_settings_say_beside_its_tokens() -> None:
         router = chooser(request_tokens=weight)
         router.fleet.update(reports)
         assert router.place("r", ASK, list(reports), NOW).ranks[0] == [chosen]
+
+
+def on_disk(router: Chooser, submission: Submission) -> dict[str, Any]:
+    """Return the report of an engine whose disk has all blocks of a prompt."""
+    keys = prefix_keys(submission.prompt_token_ids, BLOCK_SIZE, 100)
+    tier = (Tier.DISK.value, b"".join(keys), True, len(keys))
+    return stats(NOW, requests=1, queued=50) | {"tiers": [tier]}
+
+
+@pytest.mark.parametrize(("weight", "chosen"), [(0.8, "disk"), (0.2, "idle")])
+def test_an_engine_with_the_prompt_on_disk_is_worth_as_many_tokens_as_the_setting_says(
+    weight: float, chosen: str
+) -> None:
+    """It has 50 tokens to compute before, and loading its 100 tokens saves 80 of them, or 20."""
+    router = chooser(tier_hit_weight=weight, request_tokens=0)
+    router.fleet.update({"disk": on_disk(router, ASK), "idle": stats(NOW)})
+    assert router.place("r", ASK, ["disk", "idle"], NOW).ranks[0] == [chosen]
+
+
+def test_what_is_loaded_is_not_computed_but_takes_room_and_is_expected_as_cached() -> None:
+    router = chooser("a")
+    router.fleet.update({"a": on_disk(router, ASK)})
+    before = router.fleet.load("a", NOW)
+    router.fleet.open("one")
+    choice = router.place("one", ASK, ["a"], NOW)
+    after = router.fleet.load("a", NOW)
+    assert choice.num_cached_tokens == {"a": 100}
+    assert router.most_cached(ASK) == {"a": 100}
+    assert after.num_queued_tokens == before.num_queued_tokens + 1
+    assert before.num_free_tokens is not None
+    assert after.num_free_tokens == before.num_free_tokens - 101
+    router.fleet.close("one")
+    assert router.fleet.load("a", NOW).num_free_tokens == before.num_free_tokens
 
 
 FAST, SLOW = PrefillCosts(0.001, 1e-6), PrefillCosts(0.002, 2e-6)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.protocol import PrefillCosts
 from serve_app.engines.engine_load import EngineLoad
 from serve_app.routing.fleet import FLIGHT_S, Fleet, PredictedLoad, ReplicaLoad
+from serve_app.routing.tiered_index import Found
 from tests.support.reports import stats
 
 BLOCK_SIZE = 4
@@ -102,7 +103,7 @@ def test_predicted_seconds_pass_by_themselves() -> None:
 def test_what_was_sent_since_the_report_counts_in_the_same_unit() -> None:
     known = fleet(a=stats(10.0, requests=2, queued_s=3.0, costs=COSTS, free_blocks=90))
     known.open("r")
-    known.place("r", "a", 200, (), 11.0, num_cached_tokens=100)
+    known.place("r", "a", 200, (), 11.0, cached=Found(100))
     sent_s = COSTS.seconds(100, 300)
     assert known.predicted_loads(["a"], 12.0) == [PredictedLoad(3, 3.0 - 1.0 + sent_s - 1.0, 0.001, 1e-6, 160)]
     known.update({"a": stats(11.05, requests=2, queued_s=2.0, costs=PrefillCosts(0.002, 0.0))})
@@ -114,7 +115,7 @@ def test_what_was_sent_since_the_report_counts_in_the_same_unit() -> None:
 def test_a_request_that_went_elsewhere_counts_there_by_that_replicas_costs() -> None:
     known = fleet(a=stats(10.0, costs=COSTS), b=stats(10.0, costs=PrefillCosts(0.002, 0.0)))
     known.open("r")
-    known.place("r", "b", 200, (), 11.0, num_cached_tokens=100)
+    known.place("r", "b", 200, (), 11.0, cached=Found(100))
     known.confirm("r", "a", 11.0)
     loads = known.predicted_loads(["b", "a"], 11.0)
     assert loads is not None
@@ -148,7 +149,7 @@ def test_a_request_that_was_sent_elsewhere_than_placed_counts_there_alone() -> N
     known.place("r", "a", 100, KEYS, now=1.0)
     known.confirm("r", "b", now=1.0)
     assert (known.load("a", NOW), known.load("b", NOW)) == (ReplicaLoad(), ReplicaLoad(1, 100))
-    assert known.num_cached_tokens("b", KEYS) == 2 * BLOCK_SIZE
+    assert known.cached_tokens("b", KEYS).num_cached == 2 * BLOCK_SIZE
 
 
 def test_a_request_that_nobody_will_see_end_is_not_counted() -> None:
@@ -163,7 +164,7 @@ def test_a_replica_that_is_gone_is_forgotten_with_all_that_was_sent_there() -> N
     known.place("r", "a", 100, KEYS, now=2.0)
     known.update({"b": {}})
     assert known.load("a", NOW) == ReplicaLoad()
-    assert known.num_cached_tokens("a", KEYS) == 0
+    assert known.cached_tokens("a", KEYS).num_cached == 0
     known.update({"a": {}, "b": {}})
     known.close("r")
     assert known.load("a", NOW) == ReplicaLoad(), "the end of its request no longer counts anywhere"
@@ -177,9 +178,9 @@ def test_an_old_replica_that_speaks_another_format_is_one_without_a_report() -> 
 
 def test_a_report_brings_prefixes_and_takes_evicted_ones_away() -> None:
     known = fleet(a=stats(1.0, *KEYS, cached=2))
-    assert known.num_cached_tokens("a", KEYS) == 2 * BLOCK_SIZE
+    assert known.cached_tokens("a", KEYS).num_cached == 2 * BLOCK_SIZE
     known.update({"a": stats(2.0, KEYS[0], cached=1)})
-    assert known.num_cached_tokens("a", KEYS) == BLOCK_SIZE
+    assert known.cached_tokens("a", KEYS).num_cached == BLOCK_SIZE
 
 
 names = st.sampled_from("abc")

@@ -21,16 +21,21 @@ candidate = st.builds(
     replica_id=ids,
     load=loads,
     num_cached_tokens=st.integers(0, 5000),
+    num_loaded_tokens=st.integers(0, 5000),
     num_free_tokens=st.none() | st.integers(0, 10_000),
     adapter_tokens=st.sampled_from([0, 3000]),
     full=st.booleans(),
     token_cost=st.sampled_from([0.5, 1.0, 3.0]),
     pair_cost=st.sampled_from([0.0, 0.01]),
-)
+).map(lambda one: one._replace(num_loaded_tokens=min(one.num_loaded_tokens, one.num_cached_tokens)))
 fleets = st.lists(candidate, min_size=1, max_size=8, unique_by=lambda one: one.replica_id)
 bounds = st.builds(Bound, load_factor=st.floats(1, 2), slack_tokens=st.integers(0, 4000))
 asks = st.builds(
-    Ask, num_tokens=st.integers(1, 5000), session=st.none() | st.text(), avoid=st.frozensets(ids, max_size=4)
+    Ask,
+    num_tokens=st.integers(1, 5000),
+    session=st.none() | st.text(),
+    avoid=st.frozensets(ids, max_size=4),
+    load_cost=st.floats(0, 1),
 )
 seeds = st.builds(Random, st.integers())
 untimed = settings(deadline=None)
@@ -209,7 +214,7 @@ def test_whoever_neither_holds_the_prefix_nor_was_drawn_is_tried_in_order_of_roo
 ) -> None:
     """A first choice may turn the request away, so what comes after it is a choice, too."""
     ready = [one._replace(full=False) for one in fleet]
-    calm = Ask(ask.num_tokens)
+    calm = Ask(ask.num_tokens, load_cost=ask.load_cost)
     by_id = {one.replica_id: one for one in ready}
     order = [by_id[name] for (name,) in rank(calm, ready, Bound(1.0, 10**9), random)]
     dearest = max(one.adapter_tokens for one in order)
@@ -217,17 +222,58 @@ def test_whoever_neither_holds_the_prefix_nor_was_drawn_is_tried_in_order_of_roo
     num_first = min(len(order), len(holders) + NUM_DRAWN)
 
     def lacks_room(one: Candidate) -> bool:
-        return one.num_free_tokens is not None and one.num_free_tokens < max(calm.num_tokens - one.num_cached_tokens, 1)
+        need = max(calm.num_tokens - one.num_cached_tokens, 1) + one.num_loaded_tokens
+        return one.num_free_tokens is not None and one.num_free_tokens < need
 
     def work(one: Candidate) -> float:
         new = max(calm.num_tokens - one.num_cached_tokens, 1)
         pairs = sum(range(calm.num_tokens - new + 1, calm.num_tokens + 1))
-        return one.load + one.token_cost * (new + one.adapter_tokens) + one.pair_cost * pairs
+        work = one.load + one.token_cost * (new + one.adapter_tokens) + one.pair_cost * pairs
+        loaded = sum(range(one.num_cached_tokens - one.num_loaded_tokens + 1, one.num_cached_tokens + 1))
+        return work + calm.load_cost * (one.token_cost * one.num_loaded_tokens + one.pair_cost * loaded)
 
     assert not any(one in holders for one in order[num_first:])
     for part, key in ((order[:num_first], work), (order[num_first:], lambda one: one.load)):
         costs = [(lacks_room(one), key(one)) for one in part]
         assert all(one[0] < other[0] or one[1] <= other[1] * (1 + 1e-9) for one, other in pairwise(costs))
+
+
+# --- tiers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("load_cost", "chosen"), [(0.1, "loads"), (0.4, "loads"), (0.6, "computes")])
+def test_a_prefix_in_a_tier_counts_what_loading_it_saves(load_cost: float, chosen: str) -> None:
+    """One replica loads 800 of 1,000 tokens, and the other one has 400 fewer to do before."""
+    fleet = [Candidate("loads", load=400, num_cached_tokens=800, num_loaded_tokens=800), Candidate("computes")]
+    assert first(Ask(1000, load_cost=load_cost), fleet) == chosen
+
+
+def test_a_prefix_in_the_cache_goes_before_the_same_one_in_a_tier_and_this_before_none() -> None:
+    fleet = [
+        Candidate("none"),
+        Candidate("loads", num_cached_tokens=800, num_loaded_tokens=800),
+        Candidate("loads half", num_cached_tokens=800, num_loaded_tokens=400),
+        Candidate("has it", num_cached_tokens=800),
+    ]
+    ranks = rank(Ask(1000, load_cost=0.2), fleet, LOOSE, Random(0))
+    assert [name for (name,) in ranks] == ["has it", "loads half", "loads", "none"]
+
+
+def test_what_is_loaded_needs_room_in_the_cache_like_what_is_computed() -> None:
+    """It would otherwise go to an engine that has to preempt for it."""
+    full = Candidate("full", num_cached_tokens=900, num_loaded_tokens=900, num_free_tokens=500)
+    fleet = [full, Candidate("free", num_free_tokens=5000)]
+    assert first(Ask(1000, load_cost=0.2), fleet) == "free"
+    assert first(Ask(1000, load_cost=0.2), [full._replace(num_free_tokens=1000), fleet[1]]) == "full"
+
+
+def test_engines_that_share_a_disk_are_chosen_by_their_load() -> None:
+    fleet = [
+        Candidate(name, load=load, num_cached_tokens=900, num_loaded_tokens=900)
+        for name, load in {"busy": 900, "idle": 0, "between": 500}.items()
+    ]
+    ranks = rank(Ask(1000, load_cost=0.2), fleet, LOOSE, Random(0))
+    assert [name for (name,) in ranks] == ["idle", "between", "busy"]
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------

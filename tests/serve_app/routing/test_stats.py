@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -12,9 +13,10 @@ from engine.adapter_cache import AdapterCache
 from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
+from engine.kv_tiers import Tier, TierLoad
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot, PrefillCosts, SamplingParams
 from serve_app.routing.prefix_index import KEY_BYTES, prefix_keys
-from serve_app.routing.stats import RoutingReport, RoutingReporter, decode
+from serve_app.routing.stats import RoutingReport, RoutingReporter, TierReport, decode
 from tests.support.engines import resolved_config
 from tests.support.reports import snapshot, stats
 
@@ -142,3 +144,54 @@ async def test_as_many_blocks_are_published_as_asked_for(published_blocks: int, 
     assert report is not None
     assert set(report.prefix_keys) <= set(prefix_keys(prompt, config.block_size, 100))
     assert (len(report.prefix_keys), report.all_prefixes) == (num_keys, complete)
+
+
+# --- tiers -----------------------------------------------------------------------------------------------------------
+
+
+class TieredEngine(Engine):
+    """An engine with two tiers, with some digests that are only there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below: dict[Tier, list[bytes]] = {Tier.HOST: [b"h" * 32], Tier.DISK: [b"d" * 32, b"e" * 32]}
+        self.snapshot = replace(
+            snapshot(), tiers=(TierLoad(Tier.HOST, num_blocks=5), TierLoad(Tier.DISK, num_blocks=7))
+        )
+
+    async def tier_digests(self, limit: int) -> dict[Tier, list[bytes]]:
+        return {tier: digests[:limit] for tier, digests in self.below.items()}
+
+
+async def test_each_tier_is_reported_with_what_is_only_there() -> None:
+    packed = await reporter(TieredEngine(), published_blocks=2).report()
+    report = decode(pickle.loads(pickle.dumps(packed)))
+    assert report is not None
+    assert report.tiers == (
+        TierReport((b"h" * KEY_BYTES,), all_prefixes=True, num_blocks=5),
+        TierReport((b"d" * KEY_BYTES, b"e" * KEY_BYTES), all_prefixes=False, num_blocks=7),
+    )
+
+
+async def test_a_block_that_went_to_a_tier_is_news_and_nothing_else_is() -> None:
+    engine = TieredEngine()
+    told = reporter(engine)
+    first = await told.report()
+    assert await told.report() is first
+    engine.below[Tier.HOST].append(b"i" * 32)
+    assert await told.report() is not first
+
+
+async def test_an_engine_without_tiers_is_not_asked_for_them() -> None:
+    """It may be of a version that cannot answer."""
+    report = decode(await reporter(Engine()).report())
+    assert report is not None
+    assert report.tiers == ()
+
+
+async def test_stats_of_an_engine_that_knows_of_no_tiers_are_read() -> None:
+    packed = dict(await reporter(Engine()).report())
+    del packed["tiers"]
+    report = decode(packed)
+    assert report is not None
+    assert report.tiers == ()

@@ -257,6 +257,14 @@ async def test_a_request_is_found_by_its_answers_id_and_by_its_request_id() -> N
     assert (await Exchange(app, "GET", "/requests/mine/timing").finish()).status == 200
 
 
+async def test_kv_that_was_loaded_is_the_requests_own_work_like_the_prefill_that_it_saves() -> None:
+    told = EngineTimes({TimeCause.KV_LOAD: 0.003, TimeCause.QUEUE: 0.001, TimeCause.DECODE: 0.004})
+    app = app_for(ScriptedClient([scheduled()], tokens("Bonjour"), [replace(finished(), times=told)]))
+    found = (await ask(app, (await post(app, CHAT).finish()).json["id"])).json
+    assert {part["cause"] for part in found["own"]} >= {"kv_load", "decode"}
+    assert "queue" in {part["cause"] for part in found["slowed_by"]}
+
+
 async def test_another_tenants_request_is_as_unknown_as_one_that_never_was() -> None:
     keys = Keys(tuple(ApiKey(tenant=name, sha256=digest(name.encode())) for name in ("ann", "bob")))
     app = app_for(ScriptedClient([scheduled()], tokens("Bonjour"), END), keys=keys)

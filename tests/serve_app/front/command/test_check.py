@@ -66,6 +66,18 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda c: (engine(c).update(max_loras=1), args(c).update(lora_adapters={"law": "/no/law"})),
         "args.lora_adapters.law: there is no directory /no/law",
     ),
+    "a tier's key that is not there": (
+        lambda c: engine(c).update(kv_tiers={"disk_path": "/kv", "disk_key_file": "/no/key"}),
+        "args.engine.kv_tiers.disk_key_file: there is no file /no/key",
+    ),
+    "a tier of no size": (
+        lambda c: engine(c).update(kv_tiers={"disk_path": "/kv", "disk_gib": 0}),
+        "args.engine.kv_tiers.disk_gib: Input should be greater than 0 (given: 0)",
+    ),
+    "a misspelt setting of tiers": (
+        lambda c: engine(c).update(kv_tiers={"disk_pth": "/kv"}),
+        "args.engine.kv_tiers.disk_pth: no such setting here; did you mean disk_path?",
+    ),
     "an unknown key of the file": (lambda c: c.update(http_option=1), "unknown key http_option: did you mean http_op"),
     "no port": (lambda c: http(c).update(port=0), "http_options.port: expected a number from 1 to 65535 (given: 0)"),
     "no such module": (
