@@ -57,7 +57,12 @@ def find_problems(path: Path) -> Findings:
     for application in applications:
         refusals = list(missing_files(application))
         for model in application.each_model():
-            refusals += [*missing_adapters(model), *missing_tier_keys(model), *_too_many_threads(model), *_refused_models(model)]
+            refusals += [
+                *missing_adapters(model),
+                *missing_tier_keys(model),
+                *_too_many_threads(model),
+                *_refused_models(model),
+            ]
         problems.extend(line for refusal in refusals for line in str(refusal).splitlines())
     return Findings(problems, applications, [] if problems else thread_warnings(applications))
 
