@@ -69,6 +69,7 @@ PROGRAMS = (
     "benchmarks.engine.gpu",
     "benchmarks.engine.mixed",
     "benchmarks.engine.memory",
+    "benchmarks.engine.kv_moves",
     "benchmarks.engine.step",
     "benchmarks.engine.step_model",
     "benchmarks.engine.targets",

@@ -49,7 +49,10 @@ All packages but `host` import the contract, so no arrow to it is drawn.
     picture="packages.svg",
     modules={
         "front door": ("async_engine", "adapter_cache", "compilation"),
-        "contract": ("config", "features", "presets", "protocol", "step", "multimodal_inputs", "observer", "prefix"),
+        "contract": (
+            *("config", "features", "presets", "protocol", "step", "kv_tiers", "multimodal_inputs", "observer"),
+            "prefix",
+        ),
     },
     owns={
         "front door": "What callers use: an engine that streams tokens, its adapters, the wait for grammars.",

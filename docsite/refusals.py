@@ -67,6 +67,12 @@ GROUPS = (
         "here, or choose a smaller model.",
         ("engine/host/*.py", "engine/build/host_fit.py", "engine/models/kv_cache.py"),
     ),
+    Group(
+        "KV in lower tiers",
+        "The message has the numbers, or names the file. [Settings](settings.md) has what each setting of `kv_tiers` "
+        "takes.",
+        ("engine/build/kv_tiers.py", "engine/tiers/*.py"),
+    ),
     Group("Step times", "Raise `max_num_batched_tokens`, or leave `targets` out.", ("engine/build/step_times.py",)),
     Group("The CPU's kernels", "Set `kernels: auto`, or install what the message names.", ("engine/build/cpu.py",)),
     Group(
