@@ -33,6 +33,8 @@ PURE = [
         for folder in ("core", "scheduling", "speculation", "host", "fake")
         for path in sorted((ROOT / "engine" / folder).glob("*.py"))
     ),
+    "tiers.disk",
+    "tiers.fingerprint",
 ]
 LONGEST = 400
 """The number of lines up to which a file needs no reason."""

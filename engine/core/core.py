@@ -180,7 +180,7 @@ class EngineCore:
         return self._blocks.cached_digests(limit)
 
     def tier_digests(self, limit: int) -> dict[Tier, list[bytes]]:
-        """Up to `limit` digests of the blocks in each lower tier, the newest first."""
+        """Up to `limit` digests of blocks in each lower tier that are in no nearer one, heads of prefixes first."""
         return {} if self._tiers is None else self._tiers.digests(limit)
 
     def reset_prefix_cache(self) -> int:

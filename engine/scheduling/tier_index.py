@@ -60,6 +60,7 @@ class _Known:
     """One tier."""
 
     has: dict[bytes, BlockFacts] = field(default_factory=dict)
+    """In the order in which they were stored or used."""
     dirty: OrderedDict[bytes, BlockFacts] = field(default_factory=OrderedDict)
     """Published blocks that the tier lacks, in the order in which they were published."""
     storing: dict[bytes, BlockFacts] = field(default_factory=dict)
@@ -115,8 +116,12 @@ class TierIndex:
         )
 
     def digests(self, limit: int) -> dict[Tier, list[bytes]]:
-        """Return up to `limit` digests of blocks in each tier, the newest first."""
-        return {tier: list(islice(reversed(known.has), limit)) for tier, known in self._known.items()}
+        """Return up to `limit` digests of blocks in each tier that are in no nearer one: those stored or used last, a
+        prefix's head before its tail."""
+        return {
+            tier: [digest for digest in islice(reversed(known.has), limit) if self.nearest(digest) is tier][::-1]
+            for tier, known in self._known.items()
+        }
 
     # --- what requests do with blocks -----------------------------------------------------------------------------
 
@@ -133,6 +138,9 @@ class TierIndex:
         for digest in digests:
             if digest in self._kept:
                 self._kept.use(digest, now)
+            for known in self._known.values():
+                if (facts := known.has.pop(digest, None)) is not None:
+                    known.has[digest] = facts  # the last one
 
     def end_turn(self, request: Request, num_blocks: int) -> None:
         """A request ends whose first blocks, so many, are computed."""

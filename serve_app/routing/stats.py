@@ -33,14 +33,6 @@ class TierReport(NamedTuple):
     """The engine knows of this many blocks in the tier, those that are also nearer included."""
 
 
-class TieredEngine(Protocol):
-    """What an engine with tiers has besides."""
-
-    async def tier_digests(self, limit: int) -> Mapping[Tier, Sequence[bytes]]:
-        """Return up to `limit` digests of each tier, of blocks that are in no nearer place."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
     """The state of one engine at one moment. Counts are of requests, tokens or KV blocks."""
@@ -95,7 +87,7 @@ def encode(
     tiers: Mapping[Tier, Sequence[bytes]] | None = None,
 ) -> dict[str, Any]:
     """Pack the return value of `record_routing_stats`. `digests`: from `AsyncEngine.cached_digests(limit)`. `adapters`:
-    the digests of the engine's adapters. `tiers`: from `TieredEngine.tier_digests(limit)`, if there are tiers.
+    the digests of the engine's adapters. `tiers`: from `AsyncEngine.tier_digests(limit)`, if there are tiers.
 
     Serve pickles the value, keeps it in its controller, and sends it with those of all other replicas to every router
     each time that one of them changes. Therefore it consists of few bytes.
@@ -164,7 +156,7 @@ class RoutingReporter:
     async def _tier_digests(self) -> Mapping[Tier, Sequence[bytes]]:
         if not self._engine.load().tiers:
             return {}
-        return await cast(TieredEngine, self._engine).tier_digests(self._limit)
+        return await self._engine.tier_digests(self._limit)
 
 
 def _cost_changed(before: float | None, now: float | None) -> bool:

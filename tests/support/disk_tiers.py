@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import shake_256
 from pathlib import Path
@@ -74,6 +74,17 @@ def is_right(tier: DiskTier, number: int) -> bool:
         return False
     assert found == content(digest(number)), number
     return True
+
+
+def there(tier: DiskTier, numbers: Iterable[int] = range(12)) -> list[int]:
+    """List the blocks that are there and right."""
+    return [number for number in numbers if is_right(tier, number)]
+
+
+def used_at(path: Path, age_s: float) -> None:
+    """Make a file one that was last used so long ago."""
+    now = time.time()
+    os.utime(path, (now - age_s, now - age_s))
 
 
 def files(path: Path) -> list[Path]:

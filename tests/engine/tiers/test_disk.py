@@ -1,30 +1,24 @@
-"""What is written to the disk tier is read again, by the next engine as well, within the bound of its bytes."""
+"""What is written to the disk tier is read again, by the next engine as well, and by nobody without its key."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.config import ConfigError
 from engine.tiers import disk
-from engine.tiers.cipher import Names
 from engine.tiers.disk import DiskTier
 from engine.tiers.faults import TierFault
 from tests.support.disk_tiers import (
     BLOCK_BYTES,
     FILE_BYTES,
     KEY,
-    MODEL,
     PLENTY,
     TIMEOUT_S,
-    Watch,
-    all_files,
     bytes_on_disk,
     content,
     digest,
@@ -33,28 +27,16 @@ from tests.support.disk_tiers import (
     is_right,
     loaded,
     opened,
-    path_of,
     store,
-    until,
+    there,
+    used_at,
 )
-
-EVERY_FILE = range(12)
 
 
 @pytest.fixture(params=[None, KEY], ids=["plain", "encrypted"])
 def key(request: pytest.FixtureRequest) -> bytes | None:
     found: bytes | None = request.param
     return found
-
-
-def there(tier: DiskTier, numbers: range = EVERY_FILE) -> list[int]:
-    return [number for number in numbers if is_right(tier, number)]
-
-
-def used_at(path: Path, age_s: float) -> None:
-    """Make a file one that was last used so long ago."""
-    now = time.time()
-    os.utime(path, (now - age_s, now - age_s))
 
 
 def test_a_block_is_read_as_it_was_written_and_another_is_not_there(tmp_path: Path, key: bytes | None) -> None:
@@ -142,109 +124,49 @@ def test_a_block_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch:
         assert after.st_mtime_ns > before.st_mtime_ns, "but it is used"
 
 
-def test_files_leave_that_were_not_used_for_longest(tmp_path: Path) -> None:
-    capacity = 4 * FILE_BYTES
-    with opened(tmp_path, capacity_bytes=capacity) as tier:
-        watch = Watch(tier)
-        for number in range(4):
-            used_at(file_of(tmp_path, tier, number), 1000.0 - number)
-        assert is_right(tier, 0), "a read is a use"
-        store(tier, 4)
-        watch.take()
-        assert watch.all == [(digest(1), False)]
-        assert there(tier) == [0, 2, 3, 4]
-        assert bytes_on_disk(tmp_path) == tier.sizes()[1] == capacity
-
-
-def test_a_use_is_noted_once_a_minute(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 5), lambda path: path.write_bytes(b"x" * 9999)])
+def test_a_file_of_another_length_is_written_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """As a power cut may leave it."""
     with opened(tmp_path) as tier:
-        path = file_of(tmp_path, tier, 1)
-        for age_s, noted in ((30.0, False), (90.0, True), (-3600.0, True)):
-            used_at(path, age_s)
-            before = path.stat().st_mtime_ns
-            loaded(tier, 1)
-            assert (path.stat().st_mtime_ns != before) == noted, age_s
-
-
-def test_files_of_other_models_count_and_leave_too(tmp_path: Path) -> None:
-    with opened(tmp_path, fingerprint=b"another model") as other:
-        for number in range(3):
-            used_at(file_of(tmp_path, other, number), 1000.0)
-    with opened(tmp_path, capacity_bytes=4 * FILE_BYTES) as tier:
-        assert tier.sizes()[1] == 3 * FILE_BYTES
-        assert tier.take_changes() == [], "no block of this model"
-        store(tier, 1, 2, 3)
-        assert there(tier) == [1, 2, 3]
-        assert len(files(tmp_path)) == 4
-
-
-def test_the_empty_directories_of_models_that_nobody_has_used_for_long_go(tmp_path: Path) -> None:
-    for model in (b"used", b"old", b"new"):
-        with opened(tmp_path, fingerprint=model) as other:
-            store(other, 1)
-            if model != b"used":
-                other.drop([digest(1)])
-            space = path_of(other, 1).parents[1]
-            if model != b"new":
-                used_at(space, 100_000.0)
-    with opened(tmp_path) as tier:
+        damage(file_of(tmp_path, tier, 1))
         store(tier, 1)
-    left = {path.name for path in (tmp_path / "v1").iterdir() if len(path.name) == 32}
-    assert left == {Names(tier._key, model).space.hex() for model in (b"used", b"new", MODEL)}
+        assert is_right(tier, 1)
 
 
-def test_an_engine_whose_empty_directory_another_removed_makes_it_again(tmp_path: Path) -> None:
-    with opened(tmp_path, fingerprint=b"another model") as other:
-        used_at(path_of(other, 1).parents[1], 100_000.0)
-        with opened(tmp_path):
-            assert not path_of(other, 1).parents[1].exists()
-        with pytest.raises(TierFault, match="was reset"):
-            store(other, 1)
-        store(other, 1)
-        assert there(other) == [1]
+def after_rename(monkeypatch: pytest.MonkeyPatch, action: Callable[[Path], object]) -> None:
+    """Do something with each file just after it got its name."""
+    rename = os.rename
+
+    def patched(path: Any, name: str, *, dst_dir_fd: int) -> None:
+        rename(path, name, dst_dir_fd=dst_dir_fd)
+        action(Path(os.readlink(f"/proc/self/fd/{dst_dir_fd}")) / name)
+
+    monkeypatch.setattr(os, "rename", patched)
 
 
-def test_files_of_another_version_count_and_leave_and_are_not_read(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
-        path = file_of(tmp_path, tier, 1)
-    (tmp_path / "v1").rename(tmp_path / "v2")
-    moved = tmp_path / "v2" / path.relative_to(tmp_path / "v1")
-    used_at(moved, 1000.0)
-    with opened(tmp_path, capacity_bytes=2 * FILE_BYTES) as tier:
-        assert tier.take_changes() == []
-        assert there(tier) == []
-        assert tier.sizes()[1] == FILE_BYTES
-        store(tier, 1)
-        assert moved.exists()
-        store(tier, 2)
-        assert not moved.exists()
-
-
-def test_a_smaller_bound_holds_from_the_start_on(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
-        store(tier, *range(10))
-    with opened(tmp_path, capacity_bytes=4 * FILE_BYTES) as tier:
-        watch = Watch(tier)
-        watch.take()
-        assert bytes_on_disk(tmp_path) == tier.sizes()[1] <= 4 * FILE_BYTES
-        assert sum(watch.present.values()) == len(there(tier)) == len(files(tmp_path))
-
-
-def test_many_files_leave_in_several_turns_while_a_disk_is_slow(
+def test_a_look_while_a_file_appears_does_not_report_the_engines_own_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others wait for the lock meanwhile."""
     with opened(tmp_path) as tier:
-        store(tier, *range(10))
-    monkeypatch.setattr("engine.tiers.disk_writer._EVICT_S", 1e-9)
-    with opened(tmp_path, capacity_bytes=4 * FILE_BYTES) as tier:
-        assert bytes_on_disk(tmp_path) <= 4 * FILE_BYTES
-        assert tier.sizes()[1] == bytes_on_disk(tmp_path)
+        after_rename(monkeypatch, lambda path: tier.refresh())
+        store(tier, 1)
+        assert tier.take_changes() == []
 
 
-def test_a_bound_below_one_file_is_refused_and_both_sizes_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_tiers.disk_gib is .*, and a file of one block takes .* GiB"):
-        DiskTier(tmp_path, capacity_bytes=FILE_BYTES - 1, block_bytes=BLOCK_BYTES, fingerprint=b"", key=None)
+def test_a_file_that_left_before_its_write_had_ended_is_reported_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.tiers.disk_index._SETTLED_NS", -1)
+    with opened(tmp_path) as tier:
+
+        def evict(path: Path) -> None:
+            path.unlink()
+            tier.refresh()
+
+        after_rename(monkeypatch, evict)
+        store(tier, 1)
+        tier.refresh()
+        assert tier.take_changes() == [(digest(1), False)]
 
 
 def test_names_and_contents_of_files_tell_no_digest(tmp_path: Path, key: bytes | None) -> None:
@@ -290,88 +212,6 @@ def test_with_another_key_no_block_is_read_and_none_is_lost(tmp_path: Path) -> N
             assert tier.reset() == 1
     with opened(tmp_path, key=KEY) as tier:
         assert there(tier) == [1]
-
-
-def test_a_reset_removes_all_blocks_of_the_model_and_none_of_another(tmp_path: Path) -> None:
-    with opened(tmp_path, fingerprint=b"another model") as other, opened(tmp_path) as tier:
-        store(other, 9)
-        store(tier, 1, 2, 3)
-        tier.refresh()
-        assert tier.reset() == 3
-        assert there(tier) == []
-        assert tier.take_changes() == [(digest(number), False) for number in EVERY_FILE], "the failed reads"
-        assert tier.reset() == 0
-        assert there(other) == [9]
-        until(lambda: len(all_files(tmp_path)) == 1)
-        until(lambda: not list((tmp_path / "v1").glob("trash-*")))
-        store(tier, 1)
-        assert there(tier) == [1]
-    with opened(tmp_path) as tier:
-        assert tier.sizes()[1] == 2 * FILE_BYTES
-
-
-def test_changes_that_were_not_taken_before_a_reset_are_void(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
-        store(tier, 1)
-    with opened(tmp_path) as tier:
-        tier.reset()
-        tier.refresh()
-        assert tier.take_changes() == []
-
-
-def during(monkeypatch: pytest.MonkeyPatch, name: str, action: Callable[[], object]) -> None:
-    """Do something once, just before the system is called next."""
-    call = getattr(os, name)
-
-    def patched(*arguments: Any, **named: Any) -> Any:
-        monkeypatch.setattr(os, name, call)
-        action()
-        return call(*arguments, **named)
-
-    monkeypatch.setattr(os, name, patched)
-
-
-@pytest.mark.parametrize("call", ["writev", "rename"])
-@pytest.mark.parametrize("folder_exists", [False, True])
-def test_a_write_under_way_at_a_reset_is_discarded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, folder_exists: bool
-) -> None:
-    with opened(tmp_path) as tier:
-        if folder_exists:
-            store(tier, 1)
-            tier.drop([digest(1)])
-        monkeypatch.setattr(disk, "empty_trash", lambda *_: None)  # it is still there when the write ends
-        during(monkeypatch, call, tier.reset)
-        with pytest.raises(TierFault, match="was reset"):
-            store(tier, 1)
-        assert there(tier) == []
-        tier.refresh()
-        assert (digest(1), True) not in tier.take_changes()
-        store(tier, 1)
-        assert there(tier) == [1]
-    monkeypatch.undo()
-    with opened(tmp_path) as tier:
-        assert there(tier) == [1]
-        assert bytes_on_disk(tmp_path) == tier.sizes()[1] == FILE_BYTES
-
-
-def test_a_read_under_way_at_a_reset_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(tmp_path) as tier:
-        store(tier, 1)
-        during(monkeypatch, "preadv", tier.reset)
-        with pytest.raises(TierFault, match="was reset"):
-            loaded(tier, 1)
-
-
-def test_what_a_killed_engines_reset_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
-        store(tier, 1, 2)
-        space = files(tmp_path)[0].parents[1]
-    space.rename(tmp_path / "v1/trash-of-a-killed-engine")
-    with opened(tmp_path) as tier:
-        assert there(tier) == []
-        assert [path.name for path in (tmp_path / "v1").iterdir() if path.name.startswith("trash")] == []
-        assert tier.sizes()[1] == 0
 
 
 def test_after_its_end_a_tier_neither_reads_nor_writes_and_its_thread_is_gone(tmp_path: Path) -> None:
