@@ -321,33 +321,39 @@ def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() ->
 
 
 @pytest.mark.slow
-def test_sigterm_lets_streams_finish_while_replicas_are_still_starting() -> None:
+def test_sigterm_lets_streams_finish_in_time_while_replicas_are_still_starting() -> None:
     one_too_many = {"ingress_num_cpus": 1, "ingress_replicas": 1 + (os.cpu_count() or 1), "engine_num_cpus": 0}
-    with serve_run(fake(**one_too_many)) as server, ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(read_stream, server, 400) for _ in range(4)]
+    settings = fake(**one_too_many, drain_timeout_s=15)
+    with serve_run(settings) as server, ThreadPoolExecutor(5) as pool:
+        streams = [pool.submit(read_stream, server, 200) for _ in range(4)]
+        late = pool.submit(read_stream, server, 3000)
         deadline = time.monotonic() + 10
-        while (running := sum(engine["num_running"] for engine in loads(server))) < 4 and time.monotonic() < deadline:
+        while (running := sum(engine["num_running"] for engine in loads(server))) < 5 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert running == 4
+        assert running == 5
         assert server.end(signal.SIGTERM) == 0
         for stream in streams:
             payloads = stream.result(timeout=30)
             assert payloads[-1] == "[DONE]"
             assert json.loads(payloads[-2])["choices"][0]["finish_reason"] == "length"
+        payloads = late.result(timeout=30)
+        assert json.loads(payloads[-2])["error"]["code"] == "draining"
+        assert payloads[-1] == "[DONE]"
+        assert not left_of(server)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGTERM to the group", "Ctrl-C"])
-def test_what_cannot_finish_in_time_ends_with_an_error_frame(how: str) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_what_cannot_finish_in_time_ends_with_an_error_frame_where_the_whole_group_is_signalled(
+    signum: signal.Signals,
+) -> None:
+    """As a terminal signals the foreground group at Ctrl-C; `timeout`, or a shell's `kill %1`, likewise."""
     with serve_run(fake(drain_timeout_s=1)) as server, ThreadPoolExecutor(3) as pool:
         streams = [pool.submit(read_stream, server, 3000) for _ in range(3)]
         while sum(engine["num_running"] for engine in loads(server)) < 3:
             time.sleep(0.05)
-        if how == "SIGTERM":
-            assert server.end(signal.SIGTERM) == 0
-        else:  # a terminal signals the foreground group; `timeout`, or a shell's `kill %1`, likewise
-            os.killpg(server.process.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
-            assert server.process.wait(60) == 0
+        os.killpg(server.process.pid, signum)
+        assert server.process.wait(60) == 0
         for stream in streams:
             payloads = stream.result(timeout=30)
             assert json.loads(payloads[-2])["error"]["code"] == "draining"

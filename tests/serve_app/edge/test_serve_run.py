@@ -14,6 +14,7 @@ import pytest
 
 from loadtest.server import Server
 from serve_app.auth.keys import digest
+from serve_app.edge.limits import BODY_STALL_S, HEAD_TIMEOUT_S
 from tests.support.serve_process import PYTHON_PROXY, serve_run
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -22,8 +23,12 @@ MODEL = "smollm2-135m-instruct"
 ADMIN = "sk-admin"
 NUM_HELD = 4200
 AGAIN_S = 20
-UPLOAD_BYTES, LINE_BYTES_PER_S = 2 * 2**20, 30_000
+LINE_BYTES_PER_S = 30_000
+STALL_S = 2 * max(HEAD_TIMEOUT_S, BODY_STALL_S)
+UPLOAD_BYTES = round(1.25 * STALL_S * LINE_BYTES_PER_S)
+"""So many that the upload takes longer than any limit of a connection that does not move."""
 ARGS = {
+    "client_stall_timeout_s": STALL_S,
     "engine": {"executor": "fake", "fake": {"step_delay_ms": 20}},
     "auth": {"admin_sha256": digest(ADMIN.encode())},
 }
@@ -36,7 +41,7 @@ def front(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def upload(server: Server) -> bytes:
-    """Send a request of two megabytes at 30 kB/s, and read the answer."""
+    """Send a long request at 30 kB/s, and read the answer."""
     body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 2, "ignore_eos": True}).encode()
     body += b" " * (UPLOAD_BYTES - len(body))
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"

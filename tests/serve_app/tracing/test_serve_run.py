@@ -11,31 +11,31 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import yaml
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from loadtest.server import Server
-from tests.support.serve_process import serve_run
+from loadtest.server import ROOT, Server, starting
 
 pytestmark = pytest.mark.server
 
 MODEL = "smollm2-135m-instruct"
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 WAIT_S = 60  # only ever reached by a failure
-FAKE = {"engine": {"executor": "fake", "fake": {"step_delay_ms": 5}}}
+FAKE = {"engine": {"executor": "fake", "fake": {"step_delay_ms": 5}}, "engine_num_cpus": 0.25, "ingress_num_cpus": 0.1}
 NAMES = {f"chat {MODEL}", "gate", "engine.queue", "engine.prefill", "engine.decode"}
 TOKENS = 60
 """300 ms: on a busy machine five tokens came in one piece, and such an answer has no span of its decoding."""
 
 
-def ask(server: Server, **fields: Any) -> httpx.Response:
+def ask(url: str, **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": TOKENS, "ignore_eos": True}
     headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body | fields, headers=headers, timeout=60)
+    return httpx.post(f"{url}/v1/chat/completions", json=body | fields, headers=headers, timeout=60)
 
 
 def has_exporter() -> bool:
@@ -78,15 +78,42 @@ def printed(server: Server) -> list[dict[str, Any]]:
     return [span for span in spans if span["context"]["trace_id"] == f"0x{TRACE_ID}"]
 
 
+class Traced(NamedTuple):
+    """What two applications of one server have sent by its end: one to its output, the other to a collector."""
+
+    printed: list[dict[str, Any]]
+    collected: list[Span]
+
+
+@pytest.fixture(scope="module")
+def traced() -> Iterator[Traced]:
+    with collector() as (url, spans):
+        config = yaml.safe_load((ROOT / "config.yaml").read_text())
+        (application,) = config["applications"]
+        exporters = {"/printing": {"exporter": "console"}}
+        exporters |= {"/collected": {"exporter": "otlp", "endpoint": url}} if has_exporter() else {}
+        config["applications"] = [
+            application | {"name": prefix[1:], "route_prefix": prefix, "args": FAKE | {"tracing": exporter}}
+            for prefix, exporter in exporters.items()
+        ]
+        with starting(config, {}) as server:
+            for prefix in exporters:
+                server.wait_until_ready(f"{prefix}/health")
+            assert ask(f"{server.url}/printing", stream=True).status_code == 200
+            if has_exporter():
+                assert ask(f"{server.url}/collected", stream=True).status_code == 200
+                assert ask(f"{server.url}/collected", temperature=9).status_code == 400
+            deadline = time.monotonic() + WAIT_S
+            while len(shown := printed(server)) < len(NAMES):
+                assert time.monotonic() < deadline, server.output
+                time.sleep(0.2)
+            assert server.end() == 0
+        yield Traced(shown, spans)
+
+
 @pytest.mark.slow
-def test_a_servers_output_has_the_spans_of_its_requests() -> None:
-    with serve_run(FAKE | {"tracing": {"exporter": "console"}}) as server:
-        answer = ask(server, stream=True)
-        assert answer.status_code == 200
-        deadline = time.monotonic() + WAIT_S
-        while len(spans := printed(server)) < len(NAMES):
-            assert time.monotonic() < deadline, server.output
-            time.sleep(0.2)
+def test_a_servers_output_has_the_spans_of_its_requests(traced: Traced) -> None:
+    spans = traced.printed
     assert {span["name"] for span in spans} == NAMES
     (asked,) = [span for span in spans if span["kind"] == "SpanKind.SERVER"]
     assert asked["parent_id"] == f"0x{SPAN_ID}"
@@ -96,13 +123,9 @@ def test_a_servers_output_has_the_spans_of_its_requests() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_exporter(), reason="needs the extra `tracing`")
-def test_a_collector_gets_the_spans_of_each_request_and_a_shutdown_sends_what_waits() -> None:
-    with collector() as (url, spans):
-        with serve_run(FAKE | {"tracing": {"exporter": "otlp", "endpoint": url}}) as server:
-            assert ask(server, stream=True).status_code == 200
-            assert ask(server, temperature=9).status_code == 400
-            assert server.end() == 0
-        assert {span.trace_id.hex() for span in spans} == {TRACE_ID}
+def test_a_collector_gets_the_spans_of_each_request_and_a_shutdown_sends_what_waits(traced: Traced) -> None:
+    spans = traced.collected
+    assert {span.trace_id.hex() for span in spans} == {TRACE_ID}
     assert sorted(span.name for span in spans) == sorted([*NAMES, "chat"]), "no model is read from a refused body"
     asked = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
     assert {span.parent_span_id.hex() for span in asked} == {SPAN_ID}
