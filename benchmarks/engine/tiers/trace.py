@@ -60,12 +60,13 @@ class Shape:
     @staticmethod
     def of(sessions: int, turns: int) -> Shape:
         """Return the shape of another number of turns, whose prompts and answers are as long on average."""
-        share = turns / Shape.turns
+        usual = Shape()
+        share = turns / usual.turns
         return Shape(
             sessions=sessions,
             turns=turns,
-            prompts=round(share * Shape.prompts),
-            answers=round(share * Shape.answers),
+            prompts=round(share * usual.prompts),
+            answers=round(share * usual.answers),
             once=turns,
         )
 
