@@ -1,0 +1,178 @@
+"""Owns the measurement of agents' sessions in a device pool that is too small for them: what hits, and first tokens.
+Never sleeps: turns follow each other in their order, and the engine's clock skips the pauses."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.engine.mixed import percentile
+from benchmarks.engine.tiers.driver import Asked, DrivenEngine
+from benchmarks.engine.tiers.figures import NOT_MEASURED, shown, spreads
+from benchmarks.engine.tiers.trace import Turn, longest, working_set
+from benchmarks.engine.tiers.warm import WARM_UP, MakeEngine
+from engine.config import KvTiersConfig
+
+BLOCK = 16
+POOL_SHARE = 0.25
+"""The device pool, as a share of the sessions' working set."""
+MARGIN = 4
+"""Blocks of a pool beyond what its longest request takes."""
+UNLIMITED, ALONE = "unlimited", "alone"
+LEAST_HIT, MOST_RATIO = 0.95, 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One of the engines that are compared."""
+
+    name: str
+    share: float
+    """The device pool, as a share of the working set."""
+    host: float = 0.0
+    """The host tier, likewise."""
+    retention: str = "value"
+    rounds: int | None = None
+    """Only so many rounds; None: all."""
+
+    def text(self) -> str:
+        if not self.host:
+            return "all of it" if self.name == UNLIMITED else "a quarter, no tiers"
+        return f"a quarter, host tier of {self.host:.0%} by `{self.retention}`".replace("%", " %")
+
+
+def pools(hosts: Sequence[float], few_rounds: int) -> list[Pool]:
+    """Return what is compared: an unlimited pool, a small one alone, and with host tiers of several sizes.
+
+    few_rounds: how often those are measured that compute much again, and take long.
+    """
+    tiers = [
+        Pool(f"{retention} {host:g}", POOL_SHARE, host, retention, None if host >= 1 else few_rounds)
+        for host in hosts
+        for retention in ("value", "lru")
+    ]
+    return [Pool(UNLIMITED, 1.0), *tiers, Pool(ALONE, POOL_SHARE, rounds=few_rounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of the turns of a trace, in their order."""
+
+    asked: list[Asked]
+    totals: dict[str, int]
+    """Of the host tier, if there is one."""
+
+
+def play(engine: DrivenEngine, turns: Sequence[Turn]) -> Played:
+    """Send each turn when the one before has ended."""
+    chains: dict[str, tuple[int, ...]] = defaultdict(tuple)
+    asked = []
+    engine.ask(WARM_UP, 16)
+    began = engine.clock()
+    for turn in turns:
+        engine.clock.skip_to(began + turn.at)
+        prompt = chains[turn.session] + turn.tokens if turn.continues else turn.tokens
+        asked.append(engine.ask(prompt, turn.answer, session=turn.session, salt=turn.salt))
+        chains[turn.session] = prompt + asked[-1].token_ids
+    names = ("hit_blocks", "stored_blocks", "evicted_blocks", "late_loads", "failed_loads")
+    return Played(asked, {name: getattr(load, name) for load in engine.load().tiers for name in names})
+
+
+def prompt_lengths(turns: Sequence[Turn]) -> list[int]:
+    sizes: dict[str, int] = defaultdict(int)
+    lengths = []
+    for turn in turns:
+        lengths.append((sizes[turn.session] if turn.continues else 0) + len(turn.tokens))
+        sizes[turn.session] = lengths[-1] + turn.answer
+    return lengths
+
+
+def figures(turns: Sequence[Turn], played: Played, unlimited: Played) -> dict[str, float]:
+    """Return the figures of the sessions' turns. Times are milliseconds; ratios are those of the same turn.
+
+    Raises:
+        RuntimeError: an answer differs from that with an unlimited pool.
+    """
+    if [one.token_ids for one in played.asked] != [one.token_ids for one in unlimited.asked]:
+        raise RuntimeError("answers differ from those with an unlimited pool")
+    lengths = prompt_lengths(turns)
+    found = zip(turns, played.asked, unlimited.asked, lengths, strict=True)
+    ours = [(one, best, size) for turn, one, best, size in found if turn.session]
+    first = [1000 * one.first_s for one, _, _ in ours]
+    ratios = [one.first_s / best.first_s for one, best, _ in ours]
+    return {
+        "hit_share": sum(one.cached_tokens for one, _, _ in ours) / sum(size for _, _, size in ours),
+        "first_p50_ms": statistics.median(first),
+        "first_p90_ms": percentile(first, 0.9),
+        "ratio_p50": statistics.median(ratios),
+        "ratio_p90": percentile(ratios, 0.9),
+        **{name: float(count) for name, count in played.totals.items()},
+    }
+
+
+def measure_trace(
+    make: MakeEngine, name: str, traces: Sequence[Sequence[Turn]], compared: Sequence[Pool], block_bytes: int
+) -> dict[str, Any]:
+    """Play a trace for each round, in all pools in turn. block_bytes: of a block of KV on the device."""
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for number, turns in enumerate(traces):
+        unlimited: Played | None = None
+        for pool in (pool for pool in compared if pool.rounds is None or number < pool.rounds):
+            with make(**_settings(pool, turns, block_bytes)) as engine:
+                played = play(engine, turns)
+            unlimited = unlimited or played
+            found[pool.name].append(figures(turns, played, unlimited))
+            print(name, pool.name, {key: round(value, 3) for key, value in found[pool.name][-1].items()}, flush=True)
+    cells = [
+        {"pool": pool.name, "text": pool.text(), "rounds": len(found[pool.name]), **spreads(found[pool.name])}
+        for pool in compared
+        if found[pool.name]
+    ]
+    return {"trace": name, **_facts(traces[0]), "cells": cells}
+
+
+def _settings(pool: Pool, turns: Sequence[Turn], block_bytes: int) -> dict[str, Any]:
+    """Return the settings of an engine with such a pool. No pool is too small for the longest request."""
+    sessions = working_set(turns, BLOCK)
+    least = -(-longest(turns) // BLOCK) + MARGIN
+    once = sum(len(turn.tokens) + turn.answer + BLOCK for turn in turns if not turn.session) // BLOCK
+    blocks = max(round(pool.share * sessions), least) + (once if pool.name == UNLIMITED else 0)
+    tiers = KvTiersConfig()
+    if pool.host:
+        tiers = KvTiersConfig(host_memory_gib=pool.host * sessions * block_bytes / 2**30, retention=pool.retention)  # type: ignore[arg-type]
+    return {"num_kv_blocks": blocks, "max_model_len": longest(turns) + 1, "kv_tiers": tiers}
+
+
+def _facts(turns: Sequence[Turn]) -> dict[str, Any]:
+    """Describe the first round's trace."""
+    sessions = {turn.session for turn in turns if turn.session}
+    lengths = [length for turn, length in zip(turns, prompt_lengths(turns), strict=True) if turn.session]
+    return {
+        "sessions": len(sessions),
+        "turns": len(lengths),
+        "once": len(turns) - len(lengths),
+        "prompt_tokens_per_session": round(sum(lengths) / len(sessions)),
+        "answer_tokens_per_session": round(sum(turn.answer for turn in turns if turn.session) / len(sessions)),
+        "longest_prompt": max(lengths),
+        "working_set_tokens": working_set(turns, BLOCK) * BLOCK,
+    }
+
+
+def table(phase: Mapping[str, Any] | None) -> str:
+    """Render the table of a trace: the share of prompt tokens that hit, milliseconds to first tokens, and ratios to the
+    same turn's with an unlimited pool."""
+    if phase is None:
+        return NOT_MEASURED
+    lines = [
+        "| device pool, of the working set | hit, % | first token p50, ms | p90, ms | ÷ unlimited, p50 | p90 |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for cell in phase["cells"]:
+        hit = shown([100 * share for share in cell["hit_share"]], 1)
+        times = f"{shown(cell['first_p50_ms'])} | {shown(cell['first_p90_ms'])}"
+        ratios = f"{shown(cell['ratio_p50'], 2)} | {shown(cell['ratio_p90'], 2)}"
+        lines.append(f"| {cell['text']} | {hit} | {times} | {ratios} |")
+    return "\n".join(lines)
