@@ -292,7 +292,8 @@ class AsyncEngine:
         return await self._between_steps(lambda: self._core.cached_digests(limit))
 
     async def tier_digests(self, limit: int) -> dict[Tier, list[bytes]]:
-        """Up to `limit` digests of blocks in each lower tier that are in no nearer one, heads of prefixes first, as of the end of the running step.
+        """Up to `limit` digests of blocks in each lower tier that are in no nearer one, heads of prefixes first, as of
+        the end of the running step.
 
         Raises:
             EngineError: the engine can no longer serve.
