@@ -67,6 +67,12 @@ GROUPS = (
         "here, or choose a smaller model.",
         ("engine/host/*.py", "engine/build/host_fit.py", "engine/models/kv_cache.py"),
     ),
+    Group(
+        "KV tiers",
+        "For `disk_path`, name a directory that only the server's user may write to, on a disk of this machine with "
+        "room for `disk_gib`. The key file's form is in the message.",
+        ("engine/tiers/*.py",),
+    ),
     Group("Step times", "Raise `max_num_batched_tokens`, or leave `targets` out.", ("engine/build/step_times.py",)),
     Group("The CPU's kernels", "Set `kernels: auto`, or install what the message names.", ("engine/build/cpu.py",)),
     Group(
