@@ -68,9 +68,9 @@ GROUPS = (
         ("engine/host/*.py", "engine/build/host_fit.py", "engine/models/kv_cache.py"),
     ),
     Group(
-        "KV in lower tiers",
-        "The message has the numbers, or names the file. [Settings](settings.md) has what each setting of `kv_tiers` "
-        "takes.",
+        "KV tiers",
+        "For `disk_path`, name a directory that only the server's user may write to, on a disk of this machine with "
+        "room for `disk_gib`. The key file's form is in the message.",
         ("engine/build/kv_tiers.py", "engine/tiers/*.py"),
     ),
     Group("Step times", "Raise `max_num_batched_tokens`, or leave `targets` out.", ("engine/build/step_times.py",)),

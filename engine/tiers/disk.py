@@ -22,7 +22,13 @@ from engine.tiers.disk_writer import DiskWriter, path_of
 from engine.tiers.faults import TierFault
 from engine.tiers.ledger import on_disk
 from engine.tiers.pause import Pause
-from engine.tiers.private_directory import directory_key, keep_key, make_private, private_directory, unusable
+from engine.tiers.private_directory import (
+    directory_key,
+    keep_key,
+    make_private,
+    private_directory,
+    refusing_what_cannot_be_written,
+)
 from engine.tiers.trash import TRASH, empty_trash, remove_unused
 
 POLL_S = 2.0
@@ -220,11 +226,9 @@ class DiskTier:
 
     def _read_or_make_key(self, key: bytes | None) -> bytes:
         """Make the directory of this version, and return what names its files."""
-        try:
+        with refusing_what_cannot_be_written(self.path):
             self._root.mkdir(mode=0o700, exist_ok=True)
             return key or directory_key(self._root)
-        except OSError as error:
-            raise unusable(self.path, error) from error
 
     def _check_capacity(self) -> None:
         if self._size > self._capacity:
@@ -236,17 +240,15 @@ class DiskTier:
     def _open_index(self) -> Index:
         own = self._root / self._names.space.hex()
         readable = own.is_dir()
-        try:
-            self._writer.enter()
-            self._writer.try_to_write()
-        except OSError as error:
-            if not readable:
-                raise unusable(self.path, error) from error
-            self._pause.failed(error)
-        try:
+        with refusing_what_cannot_be_written(self.path):
+            try:
+                self._writer.enter()
+                self._writer.try_to_write()
+            except OSError as error:
+                if not readable:
+                    raise
+                self._pause.failed(error)
             return Index(self.path, own, self._report)
-        except OSError as error:
-            raise unusable(self.path, error) from error
 
     def _lose(self, space: Space, digest: bytes, name: bytes) -> None:
         """Note that a block cannot be read."""

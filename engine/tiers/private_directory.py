@@ -4,7 +4,8 @@ Never accepts a directory that somebody else may write to: files in it are other
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from engine.config import ConfigError
@@ -20,13 +21,12 @@ def private_directory(path: Path) -> Path:
         ConfigError: it is none, cannot be made, belongs to another user, or others may write to it.
     """
     path = path.expanduser().absolute()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"kv_tiers.disk_path {path} is or goes through a file: expected a directory.") from error
-    except OSError as error:
-        raise unusable(path, error) from error
+    with refusing_what_cannot_be_written(path):
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = path.stat()
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"kv_tiers.disk_path {path} is or goes through a file: expected a directory.") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"kv_tiers.disk_path {path} belongs to user {status.st_uid} and has mode {status.st_mode & 0o7777:04o}: "
@@ -42,9 +42,17 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def unusable(path: Path, error: OSError) -> ConfigError:
-    """Return the refusal of a directory where nothing can be written and nothing is to be read."""
-    return ConfigError(f"kv_tiers.disk_path {path} cannot be written: {error.strerror or error}.")
+@contextmanager
+def refusing_what_cannot_be_written(path: Path) -> Iterator[None]:
+    """Raise errors of the system as a refusal of the directory `path`.
+
+    Raises:
+        ConfigError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"kv_tiers.disk_path {path} cannot be written: {error.strerror or error}.") from error
 
 
 def directory_key(directory: Path) -> bytes:

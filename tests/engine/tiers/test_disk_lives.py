@@ -185,4 +185,4 @@ def test_a_read_is_right_or_a_fault_in_every_life() -> None:
 
 @pytest.mark.slow
 def test_a_read_is_right_or_a_fault_in_many_more_lives() -> None:
-    run_state_machine_as_test(Lives, settings=settings(max_examples=250, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(Lives, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))

@@ -163,7 +163,7 @@ def test_three_engines_that_write_at_once_hold_one_bound(tmp_path: Path) -> None
         assert bytes_on_disk(tmp_path) == tier.sizes()[1] <= capacity
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_what_a_killed_engine_wrote_is_right_and_what_it_was_writing_is_gone(
     tmp_path: Path, key: bytes | None, kills: int
