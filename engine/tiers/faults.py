@@ -1,8 +1,8 @@
-"""Owns the error of a tier that could not keep or give back a block.
-Never says what follows from it: a move that fails is a result, and its request is computed."""
+"""Owns the error of a tier that did not store or load a block.
+Never says that an engine is broken: the block is computed again."""
 
 from __future__ import annotations
 
 
 class TierFault(Exception):
-    """A block could not be stored or loaded. The message says why, for the log and the move's result."""
+    """A block was not stored or not loaded. The message names the file, and says why."""
