@@ -44,8 +44,12 @@ class Results:
             ]
 
     def on_put(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from now on, and now if there are results already."""
         with self._lock:
             self._wake = wake
+            is_late = bool(self._results)
+        if is_late:
+            wake()
 
 
 def _nothing() -> None: ...

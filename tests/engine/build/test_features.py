@@ -285,6 +285,7 @@ NOT_OF_FEATURES = {
     # more memory than there is
     "engine/models/kv_cache.py blocks_in": 1,
     "engine/build/kv_tiers.py tier_memory": 2,
+    "engine/execution/device.py CudaDevice.pin": 1,
     "engine/build/host_fit.py HostBudget._check_use": 1,
     "engine/build/host_fit.py HostBudget.check": 1,
     "engine/build/host_fit.py HostBudget._that_fit": 1,

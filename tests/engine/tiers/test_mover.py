@@ -512,6 +512,14 @@ def test_it_wakes_for_the_first_result_that_waits_and_for_changes(rig: Rig) -> N
     assert rig.mover.take_changes() == []
 
 
+def test_who_asks_to_be_woken_late_is_woken_for_what_is_there(rig: Rig) -> None:
+    rig.begin(store(HOST, A, 3))
+    late = Ends(rig.mover)
+    assert late.wakes == 1
+    assert [result.error for result in rig.mover.take_results()] == [""]
+    assert Ends(rig.mover).wakes == 0
+
+
 def test_sizes_are_what_tiers_hold_and_may_hold(rig: Rig) -> None:
     rig.run(store(HOST, A, 3), store(DISK, A, 3), store(DISK, B, 4))
     assert rig.mover.sizes() == (
