@@ -63,7 +63,7 @@ class Played:
 
     asked: list[Asked]
     totals: dict[str, int]
-    """Of the host tier, if there is one."""
+    """The policy of the host tier, if there is one."""
 
 
 def play(engine: DrivenEngine, turns: Sequence[Turn]) -> Played:

@@ -301,6 +301,14 @@ NOT_OF_FEATURES = {
     "engine/execution/device.py choose_device": 1,
     "engine/build/cpu.py _kernels": 2,
     "engine/build/gpu.py _attention": 1,
+    "engine/build/resolve.py _num_threads": 1,
+    # a directory or a key file that cannot be used
+    "engine/tiers/cipher.py read_key": 2,
+    "engine/tiers/cipher.py Aes256Gcm.__init__": 1,
+    "engine/tiers/disk.py DiskTier._check_capacity": 1,
+    "engine/tiers/private_directory.py private_directory": 2,
+    "engine/tiers/private_directory.py directory_key": 1,
+    "engine/tiers/private_directory.py refusing_what_cannot_be_written": 1,
     # passes on another refusal, with the name of the model that it concerns
     "engine/build/cpu.py _draft": 1,
     # passes on another refusal, with what the preset has set
