@@ -63,7 +63,7 @@ class Played:
 
     asked: list[Asked]
     totals: dict[str, int]
-    """The policy of the host tier, if there is one."""
+    """Totals of the host tier; see TierLoad. Empty if there is none."""
 
 
 def play(engine: DrivenEngine, turns: Sequence[Turn]) -> Played:

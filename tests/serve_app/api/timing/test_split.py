@@ -1,4 +1,4 @@
-"""Contracts of a request's wall time by cause: it adds up, and what was slow is named first. Long: every cause has its own.
+"""Contracts of a request's wall time by cause: it adds up, and what was slow is named first. Long: each cause has one.
 The clock leaps where a test says that something took long, so that nothing else counts beside it."""
 
 from __future__ import annotations
