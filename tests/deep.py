@@ -1,4 +1,4 @@
-"""Owns the long run of the engine's state machine, with new lives each time, and its record: `python -m tests.deep`.
+"""Owns the long runs of the engine's state machines, new lives each time, and their record: `python -m tests.deep`.
 Never records a failure as a success: a life that breaks an invariant ends the run, and the record stays as it was."""
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from benchmarks.machine import machine
-from tests.engine.test_state_machine import EngineMachine
+from tests.engine.test_state_machine import EngineMachine, TiersMachine
 from tests.support.invariants import CheckedCore
 
 RECORD = Path(__file__).with_name("deep.json")
+ENGINE, TIERS = "engine", "tiers"
+MACHINES: Mapping[str, type[EngineMachine]] = {ENGINE: EngineMachine, TIERS: TiersMachine}
 LIVES = 1000
 """Lives in one batch, which has a seed of its own."""
+USUAL = {ENGINE: 100 * LIVES, TIERS: 10 * LIVES}
 RULES = 12
 """Rules applied in a life before it runs to its end: half as many as in `make test`, so that there are many lives."""
+OF_TIERS = ("loaded", "load failed", "load late", "offloaded", "evicted from a tier", "lost by a tier")
+"""What lives with tiers must reach, and what the others seldom do."""
 
 
-def run_batch(number: int) -> Counter[str]:
+def run_batch(machine_name: str, number: int) -> Counter[str]:
     """Count in how many of the batch's lives each of CheckedCore.THINGS happened."""
     logging.disable(logging.CRITICAL)  # injected failures log a traceback each
     EngineMachine.reached.clear()
@@ -39,37 +45,44 @@ def run_batch(number: int) -> Counter[str]:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(seed(number)(EngineMachine), settings=options)
+    run_state_machine_as_test(seed(number)(MACHINES[machine_name]), settings=options)
     return Counter(EngineMachine.reached)
+
+
+def run(machine_name: str, lives: int, first_seed: int) -> dict[str, object]:
+    """Run so many lives, rounded up to batches, and return the record."""
+    batches = -(-lives // LIVES)
+    started, reached = time.monotonic(), Counter[str]()
+    # Each batch has a new process: hypothesis keeps what it has seen, and slows down.
+    spawn = multiprocessing.get_context("spawn")
+    numbers = range(first_seed, first_seed + batches)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, max_tasks_per_child=1) as pool:
+        for done, found in enumerate(pool.map(partial(run_batch, machine_name), numbers), 1):
+            reached += found
+            print(f"{machine_name}: {done * LIVES} lives, {time.monotonic() - started:.0f} s", flush=True)
+    others = tuple(thing for thing in CheckedCore.THINGS if thing not in OF_TIERS)
+    never = [thing for thing in (OF_TIERS if machine_name == TIERS else others) if not reached[thing]]
+    assert not never, f"never happened: {never}"
+    seconds = round(time.monotonic() - started)
+    record = {"lives": batches * LIVES, "rules": RULES, "seed": first_seed, "seconds": seconds, "failed": 0}
+    return {**record, **machine(), "lives_with": {thing: reached[thing] for thing in CheckedCore.THINGS}}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.deep",
-        description="Run the engine's state machine for 100,000 random lives, and record the result in "
-        "tests/deep.json.",
+        description="Run the engine's state machines for 100,000 random lives, and for 10,000 in caches that are too "
+        "small and have lower tiers, and record the results in tests/deep.json.",
     )
-    parser.add_argument("--lives", type=int, default=100 * LIVES, help=f"rounded up to batches of {LIVES}")
+    parser.add_argument("--machine", nargs="+", choices=list(MACHINES), default=list(MACHINES), help="which lives; all")
+    parser.add_argument("--lives", type=int, help=f"of each machine, rounded up to batches of {LIVES}")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000_000)
     options = parser.parse_args(arguments)
-    batches = -(-options.lives // LIVES)
-    started, reached = time.monotonic(), Counter[str]()
-    # Each batch has a new process: hypothesis keeps what it has seen, and slows down.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, max_tasks_per_child=1) as pool:
-        for done, found in enumerate(pool.map(run_batch, range(options.seed, options.seed + batches)), 1):
-            reached += found
-            print(f"{done * LIVES} lives, {time.monotonic() - started:.0f} s", flush=True)
-    never = [thing for thing in CheckedCore.THINGS if not reached[thing]]
-    assert not never, f"never happened: {never}"
-    record = {
-        "lives": batches * LIVES,
-        "rules": RULES,
-        "seed": options.seed,
-        "seconds": round(time.monotonic() - started),
-    }
-    lives = {thing: reached[thing] for thing in CheckedCore.THINGS}
-    RECORD.write_text(json.dumps({**record, "failed": 0, **machine(), "lives_with": lives}, indent=2) + "\n")
+    for name in options.machine:
+        lives = USUAL[name] if options.lives is None else options.lives
+        found = run(name, lives, options.seed)
+        records = {**json.loads(RECORD.read_text()), name: found}
+        RECORD.write_text(json.dumps({name: records[name] for name in MACHINES if name in records}, indent=2) + "\n")
     print(RECORD.read_text())
 
 

@@ -1,4 +1,4 @@
-"""Measures a whole server while something happens to it: the killed engines of `moves`.
+"""Measures a whole server while something happens to it: the killed engines of `killed`.
 
 Never imports a server that it measures.
 """

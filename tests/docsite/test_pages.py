@@ -15,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from benchmarks import versions
+from benchmarks.engine import kv_tiers as bench_kv_tiers
 from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
 from benchmarks.engine import shapes as bench_shapes
@@ -22,7 +23,11 @@ from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
 from benchmarks.engine import step_model as bench_step_model
 from benchmarks.engine import targets as bench_targets
+from benchmarks.engine.tiers import agents as bench_agents
+from benchmarks.engine.tiers import cost as bench_cost
+from benchmarks.engine.tiers import warm as bench_warm
 from benchmarks.peers import agreement, beside, llama_cpp
+from benchmarks.serving import killed as bench_killed
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
@@ -46,6 +51,8 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "agreement": ("llama-cpp.md", "agreement.json", agreement),
     "shapes": ("llama-cpp.md", "llama_cpp_shapes.json", bench_shapes),
     "drafts": ("drafts.md", "speculation.json", bench_speculation),
+    "kv tiers": ("kv-tiers.md", "kv_tiers.json", bench_kv_tiers),
+    "killed": ("kv-tiers.md", "killed.json", bench_killed),
     "transport": ("transport.md", "transport.json", transport),
     "versions": ("between-commits.md", "versions.json", versions),
     "first hour": ("gpu.md", "gpu.json", gpu_report),
@@ -93,6 +100,14 @@ def test_a_page_of_figures_has_the_command_that_made_them(mark: str) -> None:
 
 def test_first_tokens_at_equal_gaps_are_what_the_file_says() -> None:
     assert between("equal gaps", "targets.md") == bench_targets.equal_gaps(document("targets.json"))
+
+
+@pytest.mark.parametrize(
+    ("phase", "program"),
+    [("warm", bench_warm), ("drawn", bench_agents), ("recorded", bench_agents), ("cost", bench_cost)],
+)
+def test_a_table_of_a_phase_of_kv_tiers_is_what_the_file_says(phase: str, program: ModuleType) -> None:
+    assert between(phase, "kv-tiers.md") == program.table(document("kv_tiers.json")["phases"].get(phase))
 
 
 def test_the_figures_are_of_valid_measurements() -> None:

@@ -162,11 +162,19 @@ def _facts(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def table(phase: Mapping[str, Any] | None) -> str:
-    """Render the table of a trace: the share of prompt tokens that hit, milliseconds to first tokens, and ratios to the
-    same turn's with an unlimited pool."""
+    """Render the table of a trace, below what it consists of: the share of prompt tokens that hit, milliseconds to
+    first tokens, and ratios to the same turn's with an unlimited pool."""
     if phase is None:
         return NOT_MEASURED
+    told = (
+        f"{phase['sessions']} sessions, {phase['turns']} turns and {phase['once']} prompts that come once. A session "
+        f"has {phase['prompt_tokens_per_session']:,} tokens in its prompts together and "
+        f"{phase['answer_tokens_per_session']} in its answers; the longest prompt has {phase['longest_prompt']:,}. The "
+        f"working set is {phase['working_set_tokens']:,} tokens."
+    )
     lines = [
+        told,
+        "",
         "| device pool, of the working set | hit, % | first token p50, ms | p90, ms | ÷ unlimited, p50 | p90 |",
         "|---|--:|--:|--:|--:|--:|",
     ]

@@ -91,9 +91,8 @@ class Side:
         return line
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # it ends with its input
+            pass
 
 
 def measure_cost(load: CostLoad, against: Path | None, directory: Path | None = None) -> dict[str, Any]:
@@ -173,7 +172,7 @@ def table(phase: Mapping[str, Any] | None) -> str:
     medians of the ratios with their quartiles."""
     if phase is None:
         return NOT_MEASURED
-    lines = ["| step | engine | ms | ratio | to |", "|---|---|--:|--:|---|"]
+    lines = [f"{phase['rounds']} rounds.", "", "| step | engine | ms | ratio | to |", "|---|---|--:|--:|---|"]
     steps = {"decode": f"{phase['rows']} streams decode", "prefill": f"a prompt of {phase['prompt_tokens']:,} tokens"}
     for cell in phase["cells"]:
         ratio = to = "–"

@@ -44,6 +44,8 @@ class Load:
     after: int = 8
     """What each must get afterwards."""
     seed: int = 0
+    tokens: tuple[int, int] = (1000, 40_000)
+    """Prompts are drawn from these ids."""
     disk_gib: float = 8.0
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the engines."""
@@ -51,7 +53,7 @@ class Load:
     def bodies(self) -> list[dict[str, Any]]:
         """Return the requests: greedy, of random tokens, the same in every run."""
         draw = random.Random(self.seed)
-        prompts = ([draw.randrange(1000, 40_000) for _ in range(self.prompt)] for _ in range(self.sessions))
+        prompts = ([draw.randrange(*self.tokens) for _ in range(self.prompt)] for _ in range(self.sessions))
         fixed = {"model": "smollm2-135m-instruct", "max_tokens": self.answer, "temperature": 0, "ignore_eos": True}
         return [{**fixed, "prompt": prompt} for prompt in prompts]
 
@@ -85,7 +87,7 @@ async def undisturbed(load: Load) -> list[list[int]]:
     return [stream.token_ids for stream in streams.all]
 
 
-async def killed(load: Load, disk: str | None, expected: Sequence[Sequence[int]], name: str) -> dict[str, Any]:
+async def kill_one(load: Load, disk: str | None, expected: Sequence[Sequence[int]], name: str) -> dict[str, Any]:
     """Kill one of two engines under all streams, and return the figures of those that moved."""
     with serve_run(load.application(disk), {}) as server:
         await _until_engines(server, 2)
@@ -98,8 +100,9 @@ async def killed(load: Load, disk: str | None, expected: Sequence[Sequence[int]]
         await streams.until(lambda s: len(s.token_ids) >= min(had[s.request_id] + enough, load.answer), GO_ON_S)
         await streams.leave()
         moves = [await _num_moves(server, stream) for stream in streams.all]
+        loaded = await _loaded_blocks(server)
     check(streams.all, expected)
-    return figures(streams.all, moves, at)
+    return {**figures(streams.all, moves, at), "loaded_blocks": loaded}
 
 
 def check(streams: Sequence[Stream], expected: Sequence[Sequence[int]]) -> None:
@@ -157,6 +160,12 @@ async def _num_moves(server: Server, stream: Stream) -> int:
     return int(timing["migrations"])
 
 
+async def _loaded_blocks(server: Server) -> int:
+    """Return how many blocks of KV the engines have loaded from tiers."""
+    engines = (await _get(server, "/load") or {}).get("engines", ())
+    return sum(tier["hit_blocks"] for engine in engines for tier in engine.get("tiers", ()))
+
+
 async def _get(server: Server, path: str) -> dict[str, Any] | None:
     """Return a JSON body; None if there is none."""
 
@@ -178,13 +187,13 @@ def measure(load: Load, rounds: int, directory: Path | None = None) -> dict[str,
     for number in range(rounds):
         order = (WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT)
         for name in order:
-            with tempfile.TemporaryDirectory(prefix="kv-moves-", dir=directory) as path:
+            with tempfile.TemporaryDirectory(prefix="killed-", dir=directory) as path:
                 disk = path if name == WITH else None
-                found[name].append(asyncio.run(killed(load, disk, expected, f"{name}-{number}")))
+                found[name].append(asyncio.run(kill_one(load, disk, expected, f"{name}-{number}")))
             print(name, found[name][-1], flush=True)
     ratios = [a["median_s"] / b["median_s"] for a, b in zip(found[WITH], found[WITHOUT], strict=True)]
     return {
-        "benchmark": "kv_moves",
+        "benchmark": "killed",
         **machine(),
         "rounds": rounds,
         "load": {name: getattr(load, name) for name in ("sessions", "prompt", "answer", "begun", "seed")},
@@ -194,8 +203,8 @@ def measure(load: Load, rounds: int, directory: Path | None = None) -> dict[str,
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """Render the second file's table of docs/benchmarks/kv-tiers.md: seconds until moved streams went on; medians over
-    the runs, with the least and the most of them in brackets."""
+    """Render the table of docs/benchmarks/kv-tiers.md: seconds until moved streams went on; medians over the runs, with
+    the least and the most of them in brackets."""
     if not document.get("cells"):
         return "Not measured yet."
     lines = ["| tier | streams that moved | median, s | first, s | last, s |", "|---|--:|--:|--:|--:|"]
@@ -212,7 +221,7 @@ def table(document: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving.moves",
+        prog="python -m benchmarks.serving.killed",
         description="Kill one of two engines of a server under long streams, with and without a disk tier that both "
         "share, and measure how soon the streams go on. The last line is one JSON document.",
     )
