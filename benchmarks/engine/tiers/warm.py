@@ -23,7 +23,7 @@ MakeEngine = Callable[..., AbstractContextManager[DrivenEngine]]
 WARM_UP = (1,) * 16
 """What an engine computes first does not count."""
 LEAST_SHARE = 0.95
-"""Of a prompt's tokens that must have been loaded."""
+"""Share of a prompt's tokens that must have been loaded."""
 ROWS = {
     "host": "host tier, which has what the device lost",
     "disk": "disk tier after a restart, files in the page cache",
