@@ -1,10 +1,12 @@
-"""Owns what leaves a tier first.
-Never holds a block: it orders their digests."""
+"""Owns the contract of what a tier drops when it is full, and its plain form: the least recently used.
+Never decides what is stored or loaded, and never holds a block's KV."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 
@@ -12,46 +14,241 @@ class BlockFacts(NamedTuple):
     """What is known of a block when it is stored."""
 
     position: int
-    """Tokens before it."""
+    """Tokens of the prompt before the block."""
+    parent: bytes = b""
+    """The digest of the block before it; b"" for a first block."""
     cost_s: float | None = None
-    """Predicted seconds to compute it again; None if nothing is predicted."""
+    """Predicted seconds to compute the block again where its prefix is there; None if nobody predicts."""
     tenant: str = ""
     session: str = ""
+    """The conversation that it was computed for, by `session_key`; "" if nobody named one."""
+
+
+def session_key(tenant: str, cache_salt: str, session: str) -> str:
+    """Return the name of a conversation among those of all tenants and salts, in 32 characters; "" for no session."""
+    if not session:
+        return ""
+    parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, cache_salt, session)]
+    return blake2b(b"".join(len(part).to_bytes(4, "little") + part for part in parts), digest_size=16).hexdigest()
 
 
 class Retention(Protocol):
-    def add(self, digest: bytes, facts: BlockFacts, now: float) -> None: ...
-    def use(self, digest: bytes, now: float) -> None: ...
-    def remove(self, digest: bytes) -> None: ...
-    def pop_victim(self, now: float) -> bytes: ...
-    def end_turn(self, session: tuple[str, ...], chain: Sequence[bytes], now: float) -> None: ...
-    def __len__(self) -> int: ...
-    def __contains__(self, digest: bytes) -> bool: ...
+    """Chooses what a tier drops. It is told what the tier has, and never drops a block before those that follow it: a
+    prefix is useless without its head.
 
-
-class LeastRecent:
-    def __init__(self) -> None:
-        self._order: OrderedDict[bytes, None] = OrderedDict()
+    `now` is in monotonic seconds and never decreases. Digests of blocks that the tier does not have are ignored.
+    """
 
     def add(self, digest: bytes, facts: BlockFacts, now: float) -> None:
-        self._order[digest] = None
+        """Note that the tier has a block.
 
-    def use(self, digest: bytes, now: float) -> None:
-        self._order.move_to_end(digest)
+        Raises:
+            KeyError: it has it already.
+        """
+        ...
+
+    def use(self, digests: Sequence[bytes], now: float) -> None:
+        """Note that a prompt begins with these blocks, and that they were found, wherever: a prefix that is always
+        found on the device would else seem forgotten here."""
+        ...
+
+    def end_turn(self, session: str, chain: Sequence[bytes], now: float) -> None:
+        """Note that a request ended. `chain`: all full blocks of its prompt and answer, in order. `session`: its
+        `session_key`, or ""."""
+        ...
+
+    def supersede(self, digests: Iterable[bytes]) -> None:
+        """Note that nobody is expected to ask for these blocks again."""
+        ...
 
     def remove(self, digest: bytes) -> None:
-        del self._order[digest]
+        """Note that the tier lost a block otherwise than by `pop_victim`."""
+        ...
 
-    def pop_victim(self, now: float) -> bytes:
-        return self._order.popitem(last=False)[0]
+    def hold(self, digest: bytes) -> None:
+        """Do not choose a block, until `release` was called as often."""
+        ...
 
-    def supersede(self, digests: Iterable[bytes]) -> None: ...
-    def end_turn(self, session: tuple[str, ...], chain: Sequence[bytes], now: float) -> None: ...
+    def release(self, digest: bytes) -> None: ...
+
+    def pop_victim(self, now: float) -> bytes | None:
+        """Choose a block to drop, and forget it. None if there is none, or all are held or precede one that is."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, digest: object) -> bool: ...
+
+
+class Block:
+    """A block that a tier has."""
+
+    __slots__ = (
+        "digest", "entry", "kind", "num_pins", "octave", "parent", "position", "session", "tenant", "used_at", "weight",
+    )  # fmt: skip
+
+    def __init__(self, digest: bytes, facts: BlockFacts, now: float) -> None:
+        self.digest = digest
+        self.position, self.parent, _, self.tenant, self.session = facts
+        self.weight = 1.0
+        """For `by_value`, as are `octave`, which is that of the weight, and `kind`."""
+        self.octave = 0
+        self.kind = 0
+        self.used_at = now
+        self.num_pins = 0
+        """Why it cannot be dropped: blocks that follow it, and holds."""
+        self.entry = 0
+        """The number of its valid entry in a queue; 0 if it has none."""
+
+
+Entry = tuple[float, int, int, Block]
+"""When the block was used, its position with a minus, the number of the entry, and the block."""
+MIN_ENTRIES = 1024
+
+
+class Chains(ABC):
+    """Keeps the blocks of a tier, and finds those without a follower. Whoever derives from it queues these.
+
+    Queues are heaps with late corrections: the entry of a block that is used or held stays where it is until it comes
+    to the front, and one that is no longer the block's is skipped there.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, Block] = {}
+        self._followers: dict[bytes, int] = {}
+        """The number of blocks right after one, which the tier need not have."""
+        self._entries = 0
+        self._fresh_entries = 0
+        """Entries since queues were last cleared of those that are not valid."""
+
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._blocks)
 
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._order
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._blocks
+
+    def remove(self, digest: bytes) -> None:
+        """See Retention."""
+        if (block := self._blocks.get(digest)) is not None:
+            self._drop(block)
+
+    def hold(self, digest: bytes) -> None:
+        """See Retention."""
+        if (block := self._blocks.get(digest)) is not None:
+            block.num_pins += 1
+
+    def release(self, digest: bytes) -> None:
+        """See Retention."""
+        if (block := self._blocks.get(digest)) is not None:
+            self._unpin(block)
+
+    def _insert(self, digest: bytes, facts: BlockFacts, now: float) -> Block:
+        if digest in self._blocks:
+            raise KeyError(f"the tier has block {digest.hex()} already")
+        block = self._blocks[digest] = Block(digest, facts, now)
+        block.num_pins = self._followers.get(digest, 0)
+        if parent := facts.parent:
+            self._followers[parent] = self._followers.get(parent, 0) + 1
+            if (before := self._blocks.get(parent)) is not None:
+                before.num_pins += 1
+        return block
+
+    def _drop(self, block: Block) -> None:
+        del self._blocks[block.digest]
+        block.entry = 0
+        if not (parent := block.parent):
+            return
+        self._followers[parent] -= 1
+        if not self._followers[parent]:
+            del self._followers[parent]
+        if (before := self._blocks.get(parent)) is not None:
+            self._unpin(before)
+
+    def _unpin(self, block: Block) -> None:
+        block.num_pins -= 1
+        if not block.num_pins and not block.entry:
+            self._queue(block)
+
+    def _entry(self, block: Block) -> Entry:
+        """Make the block's valid entry."""
+        self._entries += 1
+        self._fresh_entries += 1
+        block.entry = self._entries
+        return block.used_at, -block.position, self._entries, block
+
+    def _move(self, block: Block, kind: int) -> None:
+        """Make a block one of another kind, with another queue."""
+        block.kind = kind
+        if block.entry:
+            block.entry = 0
+            if not block.num_pins:
+                self._queue(block)
+
+    def _front(self, queue: list[Entry]) -> Block | None:
+        """Return the block of a queue that was used least recently, which stays in it; None if the queue is empty."""
+        while queue:
+            used_at, _, number, block = queue[0]
+            is_valid = block.entry == number
+            if is_valid and not block.num_pins and block.used_at == used_at:
+                return block
+            heappop(queue)
+            if is_valid:
+                self._move(block, block.kind)
+        return None
+
+    def _tidy(self) -> None:
+        """Clear the queues when most of their entries may have become invalid."""
+        if self._fresh_entries <= 2 * len(self) + MIN_ENTRIES:
+            return
+        self._fresh_entries = 0
+        for queue in self._queues():
+            queue[:] = [entry for entry in queue if entry[3].entry == entry[2]]
+            heapify(queue)
+
+    @abstractmethod
+    def _queue(self, block: Block) -> None:
+        """Queue a block that can be dropped."""
+
+    @abstractmethod
+    def _queues(self) -> Iterable[list[Entry]]: ...
 
 
-class ByValue(LeastRecent): ...
+class LeastRecent(Chains):
+    """Drops what was used least recently, and of what one prompt used, its end first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[Entry] = []
+
+    def add(self, digest: bytes, facts: BlockFacts, now: float) -> None:
+        """See Retention."""
+        block = self._insert(digest, facts, now)
+        if not block.num_pins:
+            self._queue(block)
+
+    def use(self, digests: Sequence[bytes], now: float) -> None:
+        """See Retention."""
+        for digest in digests:
+            if (block := self._blocks.get(digest)) is not None:
+                block.used_at = now
+
+    def end_turn(self, session: str, chain: Sequence[bytes], now: float) -> None:
+        """See Retention. The end counts as a use, and the session does not count."""
+        self.use(chain, now)
+
+    def supersede(self, digests: Iterable[bytes]) -> None:
+        """See Retention. Such blocks are not used again, and that is all that counts here."""
+
+    def pop_victim(self, now: float) -> bytes | None:
+        """See Retention."""
+        if (block := self._front(self._waiting)) is None:
+            return None
+        self._drop(block)
+        self._tidy()
+        return block.digest
+
+    def _queue(self, block: Block) -> None:
+        heappush(self._waiting, self._entry(block))
+
+    def _queues(self) -> Iterable[list[Entry]]:
+        return (self._waiting,)

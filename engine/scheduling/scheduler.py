@@ -27,7 +27,7 @@ from engine.scheduling.service import service_of
 from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepWork, chunk_work
-from engine.scheduling.tier_index import Moves, TierIndex
+from engine.scheduling.tier_index import Moves, TierIndex, session_of
 from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
@@ -394,7 +394,8 @@ class Scheduler:
         cost_s = None
         if self._step_times is not None:
             cost_s = self._step_times.now.seconds(chunk_work(start, size, last=False))
-        return BlockFacts(start, cost_s, request.tenant, request.session)
+        parent = request.block_hashes[block - 1] if block else b""
+        return BlockFacts(start, parent, cost_s, request.tenant, session_of(request))
 
     def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
         """Keep new drafts, as far as the answer may still go, and roll back those that were not accepted."""

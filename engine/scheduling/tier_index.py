@@ -12,8 +12,9 @@ from typing import NamedTuple
 from engine.config import ResolvedConfig
 from engine.kv_tiers import BUSY, BlockMove, KvMover, MoveKind, MoveResult, Tier, TierChange, TierLoad, TierSize
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.by_value import ByValue
 from engine.scheduling.request import Request
-from engine.scheduling.retention import BlockFacts, ByValue, LeastRecent, Retention
+from engine.scheduling.retention import BlockFacts, LeastRecent, Retention, session_key
 from engine.scheduling.tier_rates import TierRates
 
 RETENTIONS: Mapping[str, type[ByValue] | type[LeastRecent]] = {"value": ByValue, "lru": LeastRecent}
@@ -72,6 +73,11 @@ class _Known:
         return digest not in self.has and digest not in self.storing
 
 
+def session_of(request: Request) -> str:
+    """Return the name of a request's conversation among those of all tenants and salts."""
+    return session_key(request.tenant, request.prefix_root.hex(), request.session)
+
+
 class TierIndex:
     """The tiers of one engine. A plan only looks; `begin_store`, `begin_load` and what follows are called when it is
     committed, or between steps."""
@@ -90,8 +96,7 @@ class TierIndex:
         self._moves: list[BlockMove] = []
         self._drops: list[tuple[Tier, bytes]] = []
         self._cancelled: list[int] = []
-        self._loading: set[bytes] = set()
-        self._wanted: frozenset[bytes] = frozenset()  # what the commit under way will load
+        self._held: set[bytes] = set()  # by loads, in the host tier
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -133,20 +138,17 @@ class TierIndex:
                 if len(known.dirty) > self._most_dirty:
                     known.dirty.popitem(last=False)
 
-    def used(self, digests: Iterable[bytes], now: float) -> None:
-        """A request begins with these blocks."""
+    def used(self, digests: Sequence[bytes], now: float) -> None:
+        """A request begins with these blocks, which it found, wherever."""
+        self._kept.use(digests, now)
         for digest in digests:
-            if digest in self._kept:
-                self._kept.use(digest, now)
             for known in self._known.values():
                 if (facts := known.has.pop(digest, None)) is not None:
                     known.has[digest] = facts  # the last one
 
     def end_turn(self, request: Request, num_blocks: int) -> None:
         """A request ends whose first blocks, so many, are computed."""
-        if request.session:
-            key = (request.tenant, request.prefix_root.hex(), request.session)
-            self._kept.end_turn(key, request.block_hashes[:num_blocks], self._now)
+        self._kept.end_turn(session_of(request), request.block_hashes[:num_blocks], self._now)
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
@@ -187,12 +189,17 @@ class TierIndex:
         self, stores: Sequence[PlannedStore], blocks: BlockManager, now: float, wanted: Iterable[bytes] = ()
     ) -> None:
         """Begin a plan's stores. `wanted`: blocks that the plan loads, which are not evicted for others."""
-        self._now, self._wanted = now, frozenset(wanted)
+        self._now = now
+        held = [digest for digest in wanted if digest in self._kept]
+        for digest in held:
+            self._kept.hold(digest)
         for store in stores:
             self._begin_store(store, now)
         for known in self._known.values():  # what the KV cache has lost is not looked at twice
             while known.dirty and blocks.block_of(next(iter(known.dirty))) is None:
                 known.dirty.popitem(last=False)
+        for digest in held:
+            self._kept.release(digest)
 
     def _begin_store(self, store: PlannedStore, now: float) -> None:
         known = self._known[store.tier]
@@ -203,8 +210,8 @@ class TierIndex:
         self._add(MoveKind.STORE, *store)
 
     def _make_room(self, digest: bytes, facts: BlockFacts, now: float) -> bool:
-        """Evict a block of the host tier if it is full. Returns False if the new one is worth the least of all, or the
-        least is on its way to the device."""
+        """Evict a block of the host tier if it is full. Returns False if the new one is worth the least of all, or none
+        may be evicted."""
         known = self._known[Tier.HOST]
         if len(known.has) + len(known.storing) < self._host_blocks:
             return True
@@ -213,8 +220,7 @@ class TierIndex:
         if victim == digest:
             return False
         self._kept.remove(digest)  # until it is stored
-        if victim in self._wanted or victim in self._loading:
-            self._kept.add(victim, known.has[victim], now)
+        if victim is None:
             return False
         del known.has[victim]
         known.totals.evicted_blocks += 1
@@ -228,12 +234,20 @@ class TierIndex:
         """Load a block from the nearest tier that has it into a held block of the device; return the move's id."""
         tier = self.nearest(digest)
         assert tier is not None, "a block is loaded that no tier has"
-        self._loading.add(digest)
+        if tier is Tier.HOST:
+            self._kept.hold(digest)
+            self._held.add(digest)
         return self._add(MoveKind.LOAD, tier, digest, block_id)
 
     def cancel_load(self, move_id: int, digest: bytes) -> None:
-        self._loading.remove(digest)
+        self._let_go(digest)
         self._cancelled.append(move_id)
+
+    def _let_go(self, digest: bytes) -> None:
+        """A load of a block has ended, which kept it from being evicted."""
+        if digest in self._held:
+            self._held.remove(digest)
+            self._kept.release(digest)
 
     def note_late(self, tiers: Iterable[Tier]) -> None:
         """A request was computed after all, because these tiers took too long."""
@@ -258,7 +272,7 @@ class TierIndex:
         """A move has ended. A load's block and its requests are the caller's."""
         known = self._known[result.move.tier]
         if result.move.kind is MoveKind.LOAD:
-            self._loading.discard(result.move.digest)
+            self._let_go(result.move.digest)
         if not result.error:
             self.rates.note_move(result, now)
         if result.move.kind is MoveKind.STORE:
@@ -307,6 +321,7 @@ class TierIndex:
         if self._known[tier].has.pop(digest, None) is not None:
             self.epoch += 1
             if tier is Tier.HOST:
+                self._let_go(digest)
                 self._kept.remove(digest)
 
     def reset(self) -> None:
