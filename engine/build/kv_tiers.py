@@ -4,6 +4,7 @@ Never moves a block, and touches no directory before the engine is built."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from kernels.choice import NATIVE
 from kernels.cpu.native.library import identity
 
 GIB = 2**30
+CPU = "cpu"
+"""ResolvedConfig.device without a GPU."""
 FEWEST_ON_DISK = 64
 """A disk tier that holds fewer blocks than one long prompt has is a mistake."""
 
@@ -131,12 +134,21 @@ def kv_facts(model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig)
         "activations": config.activations,
         "load_format": config.load_format,
         "block_size": str(config.block_size),
+        "release": _release(),
         "device": resolved.device,
         "kernels": resolved.kernels,  # which also decides how a block is laid out
         "code": identity() if resolved.kernels == NATIVE else f"torch {torch.__version__}",
     }
-    if resolved.kernels != NATIVE:
+    if resolved.kernels != NATIVE and resolved.device == CPU:
         facts["processor"] = torch.backends.cpu.get_cpu_capability()
     if model.rope.rope_type in ("dynamic", "longrope"):
         facts["max_model_len"] = str(resolved.max_model_len)  # which decides the frequencies
     return facts
+
+
+def _release() -> str:
+    """Return the version of this package: another release may compute the same model in another way."""
+    try:
+        return version("chunkserve")
+    except PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"

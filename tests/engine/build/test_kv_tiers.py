@@ -207,7 +207,10 @@ def facts(model: ModelConfig, resolved: ResolvedConfig, **changes: Any) -> dict[
     return kv_facts(model, settings(KvTiersConfig(), kernels="auto", **changes), resolved)
 
 
-def test_each_setting_that_changes_a_bit_of_kv_is_a_fact(directory: Path, model: ModelConfig) -> None:
+def test_each_setting_that_changes_a_bit_of_kv_is_a_fact(
+    directory: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is the release, and what the kernels were chosen to be."""
     resolved = check_executor(directory, settings(KvTiersConfig()))
     same = facts(model, resolved)
     for changes in (
@@ -220,6 +223,9 @@ def test_each_setting_that_changes_a_bit_of_kv_is_a_fact(directory: Path, model:
         assert facts(model, resolved, **changes) != same, changes
     for other in ({"dtype": "bfloat16"}, {"device": "a GPU"}, {"kernels": "reference"}):
         assert facts(model, dataclasses.replace(resolved, **other)) != same, other
+    monkeypatch.setattr("engine.build.kv_tiers.version", lambda name: f"another {name}")
+    assert facts(model, resolved) != same
+    monkeypatch.undo()
     for unseen in ({"max_num_seqs": 3}, {"num_kv_blocks": 99}, {"max_model_len": 17}):
         assert facts(model, resolved, **unseen) == same, unseen
 
