@@ -44,10 +44,10 @@ PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/pyt
 
 RUN_ELSEWHERE = {
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_wheel.py",
-    "python3 -m venv venv": "tests/test_wheel.py",
-    "venv/bin/pip install torch==2.13.0": "tests/test_wheel.py",
-    "venv/bin/pip install dist/chunkserve-0.1.0-py3-none-linux_x86_64.whl": "tests/test_wheel.py",
-    "venv/bin/chunkserve serve smollm2-135m-instruct": "tests/test_wheel.py",
+    "python3 -m venv venv": "tests/test_wheel_serves.py",
+    "venv/bin/pip install torch==2.13.0": "tests/test_wheel_serves.py",
+    "venv/bin/pip install dist/chunkserve-0.1.0-py3-none-linux_x86_64.whl": "tests/test_wheel_serves.py",
+    "venv/bin/chunkserve serve smollm2-135m-instruct": "tests/test_wheel_serves.py",
     ".venv/bin/serve run config.yaml": "tests/serve_app/test_serve_run.py",
     ".venv/bin/chunkserve serve smollm2-135m-instruct --port 8001": "tests/serve_app/front/command/test_serve.py",
     ".venv/bin/chunkserve check config.yaml --explain": "tests/serve_app/front/command/test_check.py",

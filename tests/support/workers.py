@@ -10,20 +10,23 @@ from xdist.scheduler import LoadScopeScheduling
 from loadtest.server import ROOT
 
 SERVERS = "servers"
+NEEDED_SOON = "tests/test_wheel.py"
+"""Its wheel, which takes minutes to build, is also needed by a test that starts a server from it."""
 
 
 class WholeModules(LoadScopeScheduling):
     """Gives a worker whole modules, whose fixtures are then made once. One worker gets all modules that start servers,
-    before all else: two servers at a time would starve each other. (`--dist loadgroup` of pytest-xdist 3.8 finds no
-    groups with pytest 9.2.)"""
+    before all else: two servers at a time would starve each other. Another begins with what the last of them needs.
+    (`--dist loadgroup` of pytest-xdist 3.8 finds no groups with pytest 9.2.)"""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
         return SERVERS if starts_servers(module) else module
 
     def _assign_work_unit(self, node: object) -> None:
-        if SERVERS in self.workqueue:
-            self.workqueue.move_to_end(SERVERS, last=False)
+        for scope in (NEEDED_SOON, SERVERS):
+            if scope in self.workqueue:
+                self.workqueue.move_to_end(scope, last=False)
         super()._assign_work_unit(node)
 
 
