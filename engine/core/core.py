@@ -272,6 +272,7 @@ class EngineCore:
             if launched is not None and launched.output is not None:  # it failed, so nothing may build on it
                 due, self._in_flight = [*due, launched], None
         read = [step for step in due if step is not None]
+        self._awaits_moves &= not read  # what was read may have made room
         in_hand = read or ([launched] if launched else [])
         chunks = [chunk for step in in_hand for chunk in chunks_of(step.plan.rows, step.epochs)]
         events = [*events, *scheduled, *(event for step in read for event in self._complete(step))]
@@ -289,9 +290,10 @@ class EngineCore:
         for result in self._mover.take_results():
             self._tiers.ended(result, now)
             if result.move.kind is MoveKind.LOAD:
-                back += self._scheduler.loads.ended(result)
+                back += self._scheduler.loads.ended(result, now)
         for change in self._mover.take_changes():
             self._tiers.changed(change)
+        self._tiers.forget_lost(self._blocks)
         for request in (*back, *self._scheduler.loads.late(now)):
             self._wall_times.loaded(request.request_id, now)
 
@@ -348,7 +350,7 @@ class EngineCore:
         if plan.loads or plan.unloaded:
             self._note_loads(plan, now)
         if not plan.rows:
-            if plan.has_moves:
+            if plan.has_moves or (self._tiers is not None and self._tiers.has_queued):
                 self._move(self._scheduler.commit(plan, now))
             assert self._in_flight or not self._scheduler.num_running, "live requests, but nothing to run"
             assert self._in_flight or self._awaits_moves or not self._scheduler.waiting, "nothing to wait for"
@@ -465,12 +467,9 @@ class EngineCore:
             self.last_step.grammar_s += output.grammar_s
             duration_s = time.perf_counter() - launched.started
             predicted_s = self._step_times.now.seconds(launched.work) if self._step_times else None
-            if (
-                self._tiers is not None
-                and len(launched.step.rows) > 0
-                and launched.plan.rows[-1].kind is not RowKind.DECODE
-            ):
-                self._tiers.rates.note_prefill(launched.step.num_tokens, duration_s)
+            if self._tiers is not None:
+                prefills = launched.plan.rows[-1].kind is not RowKind.DECODE
+                self._tiers.rates.note_step(launched.step.num_tokens, duration_s, prefills=prefills)
             computed = ComputedStep.of(launched.step, len(self._scheduler.waiting), duration_s, predicted_s)
             self.last_step.computed += (computed,)
             if self.config.step_trace:

@@ -3,6 +3,7 @@ Never decides that a load is worth it: a plan does."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -41,9 +42,8 @@ class Loads:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the first of them has waited for too long: they all wait equally long."""
-        first = next(iter(self.requests.values()), None)
-        return None if first is None or first.loading is None else first.loading.until
+        """When the first of them has waited for too long."""
+        return min((request.loading.until for request in self.requests.values() if request.loading), default=None)
 
     @property
     def coming(self) -> Collection[bytes]:
@@ -68,18 +68,25 @@ class Loads:
             self.requests[request.request_id] = request
             request.num_loads += 1
             request.loading = loading = Loading((), {}, now + self._timeout_s)
-            loading.block_ids = tuple(
-                self._fetch(loading, request, digest) if block_id is None else block_id
-                for digest, block_id in zip(request.block_hashes, found, strict=False)
-            )
+            taken: list[int] = []
+            for digest, claimed_id in zip(request.block_hashes, found, strict=False):
+                block_id = self._fetch(loading, request, digest) if claimed_id is None else claimed_id
+                if block_id is None:  # the plan believed an older look at the tiers
+                    self._blocks.release([other for other in found[len(taken) :] if other is not None])
+                    break
+                taken.append(block_id)
+            loading.block_ids = tuple(taken)
+            if not loading.awaited:
+                self.put_back(request)
 
-    def _fetch(self, loading: Loading, request: Request, digest: bytes) -> int:
-        """Hold a block that is being loaded, or begin to load it."""
+    def _fetch(self, loading: Loading, request: Request, digest: bytes) -> int | None:
+        """Hold a block that is being loaded, or begin to load it; None if no tier has it."""
         move_id = self._move_of.get(digest)
         if move_id is None:
-            (block_id,) = self._blocks.allocate(1)
             tier = self._tiers.nearest(digest)
-            assert tier is not None, "a plan loads a block that no tier has"
+            if tier is None:
+                return None
+            (block_id,) = self._blocks.allocate(1)
             move_id = self._move_of[digest] = self._tiers.begin_load(digest, block_id)
             self._under_way[move_id] = _Load(digest, block_id, tier)
         else:
@@ -89,7 +96,7 @@ class Loads:
         loading.awaited[move_id] = None
         return block_id
 
-    def ended(self, result: MoveResult) -> list[Request]:
+    def ended(self, result: MoveResult, now: float) -> list[Request]:
         """A load has ended: publish its block if it came, and return the requests that wait for a seat again."""
         load = self._under_way.pop(result.move.move_id, None)
         if load is None:
@@ -100,6 +107,7 @@ class Loads:
         for request in load.waiting:
             assert request.loading is not None
             del request.loading.awaited[result.move.move_id]
+            request.loading.until = now + self._timeout_s
         return [request for request in load.waiting if self._is_done(request)]
 
     def _is_done(self, request: Request) -> bool:
@@ -111,13 +119,14 @@ class Loads:
         return True
 
     def late(self, now: float) -> list[Request]:
-        """Put back the requests that have waited for too long, to be computed, and return them."""
+        """Put back the requests for which no block came in too long, to be computed, and return them."""
         late = []
         for request in list(self.requests.values()):
             assert request.loading is not None
             if request.loading.until > now:
-                break
-            self._tiers.note_late(dict.fromkeys(self._under_way[move_id].tier for move_id in request.loading.awaited))
+                continue
+            tiers = Counter(self._under_way[move_id].tier for move_id in request.loading.awaited)
+            self._tiers.note_late(tiers, self._timeout_s, now)
             self.put_back(request)
             request.num_loads = MOST_LOADS
             late.append(request)

@@ -18,6 +18,7 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule, Room
 from engine.scheduling.forecast import Forecast
 from engine.scheduling.request import Request
+from engine.scheduling.request_parts import TierMatch
 from engine.scheduling.reservation import Admission
 from engine.scheduling.resources import Resource
 from engine.scheduling.step_prediction import Prediction
@@ -34,6 +35,10 @@ past: testing 2,000 took 4.6 ms of every step."""
 MOST_LOADS = 3
 """Times that a request waits for KV of lower tiers. What it loaded may have been evicted before it got a seat, or a
 tier may have lost it; then its prompt is computed."""
+
+LONG_CHAIN, LOOK_AGAIN_S = 256, 0.1
+"""Blocks of a prompt from which on tiers are looked up no more often than that: 6,250 blocks took 9 ms of every step
+in which the prompt waited for memory."""
 
 LOSES_LEAST: dict[str, Callable[[Request], tuple[int, ...]]] = {
     "lifo": lambda request: (-request.arrival_index,),
@@ -355,6 +360,12 @@ class _Planner:
         while loading and growth > self._available():
             self._unload(loading.pop())
 
+    @property
+    def _has_taken_back(self) -> bool:
+        """Whether somebody loses memory in this plan. Nobody is admitted then: of shared blocks, what becomes free and
+        what is held already would be the same."""
+        return bool(self._preempted or self._unloaded)
+
     def _drop_loads(self) -> None:
         """Begin no load in this step."""
         self._loads.clear()
@@ -447,10 +458,10 @@ class _Planner:
         budget = min(budget, self._tokens_left)
         self._time = self._time_budget()
         partial = self._partial_prompts()
-        if partial and not self._preempted and not self._is_aged(partial[0]):
+        if partial and not self._has_taken_back and not self._is_aged(partial[0]):
             budget = self._admit(budget, ahead_of=partial[0])
         budget = self._continue_prompts(budget)
-        if not self._preempted:
+        if not self._has_taken_back:
             self._admit(budget)
 
     def _time_budget(self) -> TimeBudget | None:
@@ -574,11 +585,13 @@ class _Planner:
             prefix = self._match_prefix(request)
             shared = sum(view.blocks.is_held(block) or block in self._taken for block in prefix)
             load = self._load_of(request, len(prefix))
-            if load is not None:
+            if load is not None and (view.coming or self._loaded_now):
                 shared += self._shared_of(load, len(prefix))
             alone = not (view.decoding or view.prefilling or self._rows)
             if not self._memory.fits(request, shared, alone=alone):
                 self._defer(DeferReason.MEMORY)
+                if self._unload_less_urgent(request):
+                    break
                 self._passed[request] = None
                 self._slack = min(self._slack, self._policy.max_overtakes - request.num_overtakes)
                 continue
@@ -618,29 +631,35 @@ class _Planner:
         tiers = self._view.tiers
         if tiers is None or self._unloaded or request.num_loads >= MOST_LOADS:
             return None
-        reach = self._reach(request, num_matched, tiers)
-        if reach == num_matched:
+        reach, sources = self._reach(request, num_matched, tiers)
+        if reach <= num_matched:
             return None
-        lacking = [d for d in request.block_hashes[num_matched:reach] if self._view.blocks.block_of(d) is None]
-        sources = (tier for digest in lacking if (tier := tiers.nearest(digest)) is not None)
-        load_s = tiers.rates.move_s(MoveKind.LOAD, sources, self._view.now)
+        load_s = sum(count * tiers.rates.move_s(MoveKind.LOAD, tier, self._view.now) for tier, count in sources.items())
         if load_s >= self._prefill_s(tiers, num_matched * self._block_size, reach * self._block_size):
             return None
         return PlannedLoad(request, reach)
 
-    def _reach(self, request: Request, num_matched: int, tiers: TierIndex) -> int:
-        """Return how many of the request's first blocks could be had without computing them."""
-        epochs, reach = request.tier_match
-        if epochs != (self._cache_epoch, tiers.epoch):
-            blocks, coming = self._view.blocks, self._view.coming
-            reach = num_matched
-            for digest in request.block_hashes[num_matched : request.num_reusable // self._block_size]:
-                if blocks.block_of(digest) is None and digest not in coming and tiers.nearest(digest) is None:
+    def _reach(self, request: Request, num_matched: int, tiers: TierIndex) -> tuple[int, Mapping[Tier, int]]:
+        """Return how many of the request's first blocks could be had without computing them, and how many of them are
+        in which tier. A long prompt is looked up again after a while only, since what changed is found when it is
+        loaded."""
+        match, epochs = request.tier_match, (self._cache_epoch, tiers.epoch, num_matched)
+        if match is not None and (match.epochs == epochs or self._view.now < match.until):
+            return match.reach, match.sources
+        blocks, coming = self._view.blocks, self._view.coming
+        reach, sources = num_matched, Counter[Tier]()
+        for digest in request.block_hashes[num_matched : request.num_reusable // self._block_size]:
+            if blocks.block_of(digest) is None and digest not in coming:
+                tier = tiers.nearest(digest)
+                if tier is None:
                     break
-                reach += 1
-            reach = self._usable(request, reach) if reach > num_matched else reach
-            request.tier_match = ((self._cache_epoch, tiers.epoch), max(reach, num_matched))
-        return max(request.tier_match[1], num_matched)
+                sources[tier] += 1
+            reach += 1
+        if reach > num_matched:
+            reach = max(self._usable(request, reach), num_matched)
+        until = self._view.now + LOOK_AGAIN_S if len(request.block_hashes) > LONG_CHAIN else 0.0
+        request.tier_match = TierMatch(epochs, until, reach, sources)  # a memo, not a decision
+        return reach, sources
 
     def _prefill_s(self, tiers: TierIndex, start: int, end: int) -> float:
         """Predict how long the positions [start, end) of a prompt would take to compute."""
@@ -691,9 +710,16 @@ class _Planner:
             return False
         if ALWAYS_OFFLOADED[self._policy.preempt_policy]:
             return True
-        there = tiers.rates.move_s(MoveKind.STORE, [Tier.HOST] * victim.num_published, self._view.now)
-        back = tiers.rates.move_s(MoveKind.LOAD, [Tier.HOST] * victim.num_published, self._view.now)
-        return there + back < self._prefill_s(tiers, 0, victim.num_published * self._block_size)
+        moves = (tiers.rates.move_s(kind, Tier.HOST, self._view.now) for kind in MoveKind)
+        return victim.num_published * sum(moves) < self._prefill_s(tiers, 0, victim.num_published * self._block_size)
+
+    def _unload_less_urgent(self, request: Request) -> bool:
+        """Let less urgent requests stop loading for one that lacks memory; return whether any does. It may be admitted
+        in the next step."""
+        loading = [other for other in self._view.loading.values() if other.priority > request.priority]
+        for other in reversed(loading):
+            self._unload(other)
+        return bool(loading)
 
     def _candidates(self, ahead_of: Request | None) -> Iterator[Request]:
         for request in self._view.waiting.in_order(self._view.now):

@@ -14,7 +14,7 @@ from engine.multimodal_inputs import SpanInput, place_inputs
 from engine.prefix import ROOT, extend_chain, root_of
 from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
 from engine.scheduling.input_checks import atomic_spans, check_inputs
-from engine.scheduling.request_parts import Drafts, Loading, Pooling, PromptSpans, Scoring
+from engine.scheduling.request_parts import Drafts, Loading, Pooling, PromptSpans, Scoring, TierMatch
 from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
 
 
@@ -75,8 +75,8 @@ class Request:
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
     """(epoch of the caches, matched blocks): a waiting request looks up its prefix once an epoch, not once a step."""
 
-    tier_match: tuple[tuple[int, int], int] = ((-1, -1), 0)
-    """(epochs of the caches and of the tiers, blocks that could be had without computing): likewise."""
+    tier_match: TierMatch | None = None
+    """Likewise; None: not looked up yet."""
 
     # What few requests have: a value, or an object if several belong together.
     early_sampling: RowSampling | None = None

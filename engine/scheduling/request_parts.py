@@ -4,10 +4,11 @@ KV on its way. Never decides anything: a request has one of each, or None."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from engine.kv_tiers import Tier
 from engine.multimodal_inputs import PlacedInput, SpanInput, overlapping, shift_at
 from engine.protocol import DraftMethod, TokenLogprobs
 from engine.step import PromptScoring, RowInputs
@@ -84,6 +85,19 @@ class Drafts(NamedTuple):
     method: DraftMethod
 
 
+class TierMatch(NamedTuple):
+    """What of a waiting prompt could be had without computing it, and as of when."""
+
+    epochs: tuple[int, int, int]
+    """Of the caches, of the tiers, and the blocks of the prompt that the KV cache had."""
+    until: float
+    """It is believed until then, in monotonic seconds, even if the epochs change."""
+    reach: int
+    """Blocks."""
+    sources: Mapping[Tier, int]
+    """How many of them are in which tier and no nearer place."""
+
+
 @dataclass(slots=True)
 class Loading:
     """KV that a waiting request has loaded from a lower tier."""
@@ -93,4 +107,4 @@ class Loading:
     awaited: dict[int, None]
     """The ids of the moves that have not ended."""
     until: float
-    """When it stops waiting, in monotonic seconds."""
+    """When it stops waiting unless a block comes, in monotonic seconds."""

@@ -32,6 +32,8 @@ from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
 
+MOST_LOOKED_UP = 1024
+"""Blocks of a new prompt that are looked up in lower tiers, for a prediction: 6,000 took 4 ms."""
 NO_PARTS = RowParts()
 """For all rows of a model whose requests hold only blocks; never changed."""
 _NUM_DECODE_TOKENS = attrgetter("num_decode_tokens")
@@ -148,7 +150,8 @@ class Scheduler:
         hashes = request.block_hashes[: request.num_reusable // self._blocks.block_size]
         cached = len(self._blocks.match(hashes))
         if (tiers := self._tiers) is not None:
-            cached += sum(1 for _ in takewhile(lambda digest: tiers.nearest(digest) is not None, hashes[cached:]))
+            others = hashes[cached : cached + MOST_LOOKED_UP]
+            cached += sum(1 for _ in takewhile(lambda digest: tiers.nearest(digest) is not None, others))
         request.expected_cached = cached * self._blocks.block_size
         if request.ttft_s == math.inf and request.timeout_s is None:
             return
@@ -221,9 +224,9 @@ class Scheduler:
             self.loads.fetch(plan.loads, claimed, now)
         self._keep_ratio(plan)
         rows = tuple(self._schedule(row, now) for row in plan.rows)
-        parts = self._finish()
+        parts = self._finish() if rows else StepParts()
         step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
-        moved = Moves() if self._tiers is None else self._tiers.take_moves()
+        moved = Moves() if self._tiers is None else self._tiers.take_moves(beside_rows=bool(rows))
         return StepPlan(
             step_id,
             rows,
@@ -254,7 +257,11 @@ class Scheduler:
             self._forecast.admit(request, sum(map(self._blocks.is_held, prefix)))
         self._blocks.claim(prefix)
         if self._tiers is not None:
-            self._tiers.used(request.block_hashes[: len(prefix)], now)
+            hits = request.block_hashes[: len(prefix)]
+            self._tiers.used(hits, now)
+            for i, digest in enumerate(hits):
+                if self._tiers.lacks(digest):
+                    self._tiers.published(digest, self._facts(request, i))
         request.block_ids = prefix
         request.num_published = len(prefix)
         request.computed = request.scheduled = len(prefix) * self._blocks.block_size
@@ -337,6 +344,7 @@ class Scheduler:
         request.drafts = None
         request.awaits_token = False
         request.waiting_since = now
+        request.num_loads = 0
         self.waiting.put_back(request, self._config.scheduler.requeue)
 
     def roll_back(self, plan: Plan, step: StepPlan) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from engine.config import ResolvedConfig
@@ -20,8 +20,12 @@ from engine.scheduling.tier_rates import TierRates
 RETENTIONS: Mapping[str, type[ByValue] | type[LeastRecent]] = {"value": ByValue, "lru": LeastRecent}
 UNKNOWN = BlockFacts(0)
 """What is known of a block that another engine stored."""
-MOST_STORING = 64
-"""Blocks on their way to one tier. What comes after them waits in the KV cache, and may be lost there."""
+LOAD_SHARE = 0.1
+"""Loads beside a step may take this share of its time: 500 at once stretched a step of 15 ms to 300 ms on two cores."""
+LEAST_LOADING, MOST_LOADING = 4, 64
+"""Loads that may be under way in any case, and if nothing else runs."""
+LEAST_BLOCK_S = 1e-4
+"""What the load of a block is taken to last at least, where nothing was measured yet."""
 
 
 class PlannedStore(NamedTuple):
@@ -94,6 +98,8 @@ class TierIndex:
         self._num_moves = 0
         self._now = 0.0  # of the last commit
         self._moves: list[BlockMove] = []
+        self._queued: dict[int, BlockMove] = {}  # loads that are not under way yet
+        self._under_way: dict[int, BlockMove] = {}  # loads that the mover has
         self._drops: list[tuple[Tier, bytes]] = []
         self._cancelled: list[int] = []
         self._held: set[bytes] = set()  # by loads, in the host tier
@@ -129,6 +135,10 @@ class TierIndex:
         }
 
     # --- what requests do with blocks -----------------------------------------------------------------------------
+
+    def lacks(self, digest: bytes) -> bool:
+        """Whether a tier lacks a block that is not on its way there."""
+        return any(known.lacks(digest) and digest not in known.dirty for known in self._known.values())
 
     def published(self, digest: bytes, facts: BlockFacts) -> None:
         """The device has a block that may be stored."""
@@ -166,8 +176,9 @@ class TierIndex:
         known = self._known[tier]
         if known.is_busy and known.storing:
             return 0
-        most = min(self._most_stores, MOST_STORING - len(known.storing))
-        return most if tier is not Tier.HOST else min(most, self._host_blocks - len(known.storing))
+        if tier is not Tier.HOST:
+            return self._most_stores
+        return min(self._most_stores, self._host_blocks - len(known.storing))
 
     def stores(self, blocks: BlockManager, hasty: Iterable[bytes] = ()) -> tuple[PlannedStore, ...]:
         """Return what to store in a step. `hasty`: blocks that the step may overwrite, which go to the host first, as
@@ -195,11 +206,15 @@ class TierIndex:
             self._kept.hold(digest)
         for store in stores:
             self._begin_store(store, now)
-        for known in self._known.values():  # what the KV cache has lost is not looked at twice
-            while known.dirty and blocks.block_of(next(iter(known.dirty))) is None:
-                known.dirty.popitem(last=False)
+        self.forget_lost(blocks)
         for digest in held:
             self._kept.release(digest)
+
+    def forget_lost(self, blocks: BlockManager) -> None:
+        """Forget blocks that were to be stored and that the KV cache has lost, up to the first that it has."""
+        for known in self._known.values():
+            while known.dirty and blocks.block_of(next(iter(known.dirty))) is None:
+                known.dirty.popitem(last=False)
 
     def _begin_store(self, store: PlannedStore, now: float) -> None:
         known = self._known[store.tier]
@@ -207,7 +222,7 @@ class TierIndex:
         if store.tier is Tier.HOST and not self._make_room(store.digest, facts, now):
             return
         known.storing[store.digest] = facts
-        self._add(MoveKind.STORE, *store)
+        self._moves.append(self._next_move(MoveKind.STORE, *store))
 
     def _make_room(self, digest: bytes, facts: BlockFacts, now: float) -> bool:
         """Evict a block of the host tier if it is full. Returns False if the new one is worth the least of all, or none
@@ -237,11 +252,34 @@ class TierIndex:
         if tier is Tier.HOST:
             self._kept.hold(digest)
             self._held.add(digest)
-        return self._add(MoveKind.LOAD, tier, digest, block_id)
+        move = self._next_move(MoveKind.LOAD, tier, digest, block_id)
+        self._queued[move.move_id] = move
+        return move.move_id
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queued)
+
+    def _begin_queued(self, *, beside_rows: bool) -> None:
+        """Hand loads to the mover: as many as take a share of a step's time, if requests run."""
+        left_s, most = self.rates.step_s * LOAD_SHARE, MOST_LOADING
+        if beside_rows:
+            each = (self._load_s(move) for move in (*self._under_way.values(), *self._queued.values()))
+            most = max(LEAST_LOADING, sum(1 for spent in accumulate(each) if spent <= left_s))
+        while self._queued and len(self._under_way) < most:
+            move_id = next(iter(self._queued))
+            self._under_way[move_id] = move = self._queued.pop(move_id)
+            self._moves.append(move)
+
+    def _load_s(self, move: BlockMove) -> float:
+        return max(self.rates.move_s(MoveKind.LOAD, move.tier, self._now), LEAST_BLOCK_S)
 
     def cancel_load(self, move_id: int, digest: bytes) -> None:
         self._let_go(digest)
-        self._cancelled.append(move_id)
+        self.epoch += 1  # it is no longer coming
+        if self._queued.pop(move_id, None) is None:
+            del self._under_way[move_id]
+            self._cancelled.append(move_id)
 
     def _let_go(self, digest: bytes) -> None:
         """A load of a block has ended, which kept it from being evicted."""
@@ -249,19 +287,20 @@ class TierIndex:
             self._held.remove(digest)
             self._kept.release(digest)
 
-    def note_late(self, tiers: Iterable[Tier]) -> None:
-        """A request was computed after all, because these tiers took too long."""
-        for tier in tiers:
+    def note_late(self, num_blocks: Mapping[Tier, int], waited_s: float, now: float) -> None:
+        """A request is computed after all: so many of its blocks did not come from these tiers within `waited_s`."""
+        for tier, count in num_blocks.items():
             self._known[tier].totals.late_loads += 1
+            self.rates.note_late(tier, waited_s / count, now)
 
-    def _add(self, kind: MoveKind, tier: Tier, digest: bytes, block_id: int) -> int:
-        move = BlockMove(self._num_moves, kind, tier, digest, block_id)
+    def _next_move(self, kind: MoveKind, tier: Tier, digest: bytes, block_id: int) -> BlockMove:
         self._num_moves += 1
-        self._moves.append(move)
-        return move.move_id
+        return BlockMove(self._num_moves, kind, tier, digest, block_id)
 
-    def take_moves(self) -> Moves:
-        """Return what the next step hands to the mover."""
+    def take_moves(self, *, beside_rows: bool) -> Moves:
+        """Return what the next step hands to the mover. `beside_rows`: the step has rows."""
+        if self._queued:
+            self._begin_queued(beside_rows=beside_rows)
         taken = Moves(tuple(self._moves), tuple(self._drops), tuple(self._cancelled))
         self._moves, self._drops, self._cancelled = [], [], []
         return taken
@@ -272,7 +311,9 @@ class TierIndex:
         """A move has ended. A load's block and its requests are the caller's."""
         known = self._known[result.move.tier]
         if result.move.kind is MoveKind.LOAD:
+            self._under_way.pop(result.move.move_id, None)
             self._let_go(result.move.digest)
+            self.epoch += bool(result.error)  # it is no longer coming
         if not result.error:
             self.rates.note_move(result, now)
         if result.move.kind is MoveKind.STORE:

@@ -4,7 +4,6 @@ Never reads a clock, and decides nothing: the planner asks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from engine.kv_tiers import MoveKind, MoveResult, Tier
 
@@ -14,49 +13,59 @@ FORGET_S = 60.0
 """A tier that was slow is believed half as slow after so long without a move, so that it is tried again."""
 
 
-class _Mean:
-    """A mean in which older values count less."""
+class _Ratio:
+    """A ratio of two sums in which older values count less."""
 
     def __init__(self) -> None:
-        self.value: float | None = None
+        self._over = self._under = 0.0
 
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + (value - self.value) / RECENT
+    def add(self, over: float, under: float) -> None:
+        self._over += over - self._over / RECENT
+        self._under += under - self._under / RECENT
+
+    @property
+    def value(self) -> float | None:
+        return self._over / self._under if self._under > 0 else None
 
 
 class TierRates:
-    """Seconds a block by kind of move and tier, and seconds a token of prompts. Nothing is known at first: then a load
-    is taken to cost nothing and a prompt any time, so that the first load is made, and measured."""
+    """Seconds a block by kind of move and tier, seconds a token of prompts, and seconds a step. Nothing is known at
+    first: then a load is taken to cost nothing and a prompt any time, so that the first load is made, and measured."""
 
     def __init__(self) -> None:
-        self._moves: dict[tuple[MoveKind, Tier], _Mean] = {}
-        self._moved_at: dict[tuple[MoveKind, Tier], float] = {}
-        self._prompt_token = _Mean()
+        self._moves: dict[tuple[MoveKind, Tier], tuple[float, float]] = {}  # seconds a block, and as of when
+        self._prompts = _Ratio()
+        self._steps = _Ratio()
 
     def note_move(self, result: MoveResult, now: float) -> None:
         """Learn from a move that succeeded."""
         key = result.move.kind, result.move.tier
-        mean = self._moves.setdefault(key, _Mean())
-        if mean.value is not None:
-            mean.value = self._block_s(*key, now)
-        mean.add(result.seconds)
-        self._moved_at[key] = now
+        known = self._moves.get(key)
+        mean = result.seconds if known is None else self.move_s(*key, now)
+        self._moves[key] = mean + (result.seconds - mean) / RECENT, now
 
-    def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step with prefill, of so many tokens."""
-        self._prompt_token.add(seconds / num_tokens)
+    def note_late(self, tier: Tier, block_s: float, now: float) -> None:
+        """Learn that loads from a tier did not end in time: a block takes `block_s` at least."""
+        key = MoveKind.LOAD, tier
+        self._moves[key] = max(self.move_s(*key, now), block_s), now
 
-    def move_s(self, kind: MoveKind, tiers: Iterable[Tier], now: float) -> float:
-        """Predict how long one block takes from or to each of `tiers`, together."""
-        return sum(self._block_s(kind, tier, now) for tier in tiers)
+    def note_step(self, num_tokens: int, seconds: float, *, prefills: bool) -> None:
+        """Learn from a step of so many tokens."""
+        self._steps.add(seconds, 1.0)
+        if prefills:  # by sums: a prompt's short rest takes nearly as long as a long chunk
+            self._prompts.add(seconds, num_tokens)
+
+    @property
+    def step_s(self) -> float:
+        """How long a step takes."""
+        return self._steps.value or 0.0
+
+    def move_s(self, kind: MoveKind, tier: Tier, now: float) -> float:
+        """Predict how long one block takes."""
+        mean, since = self._moves.get((kind, tier), (0.0, now))
+        return mean * math.exp2(-max(now - since, 0.0) / FORGET_S)
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return how long so many tokens of a prompt take; infinity if no step has told yet."""
-        per_token = self._prompt_token.value
+        per_token = self._prompts.value
         return math.inf if per_token is None else per_token * num_tokens
-
-    def _block_s(self, kind: MoveKind, tier: Tier, now: float) -> float:
-        mean = self._moves.get((kind, tier))
-        if mean is None or mean.value is None:
-            return 0.0
-        return mean.value * math.exp2(-max(now - self._moved_at[kind, tier], 0.0) / FORGET_S)

@@ -297,13 +297,13 @@ def test_a_load_that_would_take_longer_than_computing_is_not_made() -> None:
     ask(engine, "other", OTHER)
     assert engine._tiers is not None
     for _ in range(200):
-        engine._tiers.rates.note_prefill(1, 1e-9)
+        engine._tiers.rates.note_step(1, 1e-9, prefills=True)
     slow = MoveResult(BlockMove(0, MoveKind.LOAD, Tier.HOST, b"", 0), seconds=5.0)
     engine._tiers.rates.note_move(slow, engine.now)
     assert ask(engine, "again", LONG).cached_tokens == 0
     engine.now += 3600.0  # a tier that was slow an hour ago is tried again
     for _ in range(2000):
-        engine._tiers.rates.note_prefill(1, 1.0)
+        engine._tiers.rates.note_step(1, 1.0, prefills=True)
     ask(engine, "other again", OTHER)
     assert ask(engine, "at last", LONG).cached_tokens == 28
 

@@ -67,7 +67,9 @@ class Life:
         self.holds.pop(digest, None)
 
 
-CHAINS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(lambda path: [name(*path[: i + 1]) for i in range(len(path))])
+CHAINS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(
+    lambda path: [name(*path[: i + 1]) for i in range(len(path))]
+)
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["store", "store", "use", "end", "pop", "pop", "remove", "supersede", "hold", "release"]),
@@ -79,7 +81,9 @@ STEPS = st.lists(
 )
 
 
-def live(kept: Retention, steps: list[tuple[str, list[bytes], str, float]], check: Callable[[Life, bytes | None], None]) -> None:
+def live(
+    kept: Retention, steps: list[tuple[str, list[bytes], str, float]], check: Callable[[Life, bytes | None], None]
+) -> None:
     life = Life(kept)
     for what, chain, whose, wait in steps:
         life.now += wait
