@@ -1,4 +1,4 @@
-"""Owns the proof that a prompt's KV goes to lower tiers and comes back, and that nothing is ever waited for in vain.
+"""Owns the proof that KV goes to lower tiers and comes back. Long: every way that a load may end has its test.
 Never uses a model: the scripted executor checks every KV slot that a row builds on."""
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from engine.kv_tiers import BlockMove, MoveKind, MoveResult, Tier
 from engine.prefix import extend_chain
 from engine.protocol import Finished, SamplingParams, Scheduled, TimeCause, Token
 from engine.scheduling.request import Request
+from engine.scheduling.tier_index import LEAST_LOADING
+from engine.scheduling.tier_rates import TierRates
 from tests.support.engines import RecordingCore, prompt_only
 from tests.support.oracle import answer_of
 
@@ -366,3 +368,136 @@ def test_an_idle_engine_finishes_its_stores_and_then_sleeps() -> None:
         engine.keep(engine.step())
     assert engine.load().tiers[0].num_blocks + len(engine._tiers._known[Tier.HOST].storing) == 7  # type: ignore[union-attr]
     assert not engine.has_work
+
+
+def test_nobody_is_admitted_in_a_step_that_ends_a_load() -> None:
+    """Regression: blocks of the load counted twice, as freed and as shared by the request that was admitted."""
+    engine = core(tiers(host_blocks=40, held=True), num_kv_blocks=11, scheduler=prompt_only(), max_num_seqs=2)
+    prepare_lost(engine)
+    engine.send("head", LONG[:13], max_tokens=1, ignore_eos=True)
+    settle(engine)
+    engine.send("runs", NEW, max_tokens=38, ignore_eos=True)
+    engine.keep(engine.step())
+    engine.send("loads", LONG, max_tokens=2, ignore_eos=True)  # holds three cached blocks, and four that come
+    engine.keep(engine.step())
+    assert engine.load().num_loading == 1
+    engine.send("shares", LONG[:12] + (5,) * 17, max_tokens=2, ignore_eos=True)
+    for _ in range(40):
+        engine.keep(engine.step())
+    settle(engine)
+    assert isinstance(engine.events["shares"][-1], Finished)
+
+
+@pytest.mark.parametrize("how", ["abort", "late"])
+def test_a_block_that_no_longer_comes_is_looked_up_anew(how: str) -> None:
+    """Regression: a second request counted on a block that the first one loaded, after the disk had lost it."""
+    engine = core(tiers(disk={}, held=True), max_num_seqs=1, num_kv_blocks=24)
+    prepare_lost(engine)
+    engine.send("one", LONG, max_tokens=2, ignore_eos=True)
+    engine.keep(engine.step())
+    engine.now += 1.0
+    engine.send("two", LONG, max_tokens=2, ignore_eos=True)
+    assert engine.mover is not None
+    engine.mover.lose(Tier.DISK, engine_hashes(engine, LONG)[2])
+    engine.keep(engine.step())
+    assert engine.load().num_loading == 1
+    if how == "abort":
+        engine.cancel_quietly("one")
+    else:
+        engine.now = engine.next_deadline or 0.0
+    engine.keep(engine.step())
+    settle(engine)
+    assert isinstance(engine.events["two"][-1], Finished)
+
+
+@pytest.mark.parametrize("max_tokens", [3, 4, 5, 6, 7])
+def test_with_overlap_the_last_end_lets_those_run_that_waited_for_memory(max_tokens: int) -> None:
+    """Regression: nothing could run beside a load when the step was planned, so that the engine slept, although the
+    results it then read made room."""
+    engine = core(tiers(host_blocks=40, held=True), num_kv_blocks=14, overlap=True, scheduler=prompt_only())
+    prepare_lost(engine)
+    engine.send("runs", NEW, max_tokens=max_tokens, ignore_eos=True)
+    engine.keep(engine.step())
+    engine.send("loads", LONG, max_tokens=2, ignore_eos=True)
+    engine.keep(engine.step())
+    assert engine.load().num_loading == 1
+    engine.send("waits", (7,) * 28, max_tokens=2, ignore_eos=True)
+    for _ in range(60):
+        if not engine.has_work:
+            break
+        engine.keep(engine.step())
+    assert not engine._scheduler.plan(engine.now).rows, "the engine sleeps, but a plan would have rows"
+
+
+def test_an_engine_sleeps_when_the_cache_has_lost_all_that_was_to_be_stored() -> None:
+    engine = core(tiers(disk={}, held=True, most_storing=1), scheduler=prompt_only())
+    engine.send("first", LONG[:28], max_tokens=1, ignore_eos=True)
+    for _ in range(4):
+        engine.keep(engine.step())
+    for number in range(8):
+        engine.send(f"r{number}", (number, 3), max_tokens=1, ignore_eos=True)
+    settle(engine)
+    assert not engine.has_work
+
+
+def test_a_tier_that_was_late_is_not_waited_for_again_and_again() -> None:
+    engine = core(tiers(host_blocks=40, held=True), kv_tiers=KvTiersConfig(host_memory_gib=1.0, load_timeout_s=2.0))
+    prepare_lost(engine)
+    waited = []
+    for number in range(3):
+        began = engine.now
+        engine.send(f"r{number}", LONG, max_tokens=2, ignore_eos=True)
+        engine.keep(engine.step())
+        if engine.load().num_loading:
+            engine.now = engine.next_deadline or 0.0
+        while not isinstance((engine.events[f"r{number}"] or [None])[-1], Finished):
+            engine.keep(engine.step())
+        waited.append(engine.now - began)
+        engine._blocks.reset_cache()
+    assert waited[0] > 2.0 > 1.0 > waited[2]
+
+
+def test_an_urgent_request_does_not_wait_for_the_loads_of_others() -> None:
+    engine = core(tiers(host_blocks=40, held=True), num_kv_blocks=9)
+    prepare_lost(engine)
+    engine.send("low", LONG, max_tokens=2, ignore_eos=True, priority=5)
+    engine.keep(engine.step())
+    assert engine.load().num_loading == 1
+    engine.send("urgent", (7,) * 20, max_tokens=2, ignore_eos=True, priority=-5)
+    for _ in range(4):
+        engine.keep(engine.step())
+    assert isinstance(engine.events["urgent"][-1], Finished)
+
+
+def test_what_a_tier_lost_is_stored_again_while_the_cache_has_it() -> None:
+    engine = core(tiers(disk={}), num_kv_blocks=24)
+    ask(engine, "first", LONG)
+    lost = engine_hashes(engine, LONG)[0]
+    assert engine.mover is not None
+    engine.mover.lose(Tier.DISK, lost)
+    ask(engine, "again", LONG)
+    ask(engine, "once more", LONG)
+    assert lost in engine.tier_digests(100)[Tier.DISK]
+
+
+def test_loads_beside_rows_come_in_portions() -> None:
+    """500 loads at once stretched a step from 15 to 300 ms."""
+    engine = core(tiers(host_blocks=90, held=True), num_kv_blocks=40)
+    prepare_lost(engine)
+    engine.send("runs", NEW, max_tokens=30, ignore_eos=True)
+    engine.keep(engine.step())
+    before = len(engine.mover_moves(MoveKind.LOAD))
+    engine.send("loads", LONG, max_tokens=2, ignore_eos=True)
+    engine.keep(engine.step())
+    assert len(engine.mover_moves(MoveKind.LOAD)) - before == LEAST_LOADING
+    settle(engine)
+    assert engine.events["loads"][0] == Scheduled("loads", 28)
+
+
+def test_short_rests_of_prompts_do_not_hide_what_prefill_costs() -> None:
+    """Regression: a step of 8 tokens takes a twentieth of one of 8,192, and the mean of both rates was far too high."""
+    rates = TierRates()
+    for _ in range(64):
+        rates.note_step(8, 0.020, prefills=True)
+        rates.note_step(8192, 0.4, prefills=True)
+    assert rates.prefill_s(8200) == pytest.approx(0.42, rel=0.1)
