@@ -7,6 +7,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.engine.tiers.driver import block_bytes, default_engine
 from benchmarks.engine.tiers.trace import Shape, Turn, drawn, recorded
 from benchmarks.machine import machine
 from benchmarks.results import write_whole
+from benchmarks.versions import short_name, worktree
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
 from serve_app.api.text.tokenizer import Tokenizer
@@ -22,21 +24,20 @@ from serve_app.api.text.tokenizer import Tokenizer
 PHASES = ("warm", "drawn", "recorded", "cost")
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the phases that were asked for, by name."""
-    found = {}
-    if "warm" in options.phases:
+def measure(phase: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a phase's tables are made of, and where it was measured."""
+    if phase == "warm":
         load = warm.WarmLoad(prompt=options.prompt)
-        found["warm"] = warm.measure_warm(default_engine, load, options.rounds, options.seed, options.directory)
-    for name in ("drawn", "recorded"):
-        if name in options.phases:
-            traces = [_trace(name, options, options.seed + number) for number in range(options.rounds)]
-            compared = agents.pools(options.hosts, options.few_rounds)
-            found[name] = agents.measure_trace(default_engine, name, traces, compared, block_bytes())
-    if "cost" in options.phases:
+        found = warm.measure_warm(default_engine, load, options.rounds, options.seed, options.directory)
+    elif phase == "cost":
         sizes = cost.CostLoad(rounds=options.cost_rounds)
-        found["cost"] = cost.measure_cost(sizes, options.against, options.directory)
-    return {name: {**machine(), "seed": options.seed, **phase} for name, phase in found.items()}
+        with worktree(options.against) if options.against else nullcontext() as checkout:
+            found = cost.measure_cost(sizes, checkout, options.directory)
+    else:
+        traces = [_trace(phase, options, options.seed + number) for number in range(options.rounds)]
+        compared = agents.pools(options.hosts, options.few_rounds)
+        found = agents.measure_trace(default_engine, phase, traces, compared, block_bytes())
+    return {**machine(), "seed": options.seed, **found}
 
 
 def _trace(name: str, options: argparse.Namespace, seed: int) -> list[Turn]:
@@ -69,9 +70,15 @@ def _aims(document: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
     cells = {cell["pool"]: cell for cell in phases["drawn"]["cells"]} if "drawn" in phases else {}
     ours = cells.get("value 1")
     hit = f"{ours['hit_share'][0]:.1%}".replace("%", " %") if ours else None
-    ratio = f"{ours['ratio_p50'][0]:.2f}" if ours else None
+    ratio = f"{ours['ratio_p50'][0]:.2f}; {ours['ratio_p90'][0]:.2f}" if ours else None
     found.append(("Prompt tokens of agents' sessions that hit", f"≥ {agents.LEAST_HIT:.0%}".replace("%", " %"), hit))
-    found.append(("Their first tokens ÷ those with an unlimited pool, median", f"≤ {agents.MOST_RATIO}", ratio))
+    found.append(
+        (
+            "Their first tokens ÷ those with an unlimited pool, median and 90th percentile",
+            f"≤ {agents.MOST_RATIO}",
+            ratio,
+        )
+    )
     for text, sides, most in (
         ("A step with tiers off ÷ the commit before tiers", (cost.OFF,), cost.MOST_OFF),
         ("A step with tiers on, nothing hit ÷ tiers off", (cost.HOST, cost.BOTH), cost.MOST_ON),
@@ -82,11 +89,16 @@ def _aims(document: Mapping[str, Any]) -> list[tuple[str, str, str | None]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
-    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out and options.out.exists() else {}
-    document = together(before, measure(options))
-    if options.out:
-        write_whole(options.out, document)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.against and not short_name(options.against):
+        parser.error(f"--against: {options.against} is not a commit of this repository")
+    known = json.loads(options.out.read_text(encoding="utf-8")) if options.out and options.out.exists() else {}
+    document = together(known, {})
+    for phase in options.phases:
+        document = together(document, {phase: measure(phase, options)})
+        if options.out:
+            write_whole(options.out, document)  # what was measured stays, whatever becomes of the next phase
     phases = document["phases"]
     tables = [table(document), warm.table(phases.get("warm"))]
     tables += [agents.table(phases.get(name)) for name in ("drawn", "recorded")]
@@ -94,16 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(document))
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine.kv_tiers",
         description="Measure what lower tiers of KV bring and cost, with the default model and without a server. The "
         "last line is one JSON document.",
     )
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES), help="what is measured; all")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of `warm`, `drawn` and `recorded` (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of `warm`, `drawn` and `recorded` (%(default)s)")
     parser.add_argument("--prompt", type=int, default=8000, help="`warm`: tokens of the prompt (%(default)s)")
-    parser.add_argument("--sessions", type=int, default=8, help="`drawn`: number of sessions (%(default)s)")
+    parser.add_argument("--sessions", type=int, default=6, help="`drawn`: number of sessions (%(default)s)")
     parser.add_argument("--turns", type=int, default=43, help="`drawn`: turns of each session (%(default)s)")
     parser.add_argument("--users", type=int, default=2, help="`recorded`: users who have each session (%(default)s)")
     parser.add_argument(
@@ -116,7 +128,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="rounds of a small pool alone, and of host tiers below 1 (%(default)s)",
     )
     parser.add_argument("--cost-rounds", type=int, default=40, help="`cost`: number of rounds (%(default)s)")
-    parser.add_argument("--against", type=Path, help="`cost`: a checkout of the commit before tiers")
+    parser.add_argument("--against", help="`cost`: the commit before tiers; without it, it is not compared")
     parser.add_argument("--directory", type=Path, help="where files of disk tiers go; the system's temporary directory")
     parser.add_argument(
         "--seed",
@@ -125,7 +137,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="seed of the load; another one each time if not given",
     )
     parser.add_argument("--out", type=Path, help="write the document to this file, with what it has of other phases")
-    return parser.parse_args(arguments)
+    return parser
 
 
 if __name__ == "__main__":

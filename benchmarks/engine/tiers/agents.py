@@ -119,12 +119,13 @@ def measure_trace(
     """Play a trace for each round, in all pools in turn. block_bytes: of a block of KV on the device."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for number, turns in enumerate(traces):
-        unlimited: Played | None = None
-        for pool in (pool for pool in compared if pool.rounds is None or number < pool.rounds):
+        due = [pool for pool in compared if pool.rounds is None or number < pool.rounds]
+        played = {}
+        for pool in (*due[number % len(due) :], *due[: number % len(due)]):  # each round begins with another one
             with make(**_settings(pool, turns, block_bytes)) as engine:
-                played = play(engine, turns)
-            unlimited = unlimited or played
-            found[pool.name].append(figures(turns, played, unlimited))
+                played[pool.name] = play(engine, turns)
+        for pool in due:
+            found[pool.name].append(figures(turns, played[pool.name], played[UNLIMITED]))
             print(name, pool.name, {key: round(value, 3) for key, value in found[pool.name][-1].items()}, flush=True)
     cells = [
         {"pool": pool.name, "text": pool.text(), "rounds": len(found[pool.name]), **spreads(found[pool.name])}

@@ -44,7 +44,7 @@ class Turn:
 class Shape:
     """What drawn sessions are like. Sizes are in tokens."""
 
-    sessions: int = 8
+    sessions: int = 6
     turns: int = 43
     first_prompt: int = 1000
     prompts: int = 142_000

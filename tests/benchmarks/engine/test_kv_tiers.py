@@ -302,3 +302,9 @@ def test_what_was_not_measured_has_no_figure() -> None:
     assert len(lines) == 7
     assert all(line.endswith("| – |") for line in lines)
     assert {warm.table(None), agents.table(None), cost.table(None)} == {"Not measured yet."}
+
+
+def test_a_commit_that_is_not_there_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kv_tiers.main(["--against", "no-such-commit"])
+    assert "--against: no-such-commit is not a commit of this repository" in capsys.readouterr().err
