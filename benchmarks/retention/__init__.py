@@ -1,1 +1,1 @@
-"""The study of what a tier keeps: loads with shared prefixes, simulated caches, and what knowing the future would give."""
+"""The study of what a tier keeps: loads with shared prefixes, simulated caches, and one that knows the future."""

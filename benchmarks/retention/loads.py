@@ -162,10 +162,10 @@ class _Conversation:
 class _Agents:
     """Draws the sessions of agents, chats and one-shot prompts."""
 
-    def __init__(self, seed: int, seconds: float, flood: float) -> None:
+    def __init__(self, seed: int, seconds: float, *, flooded: bool) -> None:
         self._random = Random(f"agents {seed}")
         self._seconds = seconds
-        self._flood = flood
+        self._flooded = flooded
         names = self._names = _Names()
         self._products = [
             _Product("editor", 0.5, names.segment(22_000), names.segment(9_000), "nobody"),
@@ -189,8 +189,11 @@ class _Agents:
             self._session(self._random.choices(self._products, weights)[0], f"session {number}", at)
         for at in self._arrivals(150):
             self._chat(at)
-        for at in self._arrivals(600 * self._flood):
-            self._one_shot(at)
+        for at in self._arrivals(600):
+            self._one_shot(at, "batch", "")
+        if self._flooded:
+            for number, at in enumerate(self._arrivals(3000)):
+                self._one_shot(at, "crawler", f"page {number}")
         return tuple(sorted((turn for turn in self.turns if turn.start_s < self._seconds), key=lambda one: one.start_s))
 
     def _session(self, product: _Product, session: str, at: float) -> None:
@@ -237,14 +240,15 @@ class _Agents:
             talk.hear(self._around(150, 1.0), user=True)
             at = self._say(talk, at, "chat", "").end_s + self._around(40, 1.1)
 
-    def _one_shot(self, at: float) -> None:
+    def _one_shot(self, at: float, tenant: str, session: str) -> None:
         """A document that is asked about once."""
         talk = _Conversation(self._names, self._products[0], self._names.segment(self._around(7000, 0.9)))
         talk.hear(100, user=True)
-        self._say(talk, at, "batch", "")
+        self._say(talk, at, tenant, session)
 
 
-def agents_load(seed: int, seconds: float = 3600.0, flood: float = 1.0) -> Load:
-    """Make `seconds` of agents' sessions, of chats, and of one-shot prompts, `flood` times as many as usual."""
-    name = "agents" if flood == 1 else "agents, flooded"
-    return Load(name, AGENT_BLOCK, _Agents(seed, seconds, flood).draw())
+def agents_load(seed: int, seconds: float = 3600.0, *, flooded: bool = False) -> Load:
+    """Make `seconds` of agents' sessions, of chats, and of one-shot prompts. `flooded`: with a tenant more, whose
+    one-shot prompts have a session each, so that they look like beginnings of conversations."""
+    name = "agents, one floods" if flooded else "agents"
+    return Load(name, AGENT_BLOCK, _Agents(seed, seconds, flooded=flooded).draw())

@@ -15,7 +15,7 @@ from engine.scheduling.retention import Block, BlockFacts, Chains, Entry
 from engine.scheduling.return_times import ReturnTimes
 from engine.scheduling.sorted_list import SortedList
 
-PROTECTION = 4.0
+PROTECTION = 2.0
 """A block of a tenant that has no more than an equal share counts so many times."""
 MAX_LARGE = 4
 """Tenants above their share that are looked at, the largest."""
@@ -157,12 +157,12 @@ class ByValue(Chains):
                     self._ghosts[digest] = ghost[0], now
                 continue
             block.used_at = now
-            if block.session and (block.kind != kind or block.session != session):
+            if block.kind == SUPERSEDED or (block.session and (block.kind != kind or block.session != session)):
                 self._take_turn(block, session, kind)
         self.supersede(before)
 
     def _take_turn(self, block: Block, session: str, kind: int) -> None:
-        if block.session == session:
+        if session and block.session == session:
             self._move(block, kind)
         else:  # others have it, too
             block.session = ""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 MAX_BRANCHES = 8
 """Lines of talk of one session at a time, such as an agent's and its helpers'."""
-LEAST_SHARE = 0.5
+LEAST_LENGTH = 0.5
+"""A turn of less than this share of another's length does not go on from it."""
 
 
 class _Session:
@@ -35,8 +36,12 @@ class Conversations:
         return 0 if found is None else found.num_turns
 
     def end_turn(self, session: str, chain: Sequence[bytes], most: int) -> Sequence[bytes]:
-        """Note a session's newest turn, and return the digests of the turn that it goes on from which are not its own.
-        `most`: how many digests to remember."""
+        """Note a session's newest turn, and return those digests of the turn that it goes on from which it does not
+        have. `most`: how many digests to remember.
+
+        It goes on from the turn that it shares most with, be it only the system prompt: where thoughts are left out of
+        a prompt, all behind the first of them has moved. A much shorter one is a helper's, which begins alike.
+        """
         found = self._sessions.pop(session, None) or _Session()
         self._sessions[session] = found
         found.num_turns += 1
@@ -44,7 +49,7 @@ class Conversations:
         shared, number = max(
             ((_num_shared(branch, chain), number) for number, branch in enumerate(found.branches)), default=(0, -1)
         )
-        if shared and goes_on(len(found.branches[number]), len(chain), shared):
+        if shared and len(chain) >= LEAST_LENGTH * len(found.branches[number]):
             before = found.branches.pop(number)
             self._num_digests -= len(before)
             superseded = before[shared:]
@@ -59,12 +64,6 @@ class Conversations:
         while self._num_digests > most and len(self._sessions) > 1:
             _, oldest = self._sessions.popitem(last=False)
             self._num_digests -= sum(map(len, oldest.branches))
-
-
-def goes_on(num_before: int, num_now: int, num_shared: int) -> bool:
-    """Whether a turn goes on from another one of its session, rather than being a helper's that begins alike. It has
-    half of the blocks, or is as long: thoughts were left out of it, and all behind the first of them has moved."""
-    return num_shared >= LEAST_SHARE * num_before or num_now >= LEAST_SHARE * num_before
 
 
 def _num_shared(first: Sequence[bytes], second: Sequence[bytes]) -> int:
