@@ -144,6 +144,7 @@ MIXED_STEPS = _setting("mixed steps", "scheduler.batch_mode", partial(ne, "prefi
 FULL_RESERVE = _setting("memory for whole lives", "scheduler.reserve_mode", partial(eq, "full"))
 PART_RESERVE = _setting("memory for less than whole lives", "scheduler.reserve_mode", partial(ne, "full"))
 PREEMPTION = _setting("preemption", "scheduler.preempt_policy", partial(ne, "none"))
+OFFLOAD = _setting("victims' KV in the machine's memory", "scheduler.preempt_policy", partial(eq, "offload"))
 NO_PREEMPTION = _setting("no preemption", "scheduler.preempt_policy", partial(eq, "none"))
 ENGINE_CHUNKS = _setting("prompts cut by the engine", "scheduler.chunk_owner", partial(eq, "engine"))
 LOCAL_CHUNKS = _setting("chunks by the request alone", "scheduler.chunk_boundary", partial(eq, "request_local"))
@@ -218,6 +219,7 @@ RULES = (
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
+    Rule((DISK_TIER,), (FAKE,), "the fake executor has no KV to write to files"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
     # on which kernels
@@ -317,6 +319,7 @@ RULES = (
         "lower tiers give KV back as blocks of the prefix cache",
     ),
     Rule((DISK_SIZE, DISK_KEY), (NO_DISK_TIER,), "this setting has an effect only with kv_tiers.disk_path"),
+    Rule((OFFLOAD,), (NO_HOST_TIER,), "a victim's KV goes to the machine's memory, and none is set aside for it"),
     Rule((RETENTION,), (NO_HOST_TIER,), "this setting has an effect only with kv_tiers.host_memory_gib"),
     Rule(
         (LOAD_TIMEOUT,),

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from engine.config import ResolvedConfig, refuse_conflicts
 from engine.features import (
+    DISK_TIER,
     DRAFT_MODEL,
     DRAFTS,
     ENGINE_CHUNKS,
+    HOST_TIER,
     IMAGES,
     LOCAL_CHUNKS,
     LORA,
@@ -25,7 +27,9 @@ from engine.features import (
 )
 from engine.step import Capabilities
 
-_NEEDED_OF_EXECUTORS = (MIXED_STEPS, OVERLAP, DRAFTS, DRAFT_MODEL, LORA, SNAPSHOTS, ENGINE_CHUNKS, LOCAL_CHUNKS)
+_NEEDED_OF_EXECUTORS = (
+    MIXED_STEPS, OVERLAP, DRAFTS, DRAFT_MODEL, LORA, SNAPSHOTS, ENGINE_CHUNKS, LOCAL_CHUNKS, HOST_TIER, DISK_TIER,
+)  # fmt: skip
 
 
 def check_capabilities(config: ResolvedConfig, can: Capabilities) -> None:

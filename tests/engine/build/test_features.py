@@ -71,6 +71,7 @@ VALUES: dict[Feature, Any] = {
     features.FULL_RESERVE: "full",
     features.PART_RESERVE: "ratio",
     features.PREEMPTION: "lifo",
+    features.OFFLOAD: "offload",
     features.NO_PREEMPTION: "none",
     features.ENGINE_CHUNKS: "engine",
     features.LOCAL_CHUNKS: "request_local",
