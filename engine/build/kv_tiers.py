@@ -3,6 +3,8 @@ Never moves a block, and touches no directory before the engine is built."""
 
 from __future__ import annotations
 
+import logging
+import stat
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +25,8 @@ CPU = "cpu"
 """ResolvedConfig.device without a GPU."""
 FEWEST_ON_DISK = 64
 """A disk tier that holds fewer blocks than one long prompt has is a mistake."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +120,23 @@ def open_files(
         found = fingerprint(model_dir, kv_facts(model, config, resolved))
     except OSError as error:
         raise CheckpointError(f"{model_dir}: a file cannot be read: {error}.") from error
+    key = check_key(config)
+    if tiers.disk_key_file is not None:
+        _warn_of_readable(Path(tiers.disk_key_file))
     return DiskTier(
         Path(tiers.disk_path),
         capacity_bytes=int(tiers.disk_gib * GIB),
         block_bytes=memory.block_bytes,
         fingerprint=found,
-        key=check_key(config),
+        key=key,
     )
+
+
+def _warn_of_readable(key_file: Path) -> None:
+    """Warn of a key that everybody may read. That a group may is how orchestrators hand over secrets."""
+    mode = stat.S_IMODE(key_file.stat().st_mode)
+    if mode & stat.S_IROTH:
+        logger.warning("kv_tiers.disk_key_file %s has mode %04o: every user may read the key.", key_file, mode)
 
 
 def kv_facts(model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig) -> dict[str, str]:

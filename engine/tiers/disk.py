@@ -17,8 +17,8 @@ from pathlib import Path
 from engine.config import ConfigError
 from engine.tiers.block_file import FORMAT_VERSION, BadFile, BlockFormat
 from engine.tiers.cipher import KEY_BYTES, Aes256Gcm, Checksum, Names
-from engine.tiers.disk_index import Index, Space
-from engine.tiers.disk_writer import DiskWriter, path_of
+from engine.tiers.disk_index import Index, Space, minute_of
+from engine.tiers.disk_writer import DiskWriter, path_of, touch
 from engine.tiers.faults import TierFault
 from engine.tiers.ledger import on_disk
 from engine.tiers.pause import Pause
@@ -37,8 +37,6 @@ time."""
 MAX_CHANGES = 2048
 """Changes that are handed over at once: a step waits while they are entered."""
 
-_TOUCH_S = 60.0
-"""A file's time of use is that old at most."""
 _CLOSE_S = 2.0
 """How long closing may go on removing the files of a reset. The next engine removes the rest."""
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -196,7 +194,7 @@ class DiskTier:
         self._notify()
 
     def reset(self) -> int:
-        """Remove all blocks of this model and key, for all engines; return how many there were.
+        """Remove all blocks of this model and key, for all engines; return how many this one knew of.
 
         When this returns, no read that begins finds one of them, in no process, and no write that began before brings
         one back; changes that were not taken are void. The files themselves are removed soon after, by the tier's
@@ -351,7 +349,6 @@ def _is_still(space: Space, path: str, descriptor: int) -> bool:
 
 
 def _touch(descriptor: int) -> None:
-    """Note that a file is used. A directory that cannot be written knows no use."""
-    if abs(time.time() - os.fstat(descriptor).st_mtime) > _TOUCH_S:
-        with suppress(OSError):
-            os.utime(descriptor)
+    """Note that a file is used, once in a minute of the clock: then all that is read of a chain is of one minute."""
+    if minute_of(os.fstat(descriptor).st_mtime_ns) != minute_of(time.time_ns()):
+        touch(descriptor)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.tiers.ledger import on_disk
 from engine.tiers.private_directory import make_private
@@ -26,6 +27,8 @@ _OTHERS = "writing"
 
 _SETTLED_NS = 3_000_000_000
 """A directory that was changed later than so long before it was listed may change again without a new time."""
+
+_MINUTE_NS = 60_000_000_000
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -64,6 +67,29 @@ class Space:
         return [name for name in _listed(".", self.descriptor) if _FOLDER.fullmatch(name)]
 
 
+class _Entry(NamedTuple):
+    """A file, in the order of leaving. Of files that were used in the same minute the latest leaves first: a chain of
+    blocks is written and read from its head on, and without its head the rest is of no use."""
+
+    minute: int
+    before_ns: int
+    """Minus the time of use."""
+    order: int
+    """Unique, so that nothing behind it is compared, and falling."""
+    space: Space
+    folder: str
+    name: str
+
+    @property
+    def used_ns(self) -> int:
+        return -self.before_ns
+
+    def is_there(self) -> bool:
+        """Return whether the index still knows its file."""
+        folder = self.space.folders.get(self.folder)
+        return folder is not None and self.name in folder.files
+
+
 class Index:
     """The files below `v1`, `v2` and so on, as of the last refresh and this engine's own doings. A file lies in
     `<version>/<space>/<first two digits of its name>/<name>`; it was last used when it was last modified."""
@@ -78,9 +104,9 @@ class Index:
         self._root, self._own_path, self._changed = root, own, changed
         self._mutex = threading.Lock()
         self._spaces: dict[Path, Space] = {}
-        self._oldest: list[tuple[int, int, Space, str, str]] = []
+        self._oldest: list[_Entry] = []
         self._num_files = 0
-        self._order = itertools.count()
+        self._order = itertools.count(0, -1)
         self._expected: set[str] = set()
         self.used_bytes = 0
         self.own = self._opened_own()
@@ -137,11 +163,11 @@ class Index:
                 self._remove(space, name[:2], name)
 
     def evict(self, goal_bytes: int, budget_s: float) -> None:
-        """Remove files, those first that were not used for longest, until they take at most `goal_bytes`, there is
-        none, or the time is over: a disk may take milliseconds for each. The caller holds the ledger.
+        """Remove files, those first that were not used for longest by minutes, until they take at most `goal_bytes`,
+        there is none, or the time is over: a disk may take milliseconds for each. The caller holds the ledger.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: one cannot be removed. The next call begins with others.
         """
         end = time.monotonic() + budget_s
         while self.used_bytes > goal_bytes:
@@ -159,7 +185,8 @@ class Index:
 
     def reset(self, trash: Path, then: Callable[[], None]) -> int:
         """Rename the own space to `trash`, whatever is written into it meanwhile, and begin an empty one. Call `then`
-        before anything is reported of it. Return the number of files that were in the old one.
+        before anything is reported of it. Return the number of files that the old one was known to have: listing it
+        would take seconds.
 
         Raises:
             OSError: it cannot be renamed.
@@ -167,7 +194,7 @@ class Index:
         with self._mutex:
             self._reopen()
             old = self.own
-            num_files = sum(len(_listed(name, old.descriptor)) for name in old.folder_names())
+            num_files = sum(len(folder.files) for folder in old.folders.values())
             with suppress(FileNotFoundError):  # another engine's reset came first
                 os.rename(self._own_path, trash)
             self._forget(old)
@@ -264,9 +291,13 @@ class Index:
         files[name] = size
         self.used_bytes += size
         self._num_files += 1
-        heapq.heappush(self._oldest, (used_ns, next(self._order), space, folder, name))
+        self._push(space, folder, name, used_ns)
         if len(self._oldest) > 2 * self._num_files + 1024:
             self._compact()
+
+    def _push(self, space: Space, folder: str, name: str, used_ns: int) -> None:
+        minute = minute_of(used_ns)
+        heapq.heappush(self._oldest, _Entry(minute, -used_ns, next(self._order), space, folder, name))
 
     def _remove(self, space: Space, folder: str, name: str) -> None:
         files = space.folders[folder].files if folder in space.folders else {}
@@ -275,29 +306,32 @@ class Index:
             self._num_files -= 1
 
     def _forget(self, space: Space) -> None:
-        """Drop a space and all of its files. Their entries in the heap are passed over."""
+        """Drop a space and all of its files, and what would keep its descriptor open."""
         if self._spaces.get(space.path) is space:
             del self._spaces[space.path]
         for folder in space.folders.values():
             self.used_bytes -= sum(folder.files.values())
             self._num_files -= len(folder.files)
         space.folders.clear()
+        self._oldest = [entry for entry in self._oldest if entry.space is not space]
+        heapq.heapify(self._oldest)
 
-    def _evict(self, entry: tuple[int, int, Space, str, str]) -> None:
-        used_ns, _, space, folder, name = entry
-        if folder not in space.folders or name not in space.folders[folder].files:
+    def _evict(self, entry: _Entry) -> None:
+        if not entry.is_there():
             return
+        space, folder, name = entry.space, entry.folder, entry.name
         path = f"{folder}/{name}"
         try:
             modified_ns = os.stat(path, dir_fd=space.descriptor, follow_symlinks=False).st_mtime_ns
-            if modified_ns > used_ns:  # used since it was listed
-                heapq.heappush(self._oldest, (modified_ns, next(self._order), space, folder, name))
+            if modified_ns > entry.used_ns:  # used since it was listed
+                self._push(space, folder, name, modified_ns)
                 return
             os.unlink(path, dir_fd=space.descriptor)
         except FileNotFoundError:
             pass
         except OSError:
-            heapq.heappush(self._oldest, entry)
+            # Behind all others, those of this minute too: whoever needs room next does not fail by the same file.
+            self._push(space, folder, name, time.time_ns() + _MINUTE_NS)
             raise
         self._remove(space, folder, name)
         if space is self.own:
@@ -306,12 +340,17 @@ class Index:
     def _compact(self) -> None:
         """Leave out entries of files that are gone, and all but the latest of each that is there."""
         latest = {
-            (space, folder, name): (used_ns, order, space, folder, name)
-            for used_ns, order, space, folder, name in sorted(self._oldest, key=lambda entry: entry[:2])
-            if folder in space.folders and name in space.folders[folder].files
+            (entry.space, entry.folder, entry.name): entry
+            for entry in sorted(self._oldest, key=lambda entry: entry.used_ns)
+            if entry.is_there()
         }
         self._oldest = list(latest.values())
         heapq.heapify(self._oldest)
+
+
+def minute_of(time_ns: int) -> int:
+    """Return the minute that a time of use counts as."""
+    return time_ns // _MINUTE_NS
 
 
 def _listed(name: str, descriptor: int) -> list[str]:

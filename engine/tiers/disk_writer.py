@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,6 +87,7 @@ class DiskWriter:
         try:
             try:
                 write_all(descriptor, parts)
+                touch(descriptor)
             finally:
                 os.close(descriptor)
             _place(path, space, name)
@@ -102,8 +104,7 @@ class DiskWriter:
         if status.st_size != self._length:
             self.remove(space, name)
             return False
-        with suppress(OSError):  # it is there all the same
-            os.utime(path_of(name), dir_fd=space.descriptor)
+        touch(path_of(name), space.descriptor)
         return True
 
     def remove(self, space: Space, name: str) -> None:
@@ -173,6 +174,14 @@ class DiskWriter:
 def path_of(name: str) -> str:
     """Return the path of a file below its space."""
     return f"{name[:2]}/{name}"
+
+
+def touch(file: int | str, directory: int | None = None) -> None:
+    """Note that a file is used: an open one, or one below an open directory. A directory that cannot be written knows
+    no use. The system's own time would be the same for all blocks of a few milliseconds, and lose their order."""
+    now_ns = time.time_ns()
+    with suppress(OSError):
+        os.utime(file, ns=(now_ns, now_ns), dir_fd=directory)
 
 
 def _place(path: Path, space: Space, name: str) -> None:

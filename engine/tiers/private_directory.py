@@ -4,6 +4,7 @@ Never accepts a directory that somebody else may write to: files in it are other
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,8 @@ from engine.config import ConfigError
 from engine.tiers.cipher import KEY_BYTES
 
 _KEY_FILE = "key"
+_WHOLE_S = 1.0
+"""How long an empty key may be one that another engine is about to write, where it cannot appear whole."""
 
 
 def private_directory(path: Path) -> Path:
@@ -56,8 +59,8 @@ def refusing_what_cannot_be_written(path: Path) -> Iterator[None]:
 
 
 def directory_key(directory: Path) -> bytes:
-    """Return the random key that names a directory's files where they are not encrypted; it is made at first use. It
-    appears whole, so that engines which start together have the same.
+    """Return the random key that names a directory's files where they are not encrypted; it is made at first use.
+    Engines which start together have the same.
 
     Raises:
         ConfigError: the key is damaged.
@@ -65,7 +68,7 @@ def directory_key(directory: Path) -> bytes:
     """
     path = directory / _KEY_FILE
     keep_key(directory, os.urandom(KEY_BYTES))
-    key = path.read_bytes()
+    key = _read_key(path)
     if len(key) != KEY_BYTES:
         raise ConfigError(
             f"kv_tiers.disk_path: {path} has {len(key)} bytes, expected {KEY_BYTES}. Remove {directory}, of which "
@@ -89,7 +92,41 @@ def keep_key(directory: Path, key: bytes) -> None:
         os.write(descriptor, key)
         os.fsync(descriptor)  # unlike a block, it cannot be made again
         with suppress(FileExistsError):  # of several engines that do so at once, the first succeeds
-            os.link(aside, path)
+            _name(aside, path, key)
     finally:
         os.close(descriptor)
         aside.unlink(missing_ok=True)
+
+
+def _name(aside: Path, path: Path, key: bytes) -> None:
+    """Let the key that was written to `aside` appear as `path`: whole, where the file system has hard links.
+
+    Raises:
+        FileExistsError: there is one.
+        OSError: it cannot be written.
+    """
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # FAT, SMB and some of FUSE have no links, and say so in different ways
+        _create(path, key)
+
+
+def _create(path: Path, key: bytes) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, key)
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _read_key(path: Path) -> bytes:
+    end = time.monotonic() + _WHOLE_S
+    while not (key := path.read_bytes()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return key

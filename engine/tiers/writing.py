@@ -6,11 +6,14 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import re
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from engine.tiers.ledger import on_disk
+
+_TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
 class Writing:
@@ -73,10 +76,12 @@ class Writing:
             self._descriptor = None
 
     def _names(self) -> list[str]:
+        """List what engines made. File systems and desktops put files of their own into any directory."""
         try:
-            return os.listdir(self.path)
+            names = os.listdir(self.path)
         except FileNotFoundError:
             return []
+        return [name for name in names if _TOKEN.fullmatch(name.partition(".")[0])]
 
     def _has_ended(self, token: str) -> bool:
         try:

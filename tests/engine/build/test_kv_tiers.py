@@ -178,6 +178,26 @@ def test_the_directory_is_opened_with_what_its_files_depend_on(
     assert disk.files.closed == 1
 
 
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o440, False), (0o444, True), (0o604, True)])
+def test_a_key_file_that_every_user_may_read_is_told_once_with_its_mode(
+    directory: Path,
+    tmp_path: Path,
+    opened: list[SimpleNamespace],
+    caplog: pytest.LogCaptureFixture,
+    mode: int,
+    warned: bool,
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(mode)
+    executor, _ = create_executor(directory, settings(KvTiersConfig(disk_path="kv", disk_key_file=str(key))))
+    executor.shutdown()
+    assert len(opened) == 1
+    assert caplog.messages.count(f"kv_tiers.disk_key_file {key} has mode {mode:04o}: every user may read the key.") == (
+        1 if warned else 0
+    )
+
+
 def test_a_check_opens_no_directory_but_reads_the_key(
     directory: Path, tmp_path: Path, opened: list[SimpleNamespace]
 ) -> None:

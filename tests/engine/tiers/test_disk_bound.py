@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +33,8 @@ from tests.support.disk_tiers import (
     used_at,
 )
 
+MINUTE_NS = 60_000_000_000
+
 
 def test_what_others_are_writing_counts_and_a_block_that_finds_no_room_is_not_written(tmp_path: Path) -> None:
     with opened(tmp_path, capacity_bytes=4 * FILE_BYTES) as tier:
@@ -42,7 +47,7 @@ def test_what_others_are_writing_counts_and_a_block_that_finds_no_room_is_not_wr
         (tmp_path / "v1/lock").unlink()  # so that it is counted anew
         with pytest.raises(TierFault, match="has no room yet"):
             store(tier, 3)
-        assert tier.take_changes() == [(digest(1), False), (digest(2), False)]
+        assert sorted(tier.take_changes()) == sorted([(digest(1), False), (digest(2), False)])
         other.leave()
         store(tier, 3)
         assert there(tier) == [3]
@@ -50,10 +55,13 @@ def test_what_others_are_writing_counts_and_a_block_that_finds_no_room_is_not_wr
 
 def test_files_leave_that_were_not_used_for_longest(tmp_path: Path) -> None:
     capacity = 4 * FILE_BYTES
+    with opened(tmp_path) as tier:
+        for number in range(4):
+            used_at(file_of(tmp_path, tier, number), 1000.0 - 100 * number)
     with opened(tmp_path, capacity_bytes=capacity) as tier:
         watch = Watch(tier)
-        for number in range(4):
-            used_at(file_of(tmp_path, tier, number), 1000.0 - number)
+        watch.take()
+        watch.all.clear()
         assert is_right(tier, 0), "a read is a use"
         store(tier, 4)
         watch.take()
@@ -62,14 +70,91 @@ def test_files_leave_that_were_not_used_for_longest(tmp_path: Path) -> None:
         assert bytes_on_disk(tmp_path) == tier.sizes()[1] == capacity
 
 
-def test_a_use_is_noted_once_a_minute(tmp_path: Path) -> None:
+def at_minute(monkeypatch: pytest.MonkeyPatch, minute: float) -> None:
+    """Stop the clock that files are dated by, so many minutes after some full one."""
+    monkeypatch.setattr(time, "time_ns", lambda: round((20_000_000 + minute) * MINUTE_NS))
+
+
+def test_a_use_is_noted_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as tier:
         path = file_of(tmp_path, tier, 1)
-        for age_s, noted in ((30.0, False), (90.0, True), (-3600.0, True)):
-            used_at(path, age_s)
-            before = path.stat().st_mtime_ns
+        at_minute(monkeypatch, 0.5)
+        for minute, noted in ((0.1, False), (0.9, False), (-0.1, True), (-1.5, True), (60.0, True)):
+            used_ns = round((20_000_000 + minute) * MINUTE_NS)
+            os.utime(path, ns=(used_ns, used_ns))
             loaded(tier, 1)
-            assert (path.stat().st_mtime_ns != before) == noted, age_s
+            assert path.stat().st_mtime_ns == (time.time_ns() if noted else used_ns), minute
+
+
+def test_a_chain_that_was_written_within_a_minute_loses_its_tail_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its head, the rest of a chain cannot be used."""
+    with opened(tmp_path) as tier:
+        for number in range(12):
+            at_minute(monkeypatch, number / 20)
+            store(tier, number)
+    with opened(tmp_path, capacity_bytes=5 * FILE_BYTES) as tier:
+        assert there(tier) == [0, 1, 2, 3], "and some room; it was listed by another engine, in any order"
+        at_minute(monkeypatch, 1.9)
+        store(tier, 20, 21)
+        assert there(tier) == [0, 1, 2]
+
+
+def test_a_chain_that_was_read_within_a_minute_loses_its_tail_first_however_old_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, capacity_bytes=6 * FILE_BYTES) as tier:
+        for number in range(6):
+            at_minute(monkeypatch, number)
+            store(tier, number)
+        for number in range(5):  # block 5 is of this minute already
+            at_minute(monkeypatch, 5.5 + number / 100)
+            loaded(tier, number)
+        at_minute(monkeypatch, 7.0)
+        for number in (20, 21):
+            store(tier, number)
+        assert there(tier) == [0, 1, 2, 5], "block 5 was used before all that was read"
+
+
+def test_what_was_used_in_an_earlier_minute_leaves_before_a_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, capacity_bytes=3 * FILE_BYTES) as tier:
+        for number, minute in ((0, 0.9), (1, 1.0), (2, 1.1)):
+            at_minute(monkeypatch, minute)
+            store(tier, number)
+        at_minute(monkeypatch, 1.2)
+        store(tier, 3)
+        assert there(tier) == [1, 2, 3]
+
+
+def test_a_file_that_cannot_be_removed_costs_one_store_and_not_all_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, tried = os.unlink, list[str]()
+    with opened(tmp_path, capacity_bytes=4 * FILE_BYTES) as tier:
+        stuck = path_of(tier, 0).name
+
+        def unlinking(path: Any, **named: Any) -> None:
+            if str(path).endswith(stuck):
+                tried.append(stuck)
+                raise OSError(errno.EPERM, "it is immutable")
+            unlink(path, **named)
+
+        monkeypatch.setattr(os, "unlink", unlinking)
+        at_minute(monkeypatch, 0.0)
+        store(tier, 0)
+        at_minute(monkeypatch, 1.0)
+        store(tier, 1, 2, 3)
+        with pytest.raises(TierFault, match="it is immutable"):
+            store(tier, 4)
+        store(tier, 4, 5)  # of the same minute: the later leaves first, but not the one that cannot
+        at_minute(monkeypatch, 5.0)
+        store(tier, 6, 7)
+        assert tried == [stuck]
+        assert is_right(tier, 0)
+        assert bytes_on_disk(tmp_path) <= 4 * FILE_BYTES
 
 
 def test_files_of_other_models_count_and_leave_too(tmp_path: Path) -> None:

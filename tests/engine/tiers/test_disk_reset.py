@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,37 @@ def test_a_read_under_way_at_a_reset_is_a_fault(tmp_path: Path, monkeypatch: pyt
         during(monkeypatch, "preadv", tier.reset)
         with pytest.raises(TierFault, match="was reset"):
             loaded(tier, 1)
+
+
+def test_a_reset_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        store(tier, 0)
+        tier.refresh()
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(20):
+            store(tier, number)
+            tier.refresh()
+            tier.reset()
+        until(lambda: not list((tmp_path / "v1").glob("trash-*")))
+        tier.refresh()  # so that what it has seen of the trash is gone, too
+        assert len(os.listdir("/proc/self/fd")) <= before + 2, "what the tier's thread has open right now"
+
+
+def test_a_reset_lists_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is called while requests wait, and a directory has any number of files."""
+    with opened(tmp_path) as tier:
+        store(tier, 1, 2, 3)
+    with opened(tmp_path) as tier:
+        listdir, caller, listed = os.listdir, threading.current_thread(), list[object]()
+
+        def listing(path: Any) -> list[str]:
+            if threading.current_thread() is caller:
+                listed.append(path)
+            return listdir(path)
+
+        monkeypatch.setattr(os, "listdir", listing)
+        assert tier.reset() == 3
+        assert listed == []
 
 
 def test_what_a_killed_engines_reset_left_is_removed_by_the_next(tmp_path: Path) -> None:

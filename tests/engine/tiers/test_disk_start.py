@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -143,6 +144,38 @@ def test_engines_that_start_at_once_have_one_key(tmp_path: Path) -> None:
     assert all(is_right(tier, number) for tier in tiers for number in range(4))
     for tier in tiers:
         tier.close()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_where_there_are_no_hard_links_the_key_of_the_directory_is_made_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    def link(*_: Any) -> None:
+        if together:  # another engine has just made the file, and writes to it while this one reads it
+            (tmp_path / "v1/key").touch()
+            threading.Timer(0.05, lambda: (tmp_path / "v1/key").write_bytes(KEY)).start()
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with opened(tmp_path) as tier:
+        store(tier, 1)
+    assert [path.name for path in (tmp_path / "v1").glob("key*")] == ["key"]
+    assert (tmp_path / "v1/key").stat().st_size == len(KEY)
+    with opened(tmp_path) as tier:
+        assert is_right(tier, 1)
+        assert not together or tier._key == KEY
+
+
+@pytest.mark.parametrize("name", [".nfs000001", ".DS_Store", "._file", "lost+found"])
+def test_what_is_no_engines_among_files_that_are_written_is_left_alone(tmp_path: Path, name: str) -> None:
+    with opened(tmp_path):
+        pass
+    foreign = tmp_path / "v1/writing" / name
+    foreign.write_bytes(b"")
+    with opened(tmp_path, fingerprint=b"another model", capacity_bytes=4 * FILE_BYTES) as tier:
+        store(tier, *range(6))
+        assert is_right(tier, 0)
+    assert foreign.exists()
 
 
 def test_what_a_killed_engine_was_writing_is_removed_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
