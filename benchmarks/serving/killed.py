@@ -38,7 +38,7 @@ class Load:
 
     sessions: int = 50
     prompt: int = 1500
-    answer: int = 600
+    answer: int = 400
     begun: int = 16
     """What each has got of its answer when an engine is killed."""
     after: int = 8
@@ -180,24 +180,32 @@ async def _get(server: Server, path: str) -> dict[str, Any] | None:
     return await asyncio.to_thread(get)
 
 
-def measure(load: Load, rounds: int, directory: Path | None = None) -> dict[str, Any]:
-    """Kill an engine with and without the tier in turn, once each in a round."""
+def measure(load: Load, rounds: int, out: Path | None = None, directory: Path | None = None) -> dict[str, Any]:
+    """Kill an engine with and without the tier in turn, once each in a round. out: gets the rounds that are done."""
     expected = asyncio.run(undisturbed(load))
     found: dict[str, list[dict[str, Any]]] = {WITHOUT: [], WITH: []}
+    document = {}
     for number in range(rounds):
-        order = (WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT)
-        for name in order:
+        for name in (WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT):
             with tempfile.TemporaryDirectory(prefix="killed-", dir=directory) as path:
                 disk = path if name == WITH else None
                 found[name].append(asyncio.run(kill_one(load, disk, expected, f"{name}-{number}")))
             print(name, found[name][-1], flush=True)
+        document = document_of(load, found)
+        if out:
+            write_whole(out, document)
+    return document
+
+
+def document_of(load: Load, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the document of whole rounds, by the tier that they had."""
     ratios = [a["median_s"] / b["median_s"] for a, b in zip(found[WITH], found[WITHOUT], strict=True)]
     return {
         "benchmark": "killed",
         **machine(),
-        "rounds": rounds,
+        "rounds": len(ratios),
         "load": {name: getattr(load, name) for name in ("sessions", "prompt", "answer", "begun", "seed")},
-        "cells": [{"tier": name, "runs": runs} for name, runs in found.items()],
+        "cells": [{"tier": name, "runs": list(runs)} for name, runs in found.items()],
         "ratio": [statistics.median(ratios), min(ratios), max(ratios)],
     }
 
@@ -207,7 +215,12 @@ def table(document: Mapping[str, Any]) -> str:
     the least and the most of them in brackets."""
     if not document.get("cells"):
         return "Not measured yet."
-    lines = ["| tier | streams that moved | median, s | first, s | last, s |", "|---|--:|--:|--:|--:|"]
+    sizes = document["load"]
+    told = (
+        f"{sizes['sessions']} sessions, prompts of {sizes['prompt']:,} tokens, {document['rounds']} rounds; an engine "
+        f"is killed when each stream has {sizes['begun']} tokens."
+    )
+    lines = [told, "", "| tier | streams that moved | median, s | first, s | last, s |", "|---|--:|--:|--:|--:|"]
     for cell in document["cells"]:
         columns = [[run[name] for run in cell["runs"]] for name in ("moved", "median_s", "least_s", "most_s")]
         moved, *times = columns
@@ -233,12 +246,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seed", type=int, default=time.time_ns() % 1_000_000, help="the prompts' seed; another each time"
     )
     parser.add_argument("--directory", type=Path, help="where files of the tier go; the system's temporary directory")
-    parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
+    parser.add_argument("--out", type=Path, help="also write the JSON document to this file, after each round")
     options = parser.parse_args(arguments)
     load = Load(sessions=options.sessions, prompt=options.prompt, answer=options.answer, seed=options.seed)
-    document = measure(load, options.rounds, options.directory)
-    if options.out:
-        write_whole(options.out, document)
+    document = measure(load, options.rounds, options.out, options.directory)
     print(table(document))
     print(json.dumps(document))
 

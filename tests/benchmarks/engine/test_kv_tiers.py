@@ -283,14 +283,14 @@ def test_a_phase_is_measured_anew_and_the_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    kept = {"trace": "drawn", "cells": [], "commit": "then"}
-    out.write_text(json.dumps({"benchmark": "kv_tiers", "phases": {"warm": {"commit": "then"}, "drawn": kept}}))
+    kept = {"rounds": 1, "rows": 2, "prompt_tokens": 3, "cells": [], "commit": "then"}
+    out.write_text(json.dumps({"benchmark": "kv_tiers", "phases": {"warm": {"commit": "then"}, "cost": kept}}))
     monkeypatch.setattr(kv_tiers, "default_engine", Machine())
     small = ["--rounds", "2", "--prompt", "640", "--seed", "3", "--directory", str(tmp_path)]
     kv_tiers.main(["--phases", "warm", *small, "--out", str(out)])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document == json.loads(out.read_text())
-    assert document["phases"]["drawn"] == kept
+    assert document["phases"]["cost"] == kept
     found = document["phases"]["warm"]
     assert (found["seed"], found["rounds"], found["prompt_tokens"]) == (3, 2, 640)
     assert found["cpu"]

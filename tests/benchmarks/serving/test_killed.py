@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from benchmarks.serving.killed import Load, check, figures, kill_one, table
+from benchmarks.serving.killed import Load, check, document_of, figures, kill_one, table
 from benchmarks.serving.streams import HOST, Stream, Streams
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
@@ -67,8 +67,10 @@ def test_prompts_are_the_same_in_each_run_and_differ_by_seed() -> None:
 def test_the_table_has_seconds_with_and_without_the_tier() -> None:
     run = {"moved": 25, "median_s": 10.0, "least_s": 1.0, "most_s": 20.0}
     fast = {**run, "median_s": 2.0, "moved": 24}
-    cells = [{"tier": "none", "runs": [run, run]}, {"tier": "disk", "runs": [fast, run]}]
-    text = table({"cells": cells, "ratio": [0.6, 0.2, 1.0]})
+    document = document_of(Load(), {"none": [run, run], "disk": [fast, run]})
+    assert document["ratio"] == [0.6, 0.2, 1.0]
+    text = table(document)
+    assert text.startswith("50 sessions, prompts of 1,500 tokens, 2 rounds;")
     assert "| none: computed again | 25–25 | 10.0 (10.0–10.0) | 1.0 (1.0–1.0) | 20.0 (20.0–20.0) |" in text
     assert "| a disk tier that both share | 24–25 | 6.0 (2.0–10.0) |" in text
     assert text.endswith("Median with the tier ÷ without: 0.60 (0.20–1.00); aim ≤ 0.3.")
