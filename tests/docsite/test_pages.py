@@ -23,6 +23,7 @@ from benchmarks.engine import step as bench_step
 from benchmarks.engine import step_model as bench_step_model
 from benchmarks.engine import targets as bench_targets
 from benchmarks.peers import agreement, beside, llama_cpp
+from benchmarks.retention import run as retention
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
@@ -47,6 +48,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "shapes": ("llama-cpp.md", "llama_cpp_shapes.json", bench_shapes),
     "drafts": ("drafts.md", "speculation.json", bench_speculation),
     "transport": ("transport.md", "transport.json", transport),
+    "retention": ("retention.md", "retention.json", retention),
     "versions": ("between-commits.md", "versions.json", versions),
     "first hour": ("gpu.md", "gpu.json", gpu_report),
 }
@@ -93,6 +95,12 @@ def test_a_page_of_figures_has_the_command_that_made_them(mark: str) -> None:
 
 def test_first_tokens_at_equal_gaps_are_what_the_file_says() -> None:
     assert between("equal gaps", "targets.md") == bench_targets.equal_gaps(document("targets.json"))
+
+
+def test_what_tiers_and_tenants_find_is_what_the_file_says() -> None:
+    found = document("retention.json")
+    assert between("retention tiers", "retention.md") == retention.tiers_table(found)
+    assert between("retention tenants", "retention.md") == retention.tenants_table(found)
 
 
 def test_the_figures_are_of_valid_measurements() -> None:
