@@ -81,9 +81,9 @@ class ByValue(Chains):
     """Drops superseded blocks first, and then what is worth least.
 
     A block's worth is the root of the seconds that computing it again takes, times the rate at which blocks of its kind
-    are used again after as long without a use (ReturnTimes). With the seconds themselves, long prompts pushed out so
-    many short ones that no time was saved by it. Tenants with more than an equal share of the tier lose blocks first,
-    unless the others' are worth far less.
+    are used again after as long without a use (ReturnTimes). With the seconds themselves, the blocks of long prompts
+    pushed out so many of short ones that no time was saved. Tenants with more than an equal share of the tier lose
+    blocks first, unless the others' are worth far less.
     """
 
     def __init__(self, look_again: int = LOOK_AGAIN) -> None:
