@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
+from math import inf
 
 from benchmarks.retention.loads import Load, Turn
 from engine.protocol import PrefillCosts
@@ -62,109 +63,106 @@ def digest(block: int) -> bytes:
 
 
 class Pool:
-    """Blocks that a policy keeps, `capacity` at most."""
+    """Blocks that a policy keeps, `capacity` at most. `holds`: those of running requests are not dropped, as on a
+    device."""
 
-    def __init__(self, capacity: int, policy: Policy, block_tokens: int) -> None:
+    def __init__(self, load: Load, capacity: int, policy: Policy, *, holds: bool) -> None:
+        self._block_tokens = load.block_tokens
         self._capacity = capacity
-        self._block_tokens = block_tokens
+        self._holds = holds
+        self._held: dict[int, list[bytes]] = {}
+        """Of each running turn."""
         self.kept = policy()
 
-    def facts(self, turn: Turn, chain: list[bytes], number: int) -> BlockFacts:
+    def begin(self, turn: Turn, chain: list[bytes], num_hit: int, now: float) -> None:
+        self.kept.use(chain[:num_hit], now)
+        stored = self._store(turn, chain, turn.num_prompt_blocks, now)
+        self._held[id(turn)] = stored
+
+    def end(self, turn: Turn, chain: list[bytes], now: float) -> None:
+        for name in self._held.pop(id(turn)):
+            self.kept.release(name)
+        for name in self._store(turn, chain, len(chain), now):
+            self.kept.release(name)
+        self.kept.end_turn(key_of(turn), chain, now)
+
+    def _store(self, turn: Turn, chain: list[bytes], count: int, now: float) -> list[bytes]:
+        """Store the first `count` blocks of a chain, as far as there is room. Return those that are held now."""
+        held = []
+        for number, name in enumerate(chain[:count]):
+            if name not in self.kept:
+                if len(self.kept) >= self._capacity and self.kept.pop_victim(now) is None:
+                    break
+                self.kept.add(name, self._facts(turn, chain, number), now)
+            if self._holds:
+                self.kept.hold(name)
+                held.append(name)
+        return held
+
+    def _facts(self, turn: Turn, chain: list[bytes], number: int) -> BlockFacts:
         begin = number * self._block_tokens
         cost = COSTS.seconds(begin, begin + self._block_tokens)
-        parent = chain[number - 1] if number else b""
-        return BlockFacts(begin, parent, cost, turn.tenant, key_of(turn))
+        return BlockFacts(begin, chain[number - 1] if number else b"", cost, turn.tenant, key_of(turn))
 
-    def put(self, turn: Turn, chain: list[bytes], number: int, now: float, *, held: bool = False) -> bool:
-        """Store a block of a chain unless it is there; False if there is no room, because all others are held."""
-        name = chain[number]
-        if name not in self.kept:
-            if len(self.kept) >= self._capacity and self.kept.pop_victim(now) is None:
-                return False
-            self.kept.add(name, self.facts(turn, chain, number), now)
-        if held:
-            self.kept.hold(name)
-        return True
+
+def run(load: Load, *pools: Pool) -> Found:
+    """Run a load on pools that all store what is computed. A prefix may be found in one up to a block, and in another
+    from there on."""
+    found = Found()
+    for turn, is_end, now in events(load):
+        chain = [digest(block) for block in turn.chain]
+        if is_end:
+            for pool in pools:
+                pool.end(turn, chain, now)
+            continue
+        prompt = chain[: turn.num_prompt_blocks]
+        misses = (number for number, name in enumerate(prompt) if not any(name in pool.kept for pool in pools))
+        num_hit = next(misses, len(prompt))
+        found.count(turn, num_hit * load.block_tokens)
+        for pool in pools:
+            pool.begin(turn, chain, num_hit, now)
+    return found
 
 
 def one_pool(load: Load, capacity: int, policy: Policy) -> Found:
-    """Run a load on a device's pool alone. What a running request has is held."""
-    pool, found = Pool(capacity, policy, load.block_tokens), Found()
-    held: dict[int, list[bytes]] = {}
-    for turn, is_end, now in events(load):
-        chain = [digest(block) for block in turn.chain]
-        prompt = chain[: turn.num_prompt_blocks]
-        if is_end:
-            for name in held.pop(id(turn)):
-                pool.kept.release(name)
-            for number in range(len(prompt), len(chain)):
-                pool.put(turn, chain, number, now)
-            pool.kept.end_turn(key_of(turn), chain, now)
-            continue
-        num_hit = next((i for i, name in enumerate(prompt) if name not in pool.kept), len(prompt))
-        found.count(turn, num_hit * load.block_tokens)
-        pool.kept.use(prompt[:num_hit], now)
-        held[id(turn)] = mine = []
-        for number, name in enumerate(prompt):
-            if not pool.put(turn, chain, number, now, held=True):
-                break
-            mine.append(name)
-    return found
+    """Run a load on a device's pool alone."""
+    return run(load, Pool(load, capacity, policy, holds=True))
 
 
 def two_tiers(load: Load, device: int, host: int, above: Policy, below: Policy) -> Found:
-    """Run a load on a device whose blocks are all stored in a tier below it, too."""
-    top, tier, found = Pool(device, above, load.block_tokens), Pool(host, below, load.block_tokens), Found()
-    held: dict[int, list[bytes]] = {}
-    for turn, is_end, now in events(load):
-        chain = [digest(block) for block in turn.chain]
-        if is_end:
-            for number in range(turn.num_prompt_blocks, len(chain)):
-                top.put(turn, chain, number, now)
-                tier.put(turn, chain, number, now)
-            for name in held.pop(id(turn)):
-                top.kept.release(name)
-            for pool in (top, tier):
-                pool.kept.end_turn(key_of(turn), chain, now)
-            continue
-        prompt = chain[: turn.num_prompt_blocks]
-        hits = (i for i, name in enumerate(prompt) if name not in top.kept and name not in tier.kept)
-        num_hit = next(hits, len(prompt))
-        found.count(turn, num_hit * load.block_tokens)
-        for pool in (top, tier):
-            pool.kept.use(prompt[:num_hit], now)
-        held[id(turn)] = mine = []
-        for number, name in enumerate(prompt):
-            if not top.put(turn, chain, number, now, held=True):
-                break
-            mine.append(name)
-        for number in range(len(prompt)):
-            tier.put(turn, chain, number, now)
-    return found
+    """Run a load on a device's pool and a tier below it."""
+    return run(load, Pool(load, device, above, holds=True), Pool(load, host, below, holds=False))
 
 
 def furthest_next_use(load: Load, capacity: int) -> Found:
-    """Run a load on a pool that knows the future and drops what is needed last (Belady, 1966). It is the most that any
-    policy can find: blocks are equal, and a prefix's head is needed no later than its tail."""
-    found = Found()
-    prompts = [turn.chain[: turn.num_prompt_blocks] for turn in load.turns]
-    after: list[dict[int, float]] = []
-    next_use: dict[int, float] = {}
-    for number in reversed(range(len(prompts))):
-        after.append({block: next_use.get(block, float("inf")) for block in prompts[number]})
-        next_use.update(dict.fromkeys(prompts[number], number))
-    after.reverse()
-    kept: dict[int, float] = {}
+    """Run a load on a pool that knows the future and drops what is asked for last (Belady, 1966), even what has just
+    come. No policy finds more: blocks are equal, and a prefix's head is asked for no later than its tail."""
+    found, kept = Found(), dict[int, float]()
     queue: list[tuple[float, int, int]] = []
-    for number, turn in enumerate(load.turns):
-        prompt = prompts[number]
-        num_hit = next((i for i, block in enumerate(prompt) if block not in kept), len(prompt))
-        found.count(turn, num_hit * load.block_tokens)
-        for place, block in enumerate(prompt):
-            kept[block] = again = after[number][block]
-            heappush(queue, (-again, -place, block))
+    for (turn, is_end, _), again in zip(events(load), _next_uses(load), strict=True):
+        if not is_end:
+            prompt = turn.chain[: turn.num_prompt_blocks]
+            num_hit = next((i for i, block in enumerate(prompt) if block not in kept), len(prompt))
+            found.count(turn, num_hit * load.block_tokens)
+        for place, block in enumerate(turn.chain if is_end else prompt):
+            if is_end and block in kept:
+                continue
+            kept[block] = again[place]
+            heappush(queue, (-again[place], -place, block))
         while len(kept) > capacity:
-            again, _, block = heappop(queue)
-            if kept.get(block) == -again:
+            use, _, block = heappop(queue)
+            if kept.get(block) == -use:
                 del kept[block]
     return found
+
+
+def _next_uses(load: Load) -> list[list[float]]:
+    """For each event, return the number of the next one that asks for each of the chain's blocks; infinity if none."""
+    moments, next_use = list(events(load)), dict[int, float]()
+    found: list[list[float]] = []
+    for number in reversed(range(len(moments))):
+        turn, is_end, _ = moments[number]
+        found.append([next_use.get(block, inf) for block in turn.chain])
+        if not is_end:
+            next_use |= dict.fromkeys(turn.chain[: turn.num_prompt_blocks], number)
+    return found[::-1]

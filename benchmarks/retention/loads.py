@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 from loadtest.traces import BLOCK_TOKENS, Row
@@ -33,8 +34,6 @@ class Turn:
     num_prompt_tokens: int
     tenant: str = ""
     session: str = ""
-    calls_tools: bool = False
-    """Whether the answer calls tools, whose results will come with the next turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +47,19 @@ class Load:
         return sum(turn.num_prompt_tokens for turn in self.turns)
 
     def working_set(self) -> int:
-        """Return the most blocks at any time that a prompt had, and that a later prompt has: with as many, a perfect
-        policy loses nothing."""
+        """Return the most blocks at any time that were computed and that a later prompt has: with as many, one who
+        knows the future loses nothing."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for number, turn in enumerate(self.turns):
-            for block in turn.chain[: turn.num_prompt_blocks]:
+            last |= dict.fromkeys(turn.chain[: turn.num_prompt_blocks], number)
+            for block in turn.chain:
                 first.setdefault(block, number)
-                last[block] = number
         changes = [0] * (len(self.turns) + 1)
-        for block, begin in first.items():
-            changes[begin] += 1
-            changes[last[block]] -= 1
-        most = now = 0
-        for change in changes:
-            now += change
-            most = max(most, now)
-        return most
+        for block, end in last.items():
+            changes[first[block]] += 1
+            changes[end] -= 1
+        return max(accumulate(changes))
 
 
 def trace_load(name: str, rows: Sequence[Row], begin_s: float, end_s: float) -> Load:
@@ -203,14 +198,13 @@ class _Agents:
         self.turns.append(title.turn(at, 1, 12, product.tenant, session))
         talk.hear(self._around(3000, 1.0), user=True)
         for _ in range(max(round(self._around(43, 0.5)), 1)):
-            by_user = random.random() < 0.1
-            turn = self._say(talk, at, product.tenant, session, calls_tools=not by_user)
+            turn = self._say(talk, at, product.tenant, session)
             at = turn.end_s
             if turn.num_prompt_tokens > FULL_CONTEXT:
                 talk.begin_anew()
             if random.random() < 0.03:
                 at = self._helper(product, session, at)
-            if by_user:
+            if by_user := random.random() < 0.1:
                 at += self._around(90, 1.3)
             else:
                 at += self._around(120, 0.8) if random.random() < 0.05 else self._around(3, 1.2)
@@ -221,7 +215,7 @@ class _Agents:
         talk = _Conversation(self._names, product, product.side_system)
         talk.hear(self._around(1500, 0.8), user=True)
         for _ in range(max(round(self._around(8, 0.6)), 1)):
-            turn = self._say(talk, at, product.tenant, session, calls_tools=True)
+            turn = self._say(talk, at, product.tenant, session)
             at = turn.end_s + self._around(2, 1.0)
             talk.hear(self._around(1800, 1.0), user=False)
         return at
@@ -229,7 +223,6 @@ class _Agents:
     def _say(self, talk: _Conversation, at: float, tenant: str, session: str, *, calls_tools: bool = False) -> Turn:
         num_tokens = self._around(340, 0.73)  # 444 on average
         turn = talk.turn(at, 0.5 * num_tokens, 0.5 * num_tokens, tenant, session)
-        turn = replace(turn, calls_tools=calls_tools)
         self.turns.append(turn)
         return turn
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappush
 from itertools import chain as joined
 from math import frexp, inf, sqrt
@@ -56,7 +57,8 @@ def _at_the_start() -> list[ReturnTimes]:
     ]
 
 
-class _Choice(NamedTuple):
+@dataclass(slots=True)
+class _Choice:
     """A queue to drop from, to compare all queues less often."""
 
     queue: list[Entry]
@@ -79,9 +81,9 @@ class ByValue(Chains):
     """Drops superseded blocks first, and then what is worth least.
 
     A block's worth is the root of the seconds that computing it again takes, times the rate at which blocks of its kind
-    are used again after as long without a use (ReturnTimes). With the seconds themselves, long prompts pushed out so
-    many short ones that no time was saved by it. Tenants with more than an equal share of the tier lose blocks first,
-    unless the others' are worth far less.
+    are used again after as long without a use (ReturnTimes). With the seconds themselves, the blocks of long prompts
+    pushed out so many of short ones that no time was saved. Tenants with more than an equal share of the tier lose
+    blocks first, unless the others' are worth far less.
     """
 
     def __init__(self, look_again: int = LOOK_AGAIN) -> None:
@@ -208,7 +210,7 @@ class ByValue(Chains):
         block = self._front(choice.queue)
         if block is None or block.tenant != choice.tenant or self._value(block, now) > choice.most:
             return None
-        self._choice = choice._replace(num_left=choice.num_left - 1)
+        choice.num_left -= 1
         return block
 
     def _choose(self, now: float) -> Block | None:
@@ -304,9 +306,12 @@ class _Shares:
     def enter(self, tenant: str) -> bool:
         """Count a block. Return whether there are several tenants for the first time."""
         self._resize(tenant, 1)
-        is_new = not self.several and len(self._sizes) > 1
-        self.several = self.several or is_new
-        return is_new
+        if self.several or len(self._sizes) == 1:
+            return False
+        self.several = True
+        for name, size in self._sizes.items():
+            self._order.add((-size, name))
+        return True
 
     def leave(self, tenant: str) -> None:
         self._resize(tenant, -1)
@@ -314,13 +319,16 @@ class _Shares:
     def _resize(self, tenant: str, change: int) -> None:
         self._total += change
         before = self._sizes.get(tenant, 0)
-        if before:
-            self._order.remove((-before, tenant))
-        if now := before + change:
+        now = before + change
+        if now:
             self._sizes[tenant] = now
-            self._order.add((-now, tenant))
         else:
             del self._sizes[tenant]
+        if self.several:
+            if before:
+                self._order.remove((-before, tenant))
+            if now:
+                self._order.add((-now, tenant))
 
     def is_above(self, tenant: str) -> bool:
         """Whether a tenant has more than an equal share."""

@@ -42,6 +42,8 @@ class Conversations:
         It goes on from the turn that it shares most with, be it only the system prompt: where thoughts are left out of
         a prompt, all behind the first of them has moved. A much shorter one is a helper's, which begins alike.
         """
+        if not chain:
+            return ()
         found = self._sessions.pop(session, None) or _Session()
         self._sessions[session] = found
         found.num_turns += 1
@@ -53,7 +55,7 @@ class Conversations:
             before = found.branches.pop(number)
             self._num_digests -= len(before)
             superseded = before[shared:]
-        found.branches.append(chain)
+        found.branches.append(tuple(chain))
         self._num_digests += len(chain)
         if len(found.branches) > MAX_BRANCHES:
             self._num_digests -= len(found.branches.pop(0))

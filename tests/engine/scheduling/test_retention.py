@@ -483,6 +483,23 @@ def test_a_session_has_so_many_branches_and_no_more() -> None:
     assert list(talks.end_turn("s", path_of(1, 2), MUCH)) == [path_of(2, 2)[1]]
 
 
+def test_requests_without_a_full_block_take_no_branch_of_their_session() -> None:
+    talks = Conversations()
+    before = path_of(4, 1)
+    talks.end_turn("s", before, MUCH)
+    for _ in range(MAX_BRANCHES):
+        assert talks.end_turn("s", [], MUCH) == ()
+    assert list(talks.end_turn("s", path_of(3, 1), MUCH)) == before[3:]
+
+
+def test_a_chain_that_its_owner_extends_later_is_as_it_was() -> None:
+    talks = Conversations()
+    chain = path_of(3, 1)
+    talks.end_turn("s", chain, MUCH)
+    chain += [name(9)]
+    assert list(talks.end_turn("s", path_of(2, 1), MUCH)) == [path_of(3, 1)[2]]
+
+
 def test_the_oldest_sessions_are_forgotten_when_chains_get_too_long_together() -> None:
     talks = Conversations()
     for number in range(100):
