@@ -89,7 +89,7 @@ class TierMatch(NamedTuple):
     """What of a waiting prompt could be had without computing it, and as of when."""
 
     epochs: tuple[int, int, int]
-    """Of the caches, of the tiers, and the blocks of the prompt that the KV cache had."""
+    """Those of the caches and of the tiers, and the blocks of the prompt that the KV cache had."""
     until: float
     """It is believed until then, in monotonic seconds, even if the epochs change."""
     reach: int

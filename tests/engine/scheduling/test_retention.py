@@ -1,4 +1,4 @@
-"""Owns the contract of retention: which block a tier drops, by age and by value, compared with slow oracles.
+"""Owns the contract of retention: which block a tier drops. Long: by age and by value, compared with slow oracles.
 Never measures how good a policy is; benchmarks.retention does."""
 
 from __future__ import annotations
