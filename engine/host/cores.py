@@ -27,7 +27,7 @@ def refused_threads(num_threads: int) -> str | None:
     cores = usable_cores()
     if num_threads <= cores:
         return None
-    return f"num_threads is {num_threads}: expected at most {cores}, as many as this process may use cores"
+    return f"num_threads is {num_threads}: expected at most {cores}, the cores that this process may use"
 
 
 def _cpu_quota(root: Path) -> float | None:

@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "more threads than cores": (
         lambda c: engine(c).update(num_threads=1000),
-        f"args.engine.num_threads is 1000: expected at most {cores.usable_cores()}, as many as this process may use",
+        f"args.engine.num_threads is 1000: expected at most {cores.usable_cores()}, the cores that this",
     ),
     "values that exclude each other": (
         lambda c: engine(c).update(device="cuda"),
