@@ -71,7 +71,7 @@ class Pool:
         self._capacity = capacity
         self._holds = holds
         self._held: dict[int, list[bytes]] = {}
-        """Of each running turn."""
+        """What each running turn holds."""
         self.kept = policy()
 
     def begin(self, turn: Turn, chain: list[bytes], num_hit: int, now: float) -> None:
