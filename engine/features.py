@@ -219,7 +219,6 @@ RULES = (
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
-    Rule((DISK_TIER,), (FAKE,), "the fake executor has no KV to write to files"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
     # on which kernels

@@ -30,7 +30,7 @@ LIVES = 1000
 USUAL = {ENGINE: 100 * LIVES, TIERS: 10 * LIVES}
 RULES = 12
 """Rules applied in a life before it runs to its end: half as many as in `make test`, so that there are many lives."""
-OF_TIERS = ("loaded", "load failed", "load late", "offloaded", "evicted from a tier", "lost by a tier")
+OF_TIERS = ("loaded", "load failed", "offloaded", "evicted from a tier", "lost by a tier")
 """What lives with tiers must reach, and what the others seldom do."""
 
 

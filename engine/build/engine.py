@@ -145,6 +145,7 @@ def _build_fake(config: EngineConfig) -> tuple[Executor, ResolvedConfig]:
 
 
 def _fake_mover(config: EngineConfig) -> Callable[[MutableSequence[Any], int], FakeMover] | None:
-    """Return what makes the tiers of the scripted executor; None if there are none."""
+    """Return what makes the tiers of the scripted executor, whose disk is memory; None if there are none."""
     host_blocks = int(config.kv_tiers.host_memory_gib * 2**30) // FAKE_BLOCK_BYTES
-    return partial(FakeMover, host_blocks=host_blocks) if host_blocks else None
+    disk = None if config.kv_tiers.disk_path is None else dict[bytes, list[Any]]()
+    return partial(FakeMover, host_blocks=host_blocks, disk=disk) if config.kv_tiers.any else None

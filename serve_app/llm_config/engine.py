@@ -270,6 +270,10 @@ def _settle_memory(taking: Taking) -> None:
     for name in given[1:]:
         taking.leave_out(f"{PATH}.{name}", taking.get(named[name]), f"{given[0]} says how large the KV cache is")
         taking.drop(named[name])
+    host = "engine.kv_tiers.host_memory_gib"
+    if taking.get("engine.enable_prefix_caching") is False and taking.get(host) is not None:
+        taking.leave_out(f"{PATH}.kv_offloading_size", taking.get(host), "KV is kept only for the prefix cache")
+        taking.drop("engine.kv_tiers")
 
 
 def _settle_step(taking: Taking, below: Mapping[str, Any]) -> None:

@@ -90,7 +90,7 @@ def test_a_refusal_that_is_not_the_preset_s_does_not_name_it() -> None:
 
 def test_a_value_that_no_setting_has_is_refused_in_python_too() -> None:
     """Regression: such a value was taken for one of the others."""
-    with pytest.raises(ConfigError, match="preempt_policy must be one of none, lifo, retract, but it is fifo"):
+    with pytest.raises(ConfigError, match="preempt_policy must be one of none, lifo, retract, offload, but it is fifo"):
         SchedulerConfig(preempt_policy="fifo")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="dtype must be one of auto, bfloat16, float16, float32, but it is int4"):
         EngineConfig(dtype="int4")  # type: ignore[arg-type]

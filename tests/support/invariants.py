@@ -80,7 +80,6 @@ class CheckedCore(RecordingCore):
         "prompt skipped",
         "loaded",
         "load failed",
-        "load late",
         "offloaded",
         "evicted from a tier",
         "lost by a tier",
@@ -92,7 +91,6 @@ class CheckedCore(RecordingCore):
         happened = {
             "preempted": load.num_preemptions,
             "loaded": sum(tier.hit_blocks for tier in load.tiers),
-            "load late": sum(tier.late_loads for tier in load.tiers),
             "evicted from a tier": sum(tier.evicted_blocks for tier in load.tiers),
         }
         return self._reached | {name for name, count in happened.items() if count}
