@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks.engine.tiers import agents as bench_agents
 from benchmarks.engine.tiers import cost as bench_cost
 from benchmarks.engine.tiers import warm as bench_warm
 from benchmarks.peers import agreement, beside, llama_cpp
+from benchmarks.retention import run as retention
 from benchmarks.serving import killed as bench_killed
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
@@ -53,6 +55,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "drafts": ("drafts.md", "speculation.json", bench_speculation),
     "kv tiers": ("kv-tiers.md", "kv_tiers.json", bench_kv_tiers),
     "killed": ("kv-tiers.md", "killed.json", bench_killed),
+    "retention": ("retention.md", "retention.json", retention),
     "transport": ("transport.md", "transport.json", transport),
     "versions": ("between-commits.md", "versions.json", versions),
     "first hour": ("gpu.md", "gpu.json", gpu_report),
@@ -108,6 +111,45 @@ def test_first_tokens_at_equal_gaps_are_what_the_file_says() -> None:
 )
 def test_a_table_of_a_phase_of_kv_tiers_is_what_the_file_says(phase: str, program: ModuleType) -> None:
     assert between(phase, "kv-tiers.md") == program.table(document("kv_tiers.json")["phases"].get(phase))
+
+
+def test_what_the_page_says_of_gains_and_losses_by_value_is_what_the_file_says() -> None:
+    """Gains are in points, between means over the seeds."""
+    cells = document("retention.json")["cells"]
+
+    def mean(load: str, size: int, tier: int, policy: str) -> float:
+        key = (load, size, tier, policy)
+        found = [
+            cell["hit_share"] for cell in cells if (cell["load"], cell["size"], cell["tier"], cell["policy"]) == key
+        ]
+        return 100 * statistics.mean(found)
+
+    def gains(load: str) -> list[float]:
+        return [mean(load, size, 0, "by value") - mean(load, size, 0, "LRU") for size in retention.SIZES]
+
+    agents, flooded, conversations, synthetic = map(gains, [*retention.AGENTS, *retention.TRACES])
+    both = [
+        mean(load, retention.DEVICE, tier, "by value, by value") - mean(load, retention.DEVICE, tier, "LRU, by value")
+        for load in (*retention.AGENTS, *retention.TRACES)
+        for tier in retention.TIERS
+    ]
+    best = 100 * mean("agents", 25, 100, "LRU, by value") / mean("agents", 25, 100, "best")
+    text = " ".join((DOCS / "benchmarks" / "retention.md").read_text(encoding="utf-8").split())
+    for said in (
+        f"in every row, but only by {min(agents):.1f} to {max(agents):.1f} points",
+        f"up to {max(flooded):.1f} points beside a tenant that floods",
+        f"up to {max(conversations):.1f} in Mooncake's conversations",
+        f"up to {-min(synthetic):.1f} points fewer tokens by value",
+        f"{max(both):.1f} points more in one, and up to {-min(both):.1f} fewer in others",
+        f"find {best:.0f} % of what can be found at all",
+    ):
+        assert said in text, said
+
+
+def test_what_tiers_and_tenants_find_is_what_the_file_says() -> None:
+    found = document("retention.json")
+    assert between("retention tiers", "retention.md") == retention.tiers_table(found)
+    assert between("retention tenants", "retention.md") == retention.tenants_table(found)
 
 
 def test_the_figures_are_of_valid_measurements() -> None:
