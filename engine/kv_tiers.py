@@ -4,6 +4,7 @@ Never decides what moves (engine.scheduling does), and never copies a byte (engi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
@@ -66,7 +67,8 @@ class TierSize(NamedTuple):
     used_bytes: int
 
 
-class TierLoad(NamedTuple):
+@dataclass(slots=True)
+class TierLoad:
     """What a tier holds now, and totals of what it has done since the engine's start."""
 
     tier: Tier
@@ -74,6 +76,7 @@ class TierLoad(NamedTuple):
     """Blocks that this engine knows to be there."""
     capacity_bytes: int = 0
     used_bytes: int = 0
+    """Engines that share a directory report all of it, each."""
     hit_blocks: int = 0
     """Blocks of prompts that were loaded instead of computed."""
     stored_blocks: int = 0

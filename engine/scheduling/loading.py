@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from engine.kv_tiers import MoveResult, Tier
+from engine.kv_tiers import BlockMove, MoveResult
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.planner import MOST_LOADS, PlannedLoad
 from engine.scheduling.request import Request
@@ -20,9 +20,7 @@ from engine.scheduling.waiting import WaitingQueue
 class _Load:
     """A block on its way to the device."""
 
-    digest: bytes
-    block_id: int
-    tier: Tier
+    move: BlockMove
     waiting: dict[Request, None] = field(default_factory=dict)
     """The requests that need it. Each holds the block."""
 
@@ -83,14 +81,14 @@ class Loads:
         """Hold a block that is being loaded, or begin to load it; None if no tier has it."""
         move_id = self._move_of.get(digest)
         if move_id is None:
-            tier = self._tiers.nearest(digest)
-            if tier is None:
+            if (tier := self._tiers.nearest(digest)) is None:
                 return None
             (block_id,) = self._blocks.allocate(1)
-            move_id = self._move_of[digest] = self._tiers.begin_load(digest, block_id)
-            self._under_way[move_id] = _Load(digest, block_id, tier)
+            move = self._tiers.begin_load(digest, tier, block_id)
+            move_id = self._move_of[digest] = move.move_id
+            self._under_way[move_id] = _Load(move)
         else:
-            block_id = self._under_way[move_id].block_id
+            block_id = self._under_way[move_id].move.block_id
             self._blocks.share([block_id])
         self._under_way[move_id].waiting[request] = None
         loading.awaited[move_id] = None
@@ -101,9 +99,9 @@ class Loads:
         load = self._under_way.pop(result.move.move_id, None)
         if load is None:
             return []  # cancelled
-        del self._move_of[load.digest]
+        del self._move_of[load.move.digest]
         if not result.error:
-            self._blocks.publish(load.block_id, load.digest)
+            self._blocks.publish(load.move.block_id, load.move.digest)
         for request in load.waiting:
             assert request.loading is not None
             del request.loading.awaited[result.move.move_id]
@@ -114,8 +112,7 @@ class Loads:
         assert request.loading is not None
         if request.loading.awaited:
             return False
-        self.give_up(request)
-        self._waiting.add(request)
+        self.put_back(request)
         return True
 
     def late(self, now: float) -> list[Request]:
@@ -125,7 +122,7 @@ class Loads:
             assert request.loading is not None
             if request.loading.until > now:
                 continue
-            tiers = Counter(self._under_way[move_id].tier for move_id in request.loading.awaited)
+            tiers = Counter(self._under_way[move_id].move.tier for move_id in request.loading.awaited)
             self._tiers.note_late(tiers, self._timeout_s, now)
             self.put_back(request)
             request.num_loads = MOST_LOADS
@@ -147,6 +144,6 @@ class Loads:
             load = self._under_way[move_id]
             del load.waiting[request]
             if not load.waiting:
-                del self._under_way[move_id], self._move_of[load.digest]
-                self._tiers.cancel_load(move_id, load.digest)
+                del self._under_way[move_id], self._move_of[load.move.digest]
+                self._tiers.cancel_load(load.move)
         self._blocks.release(loading.block_ids)

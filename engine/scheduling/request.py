@@ -15,6 +15,7 @@ from engine.prefix import ROOT, extend_chain, root_of
 from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
 from engine.scheduling.input_checks import atomic_spans, check_inputs
 from engine.scheduling.request_parts import Drafts, Loading, Pooling, PromptSpans, Scoring, TierMatch
+from engine.scheduling.retention import session_key
 from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
 
 
@@ -98,7 +99,7 @@ class Request:
     drafts: Drafts | None = None
     """For the next decode row, or of the row in flight."""
     session: str = ""
-    """The conversation that it belongs to, within its tenant and prefix_root; "" if nobody said."""
+    """The conversation that it belongs to, by `session_key`; "" if nobody said."""
     num_loads: int = 0
     """Times that it has waited for KV from a lower tier."""
     loading: Loading | None = None
@@ -233,7 +234,7 @@ def create_request(submission: Submission, config: ResolvedConfig, arrival_index
         priority=submission.priority,
         tenant=submission.tenant,
         prefix_root=root,
-        session=submission.session,
+        session=session_key(submission.tenant, submission.cache_salt, submission.session),
         adapter=adapter,
         spans=_spans(atomic, inputs, root),
         scoring=None if params.prompt_logprobs is None else Scoring(params.prompt_logprobs),

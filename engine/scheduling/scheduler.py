@@ -27,7 +27,7 @@ from engine.scheduling.service import service_of
 from engine.scheduling.state_slots import RecurrentStates
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepWork, chunk_work
-from engine.scheduling.tier_index import Moves, TierIndex, session_of
+from engine.scheduling.tier_index import Moves, TierIndex
 from engine.scheduling.time_order import Hopes, Order
 from engine.scheduling.waiting import WaitingQueue
 from engine.step import RowKind, ScheduledRequest, StepPlan
@@ -205,8 +205,9 @@ class Scheduler:
     # --- commit: moves requests and takes blocks exactly as planned -----------------------------------------------
 
     def commit(self, plan: Plan, now: float) -> StepPlan:
-        for request in plan.unloaded:
-            self.stop_loading(request)
+        if self.loads is not None:
+            for request in plan.unloaded:
+                self.loads.put_back(request)
         for request in plan.preempted:
             self._preempt(request, now)
         if self._tiers is not None:
@@ -259,9 +260,7 @@ class Scheduler:
         if self._tiers is not None:
             hits = request.block_hashes[: len(prefix)]
             self._tiers.used(hits, now)
-            for i, digest in enumerate(hits):
-                if self._tiers.lacks(digest):
-                    self._tiers.published(digest, self._facts(request, i))
+            self._offer(request, range(len(prefix)), self._tiers)
         request.block_ids = prefix
         request.num_published = len(prefix)
         request.computed = request.scheduled = len(prefix) * self._blocks.block_size
@@ -390,11 +389,17 @@ class Scheduler:
             request.extend_hashes(end, self._blocks.block_size)
             for i in range(request.num_published, num_full):
                 self._blocks.publish(request.block_ids[i], request.block_hashes[i])
-                if self._tiers is not None:
-                    self._tiers.published(request.block_hashes[i], self._facts(request, i))
+            if self._tiers is not None:
+                self._offer(request, range(request.num_published, num_full), self._tiers)
             request.num_published = num_full
         for resource in self.resources:
             resource.advance(request, scheduled, end)
+
+    def _offer(self, request: Request, blocks: range, tiers: TierIndex) -> None:
+        """Tell the tiers of those of a request's published blocks that they lack."""
+        for block in blocks:
+            if tiers.lacks(request.block_hashes[block]):
+                tiers.published(request.block_hashes[block], self._facts(request, block))
 
     def _facts(self, request: Request, block: int) -> BlockFacts:
         """Return what is known of one of a request's blocks."""
@@ -403,7 +408,7 @@ class Scheduler:
         if self._step_times is not None:
             cost_s = self._step_times.now.seconds(chunk_work(start, size, last=False))
         parent = request.block_hashes[block - 1] if block else b""
-        return BlockFacts(start, parent, cost_s, request.tenant, session_of(request))
+        return BlockFacts(start, parent, cost_s, request.tenant, request.session)
 
     def draft(self, request: Request, drafts: tuple[int, ...], method: DraftMethod) -> None:
         """Keep new drafts, as far as the answer may still go, and roll back those that were not accepted."""
@@ -437,18 +442,13 @@ class Scheduler:
         for resource in self.resources:
             resource.lose(step)
 
-    def stop_loading(self, request: Request) -> None:
-        """Let a request wait for a seat without the KV that has not come."""
-        assert self.loads is not None, "nothing loads"
-        self.loads.put_back(request)
-
     def release(self, request: Request, *, by_itself: bool = False) -> None:
         """End a request, after stop, length, abort and error alike: it leaves the queues and releases everything.
         `by_itself` means that its answer has its natural length."""
         waited = self.waiting.remove(request) or self.preparing.pop(request.request_id, None) is not None
-        if request.loading is not None:
-            self.stop_loading(request)
-            waited = self.waiting.remove(request)
+        if self.loads is not None and request.loading is not None:
+            self.loads.give_up(request)
+            waited = True
         if not waited:
             if self._tiers is not None:
                 self._tiers.end_turn(request, request.num_published)

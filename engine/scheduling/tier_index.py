@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import accumulate, islice
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, islice, takewhile
 from typing import NamedTuple
 
 from engine.config import ResolvedConfig
@@ -14,7 +14,7 @@ from engine.kv_tiers import BUSY, BlockMove, KvMover, MoveKind, MoveResult, Tier
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.by_value import ByValue
 from engine.scheduling.request import Request
-from engine.scheduling.retention import BlockFacts, LeastRecent, Retention, session_key
+from engine.scheduling.retention import BlockFacts, LeastRecent, Retention
 from engine.scheduling.tier_rates import TierRates
 
 RETENTIONS: Mapping[str, type[ByValue] | type[LeastRecent]] = {"value": ByValue, "lru": LeastRecent}
@@ -44,26 +44,11 @@ class Moves(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Totals:
-    """Counts since the start; see TierLoad."""
-
-    hit_blocks: int = 0
-    stored_blocks: int = 0
-    evicted_blocks: int = 0
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-    load_s: float = 0.0
-    store_s: float = 0.0
-    failed_loads: int = 0
-    failed_stores: int = 0
-    refused_stores: int = 0
-    late_loads: int = 0
-
-
-@dataclass(slots=True)
 class _Known:
     """One tier."""
 
+    totals: TierLoad
+    """What it has done; what it holds is filled in when somebody asks."""
     has: dict[bytes, BlockFacts] = field(default_factory=dict)
     """In the order in which they were stored or used."""
     dirty: OrderedDict[bytes, BlockFacts] = field(default_factory=OrderedDict)
@@ -71,15 +56,9 @@ class _Known:
     storing: dict[bytes, BlockFacts] = field(default_factory=dict)
     is_busy: bool = False
     """Whether the tier refused a store, and has not taken one since."""
-    totals: _Totals = field(default_factory=_Totals)
 
     def lacks(self, digest: bytes) -> bool:
         return digest not in self.has and digest not in self.storing
-
-
-def session_of(request: Request) -> str:
-    """Return the name of a request's conversation among those of all tenants and salts."""
-    return session_key(request.tenant, request.prefix_root.hex(), request.session)
 
 
 class TierIndex:
@@ -90,7 +69,7 @@ class TierIndex:
         self.epoch = 0
         """Changes whenever `nearest` could return something else."""
         self.rates = TierRates()
-        self._known = {tier: _Known() for tier in mover.tiers}
+        self._known = {tier: _Known(TierLoad(tier)) for tier in mover.tiers}
         self._host_blocks = mover.host_blocks
         self._kept: Retention = RETENTIONS[config.kv_tiers.retention]()
         self._most_stores = config.max_num_batched_tokens // config.block_size + 1  # as fast as steps publish
@@ -114,16 +93,10 @@ class TierIndex:
 
     def loads(self, sizes: Iterable[TierSize]) -> tuple[TierLoad, ...]:
         """Return the state of each tier for LoadSnapshot."""
-        by_tier = {size.tier: size for size in sizes}
         return tuple(
-            TierLoad(
-                tier,
-                len(known.has),
-                by_tier[tier].capacity_bytes,
-                by_tier[tier].used_bytes,
-                **{spec.name: getattr(known.totals, spec.name) for spec in fields(known.totals)},
-            )
-            for tier, known in self._known.items()
+            replace(known.totals, num_blocks=len(known.has), capacity_bytes=capacity, used_bytes=used)
+            for tier, capacity, used in sizes
+            for known in (self._known[tier],)
         )
 
     def digests(self, limit: int) -> dict[Tier, list[bytes]]:
@@ -141,7 +114,7 @@ class TierIndex:
         return any(known.lacks(digest) and digest not in known.dirty for known in self._known.values())
 
     def published(self, digest: bytes, facts: BlockFacts) -> None:
-        """The device has a block that may be stored."""
+        """The device has a block that a tier lacks."""
         for known in self._known.values():
             if known.lacks(digest):
                 known.dirty[digest] = facts
@@ -158,7 +131,7 @@ class TierIndex:
 
     def end_turn(self, request: Request, num_blocks: int) -> None:
         """A request ends whose first blocks, so many, are computed."""
-        self._kept.end_turn(session_of(request), request.block_hashes[:num_blocks], self._now)
+        self._kept.end_turn(request.session, request.block_hashes[:num_blocks], self._now)
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +161,7 @@ class TierIndex:
             first = [digest for digest in hasty if digest in known.dirty] if tier is Tier.HOST else []
             room = max(self._room(tier), min(len(first), self._host_blocks - len(known.storing)))
             chosen: dict[bytes, None] = {}
-            for digest in (*first, *known.dirty):
+            for digest in chain(first, known.dirty):
                 if len(chosen) >= room:
                     break
                 if (block_id := blocks.block_of(digest)) is not None and digest not in chosen:
@@ -245,16 +218,14 @@ class TierIndex:
 
     # --- loads ----------------------------------------------------------------------------------------------------
 
-    def begin_load(self, digest: bytes, block_id: int) -> int:
-        """Load a block from the nearest tier that has it into a held block of the device; return the move's id."""
-        tier = self.nearest(digest)
-        assert tier is not None, "a block is loaded that no tier has"
+    def begin_load(self, digest: bytes, tier: Tier, block_id: int) -> BlockMove:
+        """Load a block from a tier that has it into a held block of the device."""
         if tier is Tier.HOST:
             self._kept.hold(digest)
             self._held.add(digest)
         move = self._next_move(MoveKind.LOAD, tier, digest, block_id)
         self._queued[move.move_id] = move
-        return move.move_id
+        return move
 
     @property
     def has_queued(self) -> bool:
@@ -264,8 +235,8 @@ class TierIndex:
         """Hand loads to the mover: as many as take a share of a step's time, if requests run."""
         left_s, most = self.rates.step_s * LOAD_SHARE, MOST_LOADING
         if beside_rows:
-            each = (self._load_s(move) for move in (*self._under_way.values(), *self._queued.values()))
-            most = max(LEAST_LOADING, sum(1 for spent in accumulate(each) if spent <= left_s))
+            each = map(self._load_s, chain(self._under_way.values(), self._queued.values()))
+            most = max(LEAST_LOADING, sum(1 for _ in takewhile(lambda spent: spent <= left_s, accumulate(each))))
         while self._queued and len(self._under_way) < most:
             move_id = next(iter(self._queued))
             self._under_way[move_id] = move = self._queued.pop(move_id)
@@ -274,12 +245,12 @@ class TierIndex:
     def _load_s(self, move: BlockMove) -> float:
         return max(self.rates.move_s(MoveKind.LOAD, move.tier, self._now), LEAST_BLOCK_S)
 
-    def cancel_load(self, move_id: int, digest: bytes) -> None:
-        self._let_go(digest)
+    def cancel_load(self, move: BlockMove) -> None:
+        self._let_go(move.digest)
         self.epoch += 1  # it is no longer coming
-        if self._queued.pop(move_id, None) is None:
-            del self._under_way[move_id]
-            self._cancelled.append(move_id)
+        if self._queued.pop(move.move_id, None) is None:
+            del self._under_way[move.move_id]
+            self._cancelled.append(move.move_id)
 
     def _let_go(self, digest: bytes) -> None:
         """A load of a block has ended, which kept it from being evicted."""

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from engine.protocol import EngineError, LoadSnapshot, RequestRejected
+from engine.protocol import EngineError, RequestRejected
 from serve_app.adapters.names import AdapterNames
 from serve_app.admission.gate import AdmissionTicket, Gate, GateSnapshot
 from serve_app.api.admin.activity import activity_route
@@ -288,7 +288,7 @@ class _Context:
         loads: list[dict[str, Any]] = [
             {"engines": [], "ingress": asdict(gate), **engines.body()}
             if isinstance(engines, ApiError)
-            else {"engines": [_engine_state(snapshot) for snapshot in engines], "ingress": asdict(gate)}
+            else {"engines": [asdict(snapshot) for snapshot in engines], "ingress": asdict(gate)}
             for engines, gate in zip(found, gates, strict=True)
         ]
         if not self.lanes.are_several:
@@ -312,11 +312,6 @@ class _Context:
         scrapes = {lane.model.id: scrape for lane, scrape in zip(self.lanes, found, strict=True)}
         text = await run_sized(sum(scrape.num_chars for scrape in found), lambda: expose(scrapes))
         return Response(text, media_type=CONTENT_TYPE)
-
-
-def _engine_state(load: LoadSnapshot) -> dict[str, Any]:
-    """Return a load as JSON, with names for the numbers of its tiers."""
-    return asdict(load) | {"tiers": [tier._asdict() for tier in load.tiers]}
 
 
 def _versioned(

@@ -3,12 +3,10 @@ Never makes an answer: most are written once per token, and validation would slo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from engine.kv_tiers import Tier
 from engine.protocol import LoadSnapshot
 from serve_app.admission.gate import GateSnapshot
 from serve_app.metrics.activity import EngineActivity, IngressActivity
@@ -286,48 +284,15 @@ class Version(Shape):
     version: str
 
 
-class TierState(Shape):
-    """As engine.kv_tiers.TierLoad; all but the first four are totals since the engine's start."""
-
-    tier: Tier
-    num_blocks: int
-    """The blocks that the engine knows to be there."""
-    capacity_bytes: int
-    used_bytes: int
-    """Engines that share a directory report all of it, each."""
-    hit_blocks: int
-    """Blocks of prompts that were loaded instead of computed."""
-    stored_blocks: int
-    evicted_blocks: int
-    """Blocks that left so that others had room."""
-    loaded_bytes: int
-    stored_bytes: int
-    load_s: float
-    """How long loads took, without waits for others."""
-    store_s: float
-    failed_loads: int
-    """Blocks that could not be read, or whose content was not what their name says. They were computed."""
-    failed_stores: int
-    refused_stores: int
-    """Blocks that were not stored because the tier was behind."""
-    late_loads: int
-    """Requests that were computed because their blocks did not come in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState(LoadSnapshot):
-    tiers: tuple[TierState, ...] = ()  # type: ignore[assignment]  # the same, as objects with names
-
-
 class ModelLoad(Shape):
-    engines: list[EngineState]
+    engines: list[LoadSnapshot]
     ingress: GateSnapshot
     error: Error | None = None
     """Why `engines` is empty, if they did not answer. If no model's did, the whole answer is an error."""
 
 
 class Load(Shape):
-    engines: list[EngineState]
+    engines: list[LoadSnapshot]
     ingress: GateSnapshot
     models: dict[str, ModelLoad] = {}
     """The same of each model, by its name; there only if there are several."""

@@ -33,12 +33,6 @@ from tests.support.disk_tiers import (
 )
 
 
-@pytest.fixture(params=[None, KEY], ids=["plain", "encrypted"])
-def key(request: pytest.FixtureRequest) -> bytes | None:
-    found: bytes | None = request.param
-    return found
-
-
 def test_a_block_is_read_as_it_was_written_and_another_is_not_there(tmp_path: Path, key: bytes | None) -> None:
     with opened(tmp_path / "kv", key=key) as tier:
         assert tier.write(digest(1), memoryview(content(digest(1)))) == FILE_BYTES

@@ -34,12 +34,6 @@ from tests.support.disk_tiers import (
 )
 
 
-@pytest.fixture(params=[None, KEY], ids=["plain", "encrypted"])
-def key(request: pytest.FixtureRequest) -> bytes | None:
-    found: bytes | None = request.param
-    return found
-
-
 def truncated(length: int) -> Callable[[Path], None]:
     return lambda path: os.truncate(path, length)
 

@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import openai
@@ -23,7 +23,6 @@ from engine.config import EngineConfig, FakeConfig, Targets
 from engine.kv_tiers import Tier, TierLoad
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot
 from serve_app.api.ingress import create_app
-from serve_app.api.openai.answer_schema import TierState
 from serve_app.api.openapi.document import Access, openapi_document
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import (
@@ -260,7 +259,7 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
 
 
 async def test_load_tells_of_each_tier_by_name_as_the_document_says() -> None:
-    """A tier's numbers are a tuple in the engine, of which JSON would make a list that nobody can read."""
+    """Regression: they were a list of numbers."""
 
     class Tiered(ScriptedClient):
         async def load(self) -> list[LoadSnapshot]:
@@ -273,9 +272,9 @@ async def test_load_tells_of_each_tier_by_name_as_the_document_says() -> None:
     assert load["num_loading"] == 1
     assert (host["tier"], host["num_blocks"], host["hit_blocks"], host["load_s"]) == ("host", 3, 2, 0.5)
     assert (disk["tier"], disk["used_bytes"]) == ("disk", 7)
-    assert tuple(host) == tuple(TierState.model_fields) == TierLoad._fields
+    assert tuple(host) == tuple(spec.name for spec in fields(TierLoad))
     document = openapi_document("1.2.3", Access(keys=False, admin=False))
-    schema = {"$ref": "#/components/schemas/EngineState", "components": document["components"]}
+    schema = {"$ref": "#/components/schemas/LoadSnapshot", "components": document["components"]}
     Draft202012Validator(schema).validate(load)
     assert not Draft202012Validator(schema).is_valid(load | {"tiers": [list(host.values())]})
 

@@ -4,7 +4,7 @@ Never runs tiers: what they would report is written down."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -114,7 +114,7 @@ def test_what_the_kv_cache_had_by_itself_was_not_looked_up_in_the_tiers() -> Non
     recorder = EngineRecorder(resolved_config())
     recorder.submitted(Submission("a", tuple(range(24)), SamplingParams()))
     recorder.stepped(StepFacts(0.0), [Scheduled("a", 16)])
-    found = scraped(with_tiers(HOST._replace(hit_blocks=2)), recorder)
+    found = scraped(with_tiers(replace(HOST, hit_blocks=2)), recorder)
     assert found["vllm:prefix_cache_hits_total"] == 16
     assert found["vllm:external_prefix_cache_hits_total"] == 8
     assert found["vllm:external_prefix_cache_queries_total"] == 16
@@ -130,10 +130,10 @@ def test_an_engine_without_tiers_has_no_series_of_them() -> None:
     assert not [name for name in scraped(load_snapshot()) if "tier" in name or "offload" in name or "external" in name]
 
 
-@pytest.mark.parametrize("field", TierLoad._fields[1:])
+@pytest.mark.parametrize("field", [spec.name for spec in fields(TierLoad)[1:]])
 def test_no_number_that_a_tier_tells_is_left_out(field: str) -> None:
     """A number that was added to TierLoad and forgotten here would change nothing."""
-    changed = DISK._replace(**{field: getattr(DISK, field) + 1})
+    changed = replace(DISK, **{field: getattr(DISK, field) + 1})
     assert scraped(with_tiers(DISK)) != scraped(with_tiers(changed))
 
 
