@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -62,6 +63,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.support.workers import WholeModules  # which needs pytest-xdist; a machine with a GPU may have none
 
     return WholeModules(config, log)
+
+
+@pytest.fixture(autouse=True)
+def own_loggers() -> Iterator[None]:
+    """Undo what a replica that ran in this process did to the loggers: pytest hands the records of a logger that does
+    not propagate to `caplog` by a handler of its own, so a later test would find none, or each of them twice."""
+    loggers = [logging.getLogger(name) for name in ("engine", "serve_app", "ray.serve")]
+    before = [(own.handlers[:], own.level, own.propagate, own.disabled) for own in loggers]
+    yield
+    for own, (handlers, level, propagate, disabled) in zip(loggers, before, strict=True):
+        own.handlers, own.propagate, own.disabled = handlers, propagate, disabled
+        own.setLevel(level)
 
 
 @pytest.fixture(scope="session")

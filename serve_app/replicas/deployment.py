@@ -58,7 +58,7 @@ def log_as_serve_does() -> None:
     serve_logger = logging.getLogger("ray.serve")
     for name in ("engine", "serve_app"):
         ours = logging.getLogger(name)
-        ours.handlers, ours.propagate = serve_logger.handlers, False
+        ours.handlers, ours.propagate = list(serve_logger.handlers), False
         ours.setLevel(serve_logger.level)
 
 

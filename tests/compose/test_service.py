@@ -44,11 +44,20 @@ class Running:
     """What is /tmp in the container."""
 
 
+def config_with_every_panel(path: Path) -> Path:
+    """Write the service's configuration with what the panels need beyond it: a tier, whose series are there only then."""
+    config = yaml.safe_load((ROOT / "config.yaml").read_text())
+    config["applications"][0]["args"].setdefault("engine", {})["kv_tiers"] = {"host_memory_gib": 0.1}
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     """The command and environment of the service, with a free port of this machine and directories of its own."""
     temp = Path(tempfile.mkdtemp(prefix="cc", dir="/tmp"))
     here = {target: str(ROOT / source) for source, target, *_ in mounts(SERVER) if source.startswith(".")}
+    here["/etc/chunkserve/config.yaml"] = str(config_with_every_panel(temp / "config.yaml"))
     port, command = free_port(), [here.get(word, word) for word in SERVER["command"]]
     command[0] = str(Path(sys.executable).with_name(command[0]))
     command[command.index("0.0.0.0")] = "127.0.0.1"

@@ -3,6 +3,7 @@ Never starts Ray: replicas are tested with the whole server."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from engine.checkpoints import gguf_convert
 from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig
 from serve_app.app import build
+from serve_app.replicas.deployment import log_as_serve_does
 from serve_app.replicas.served_model import read_text_side
 from serve_app.settings.application import AppSettings
 from serve_app.settings.scaling import AutoscalingSettings
@@ -61,3 +63,15 @@ def test_failed_starts_give_up_a_server_and_never_a_model_that_sleeps() -> None:
     assert counts == {"Engine-a": 6, "Engine-b": 2**31 - 1, "Ingress": 9}
     (alone,) = build(AppSettings(model="a"))._bound_deployment.init_args[1]
     assert alone._bound_deployment._deployment_config.max_constructor_retry_count == 3
+
+
+@pytest.mark.parametrize("earlier_replica", ["none", "in this process"])
+def test_a_replica_in_this_process_leaves_the_loggers_to_later_tests(
+    earlier_replica: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of the two runs after a replica: its record came twice, or not at all."""
+    logging.getLogger("serve_app").warning("a line")
+    assert caplog.messages == ["a line"]
+    assert logging.getLogger("serve_app").propagate
+    log_as_serve_does()
+    assert logging.getLogger("serve_app").handlers is not logging.getLogger("engine").handlers
