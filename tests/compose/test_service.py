@@ -45,7 +45,7 @@ class Running:
 
 
 def config_with_every_panel(path: Path) -> Path:
-    """Write the service's configuration with what the panels need beyond it: a tier, whose series are there only then."""
+    """Write the service's configuration with what the panels need beyond it: only a tier that is set has series."""
     config = yaml.safe_load((ROOT / "config.yaml").read_text())
     config["applications"][0]["args"].setdefault("engine", {})["kv_tiers"] = {"host_memory_gib": 0.1}
     path.write_text(yaml.safe_dump(config))
