@@ -125,6 +125,10 @@ class ForwardPass(Protocol):
     def gated_linear(self, x: Array, linear: Linear, activation: str = SILU) -> Array:
         """activation(gate) * up of [gate | up] = linear(x). # [num_tokens, outputs / 2]"""
 
+    def all_reduce(self, x: Array) -> Array:
+        """Sum over the ranks that compute the model together; see kernels.collectives.group. Only where there are
+        several. # as x"""
+
     def experts(self, x: Array, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Array:
         """Sum the outputs of each token's experts, weighted by their shares. # [num_tokens, hidden]
 

@@ -11,6 +11,18 @@ from engine.models.vision_config import VisionConfig
 from kernels.forward import SILU, LinearHeads, Routing
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a model that several ranks compute together is this rank's."""
+
+    rank: int = 0
+    size: int = 1
+    """How many ranks there are."""
+
+
+WHOLE = Shard()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """A mixture of experts instead of a layer's MLP."""
@@ -98,6 +110,8 @@ class ModelConfig:
     """None: the model takes text alone."""
     quantization: Quantization | None = None
     """How the checkpoint packs matrices; None if it does not. Set by engine.models.config."""
+    shard: Shard = WHOLE
+    """Which part of the model the numbers of heads and the intermediate sizes are of; see engine.models.shards."""
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,56 @@
+"""Owns the contract of the ranks that compute one model together (tensor parallel): sums, gathered columns, messages.
+Never moves a byte: a group of shared memory, gloo or NCCL does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+LEADER = 0
+"""The rank that plans, samples and answers."""
+
+
+class RankLostError(Exception):
+    """A rank has died, has given up or does not answer, so that this group can compute nothing more. The message names
+    the rank."""
+
+
+class Group(Protocol):
+    """One rank's end. All ranks make the same calls in the same order, each on one thread.
+
+    Every call raises RankLostError, on every rank that is left, once a rank is lost: within a second if its process has
+    died or it gave up, and after the group's timeout if it does not arrive.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are; more than one."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place, and return x: [...] contiguous, float32 or bfloat16.
+
+        The ranks' numbers are added in float32 in the order of ranks, and the sum is rounded once. So each rank gets
+        the same bits, and a number's sum does not depend on what else is in x.
+        """
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        """Lay the ranks' columns beside each other: x is [rows, sizes[rank]] float32. # the leader: [rows, sum(sizes)];
+        the others: None"""
+
+    def send(self, message: bytes) -> None:
+        """Tell all other ranks. The leader alone. It does not wait for them, unless they have not received the message
+        before the last one."""
+
+    def receive(self) -> bytes:
+        """Return the leader's next message, waiting for as long as the leader lives. All ranks but the leader."""
+
+    def give_up(self, reason: str) -> None:
+        """Let the others' next or current calls raise RankLostError with this rank and reason. Any thread."""
+
+    def close(self) -> None:
+        """Give back what the group holds. No call may follow."""
