@@ -660,6 +660,14 @@ class EngineConfig:
         "divided among the engine replicas.",
         ge=1,
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "Ranks that compute the model together, each in a process of its own with a part of every layer's weights and "
+        "of the KV cache, so that a model may be larger than one rank's memory. An engine on the CPU divides "
+        "num_threads among them. The leader, rank 0, plans and samples; all ranks add up their parts of each layer's "
+        "output twice.",
+        ge=1,
+    )
     executor: Literal["torch", "fake"] = setting(
         "torch",
         "What runs a step. `torch`: the model. `fake`: scripted tokens without weights, for tests and demos.",

@@ -99,6 +99,7 @@ def _setting(title: str, setting: str, when: Callable[[Any], Any] | None) -> Fea
     return Feature(title, Group.SETTING, setting, when)
 
 
+TENSOR_PARALLEL = _setting("several ranks", "tensor_parallel_size", partial(ne, 1))
 LORA = _setting("LoRA adapters", "max_loras", bool)
 OVERLAP = _setting("overlapped steps", "overlap", bool)
 DRAFTS = _setting("a number of drafts", "num_speculative_tokens", bool)
@@ -221,6 +222,8 @@ RULES = (
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
+    Rule((TENSOR_PARALLEL,), (GPU,), "on a GPU, an engine has one rank so far"),
+    Rule((TENSOR_PARALLEL,), (FAKE,), "the fake executor computes nothing that ranks could share"),
     # on which kernels
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
     Rule((NARROW_KV,), (WIDE_ATTENTION,), "on a GPU, only Triton's attention reads a KV cache in 8 bits"),
@@ -326,6 +329,7 @@ RULES = (
         "this setting has an effect only with kv_tiers.host_memory_gib or kv_tiers.disk_path",
         (NO_DISK_TIER,),
     ),
+    Rule((TENSOR_PARALLEL,), (HOST_TIER, DISK_TIER), "lower tiers move the KV of one rank alone"),
     Rule(
         (ENGINE_CHUNKS,),
         (OVERLAP,),

@@ -21,7 +21,7 @@ class Group(Protocol):
     """One rank's end. All ranks make the same calls in the same order, each on one thread.
 
     Every call raises RankLostError, on every rank that is left, once a rank is lost: within a second if its process has
-    died or it gave up, and after the group's timeout if it does not arrive.
+    died or it gave up, and after the group's timeout if it does not arrive at anything but `meet` and `receive`.
     """
 
     @property
@@ -30,6 +30,14 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """How many ranks there are; more than one."""
+
+    @property
+    def late_s(self) -> Sequence[float]:
+        """Seconds that the others have waited for each rank so far: the last to arrive is charged with what it came
+        after the one before it. Empty if the group does not measure it. Any thread."""
+
+    def meet(self) -> None:
+        """Return once every rank has called it, however long that takes: a rank may be loading its weights."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place, and return x: [...] contiguous, float32 or bfloat16.
