@@ -44,6 +44,9 @@ WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "watermark_blocks": (PROMPT_ONLY, 6),
     "max_partial_prefills": ({"long_prefill_token_threshold": 4}, 0),
     "long_prefill_token_threshold": ({}, 3),
+    "enable_chunked_prefill": ({}, False),
+    "long_prefill_defer_tokens": ({}, 8),
+    "long_prefill_defer_ms": ({"long_prefill_defer_tokens": 8}, 0.0),
     "chunk_halving_context": ({}, 12),
     "chunk_align": ({}, 1),
     "chunk_boundary": ({"max_partial_prefills": 0}, "request_local"),
@@ -100,7 +103,9 @@ LOOKUP_WITNESSES: dict[str, tuple[SpeculativeConfig, Any]] = {
 
 ENGINES: dict[str, dict[str, Any]] = {
     # Moving KV is slower than computing it, so that a victim's is moved only where the policy says so.
-    "preempt_policy": {"mover": partial(FakeMover, host_blocks=100, move_s=10.0), "enable_prefix_caching": True}
+    "preempt_policy": {"mover": partial(FakeMover, host_blocks=100, move_s=10.0), "enable_prefix_caching": True},
+    # Chunks leave all seats a token otherwise, and it is the same who takes the step's tokens first.
+    "batch_mode": {"max_prefill_tokens": 20},
 }
 HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
 """The engine of witnesses whose settings are about recurrent state: prefix hits start from snapshots."""
