@@ -20,6 +20,7 @@ from engine.models.kv_cache import blocks_in
 from engine.models.narrow import Keep
 from engine.models.native_adapters import packed_adapter_bytes
 from engine.models.native_rewind import rewind_bytes
+from engine.models.shards import head_rows
 from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import embedding_in_blocks, weight_bytes
 
@@ -217,10 +218,10 @@ def _draft_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -
 
 
 def _head_bytes(model: ModelConfig, dtype: torch.dtype, keep: Keep) -> int:
-    """Return the bytes of a tied LM head beside the embedding. In blocks, both are the same memory."""
+    """Return the bytes of a tied LM head beside the embedding. In blocks, weight_bytes has counted them."""
     if keep is Keep.GROUPED and embedding_in_blocks(model):
         return 0
-    return model.vocab_size * model.hidden_size * dtype.itemsize
+    return len(head_rows(model)) * model.hidden_size * dtype.itemsize
 
 
 def _vision_bytes(model: ModelConfig, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from engine.models.cuts import Cut, cuts_of
 from engine.models.description import LayerConfig, ModelConfig
 from engine.models.parameters import attended_size, qkv_sizes, settle_qkv
 from engine.models.registry import FAMILIES
@@ -150,8 +151,8 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[Place, _Pair]:
-    """Return the two factors of each adapted module, by the module's place."""
-    places = places_of(model)
+    """Return the two factors of each adapted module, by the module's place: of a model's part, those of the part."""
+    places = places_of(model.whole or model)
     sides: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in sorted(tensors.items()):  # sorted, so that the same mistake is always reported first
         found = _TENSOR.fullmatch(name)
@@ -169,7 +170,13 @@ def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scal
         if len(pair) < 2:
             has, lacks = ("A", "B") if "A" in pair else ("B", "A")
             raise AdapterError(f"{module} has lora_{has} but lacks lora_{lacks}.")
-    return {places[module]: (pair["A"], pair["B"]) for module, pair in sides.items()}
+    own, cuts = places_of(model), cuts_of(model)
+    return {own[module]: _cut(pair["A"], pair["B"], cuts.of_module(module)) for module, pair in sides.items()}
+
+
+def _cut(a: Tensor, b: Tensor, cut: Cut) -> _Pair:
+    """Return a rank's inputs of A and outputs of B."""
+    return Cut(inputs=cut.inputs).of(a), Cut(outputs=cut.outputs).of(b)
 
 
 def _check(name: str, tensor: Tensor, side: str, place: Place, scaling: _Scaling) -> None:

@@ -19,7 +19,8 @@ from kernels.forward import Array, ForwardPass, HeadShape, LinearAttentionPass
 class Decoder:
     """x = scale * embed; each layer: x += post(attention(norm(x))); x += post(mlp(norm(x))); logits = lm_head(norm(x)).
 
-    Only some families have post norms. Layers with linear attention use it instead of attention.
+    Only some families have post norms. Layers with linear attention use it instead of attention. Of a model that
+    several ranks compute together, each layer has two sums over them, and logits are those of the rank's own tokens.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, max_model_len: int) -> None:
@@ -56,9 +57,10 @@ class Decoder:
                 x = self._attention(run, x, layer_config, layer, rotations[layer_config.rope], next(caches))
             else:
                 x = self._linear_attention(run, x, layer_config.linear, layer, next(states))
-            x = self._post_norm(run, x, layer.attention_post_norm)
+            x = self._post_norm(run, self._summed(run, x), layer.attention_post_norm)
             x, residual = run.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = self._post_norm(run, self._mlp(run, x, layer_config, layer), layer.mlp_post_norm)
+            x = self._summed(run, self._mlp(run, x, layer_config, layer))
+            x = self._post_norm(run, x, layer.mlp_post_norm)
         x, _ = run.add_rms_norm(x, residual, weights.norm, eps)
         return x
 
@@ -111,6 +113,10 @@ class Decoder:
             routed = run.experts(x, layer.router, layer.gate_up, layer.down, layer_config.experts.routing)
             return routed if layer.shared is None else self._add_shared(run, x, layer.shared, routed)
         return run.linear(run.gated_linear(x, layer.gate_up, self.config.activation), layer.down)
+
+    def _summed(self, run: ForwardPass, x: Array) -> Array:
+        """Add up what the ranks have of an output, if the model is a part of one."""
+        return x if self.config.shard.size == 1 else run.all_reduce(x)
 
     def _post_norm(self, run: ForwardPass, x: Array, weight: Tensor | None) -> Array:
         return x if weight is None else run.add_rms_norm(x, None, weight, self.config.rms_norm_eps)[0]

@@ -112,6 +112,8 @@ class ModelConfig:
     """How the checkpoint packs matrices; None if it does not. Set by engine.models.config."""
     shard: Shard = WHOLE
     """Which part of the model the numbers of heads and the intermediate sizes are of; see engine.models.shards."""
+    whole: ModelConfig | None = None
+    """The model that this is a part of, as config.json describes it. None: this is all of it."""
 
     @property
     def num_layers(self) -> int:

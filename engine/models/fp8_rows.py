@@ -45,3 +45,7 @@ class Fp8Rows:
         """Stack the other's outputs below these, of the same form."""
         numbers, scales = (torch.cat(pair) for pair in ((self.numbers, other.numbers), (self.scales, other.scales)))
         return Fp8Rows(self.form, numbers, scales)
+
+    def part(self, first: int, last: int) -> Fp8Rows:
+        """Return the outputs [first, last)."""
+        return Fp8Rows(self.form, self.numbers[first:last], self.scales[first:last])

@@ -44,6 +44,11 @@ class GgufRows:
         """Stack the other's outputs below these, of the same format."""
         return GgufRows(self.kind, self.blocks, (*self.below, *other._parts))
 
+    def part(self, first: int, last: int) -> GgufRows:
+        """Return the outputs [first, last), where they were read."""
+        assert not self.below, "of what is not stacked"
+        return GgufRows(self.kind, self.blocks[first:last])
+
     @property
     def _parts(self) -> tuple[Tensor, ...]:
         return self.blocks, *self.below

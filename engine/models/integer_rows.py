@@ -58,6 +58,11 @@ class IntegerRows:
         )
         return replace(self, numbers=numbers, scales=scales, minima=minima)
 
+    def part(self, first: int, last: int) -> IntegerRows:
+        """Return the outputs [first, last)."""
+        numbers, scales, minima = (part[first:last] for part in (self.numbers, self.scales, self.minima))
+        return replace(self, numbers=numbers, scales=scales, minima=minima)
+
 
 def _in_bytes(values: Tensor, form: Form) -> Tensor:
     """Return q as IntegerRows.numbers has it. values: [outputs, inputs] float32, `inputs` even"""

@@ -144,6 +144,16 @@ def round_by_output(weight: Tensor) -> tuple[Tensor, Tensor]:
     return units.round_().to(torch.int8), scales
 
 
+def split_outputs(stacked: Linear, sizes: Sequence[int]) -> list[Linear]:
+    """Return views of these numbers of outputs. What all outputs share is in each."""
+    tensors = (stacked.weight, stacked.bias, stacked.scales, stacked.zeros)
+    parts = [[None] * len(sizes) if tensor is None else tensor.split(list(sizes)) for tensor in tensors]
+    return [
+        Linear(weight, bias, scales, zeros, stacked.group, stacked.order, stacked.input_scale)
+        for weight, bias, scales, zeros in zip(*parts, strict=True)
+    ]
+
+
 def take_views(module: str, missing: dict[str, Tensor]) -> Linear:
     """Remove a module's views from a checkpoint's table, and return them; a weight of None: there are none."""
     weight, scales, zeros, order, input_scale = (

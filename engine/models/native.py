@@ -197,8 +197,8 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threads: int = 1) -> DecoderWeights:
     """Pack weights in place, a layer in each thread. A tied LM head is copied instead, because the embedding must stay
-    readable by row; in blocks, the embedding is read from the LM head's panels."""
-    tied = weights.lm_head.weight is weights.embedding
+    readable by row; in blocks, the embedding is read from the LM head's panels, unless these are a rank's alone."""
+    tied = weights.head_in_embedding
     dtype: torch.dtype = weights.embedding.dtype
 
     def packed(linear: Linear, *, gated: bool = False, consume: bool = True, quantize: bool = quantize) -> Linear:

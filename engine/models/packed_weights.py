@@ -17,15 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import CheckpointError
+from engine.models.cuts import Cut, Cuts
 from engine.models.fp8_rows import Fp8Rows
 from engine.models.gguf_rows import GgufRows
 from engine.models.integer_rows import IntegerRows
-from engine.models.narrow import InBlocks, Narrow, num_inputs, round_by_output, take_views
-from engine.models.packing import BYTES, FP8, INT8, Gguf, Packing, Part, Unpacked
+from engine.models.narrow import InBlocks, Narrow, num_inputs, round_by_output, split_outputs, take_views
+from engine.models.packing import BYTES, FP8, INT8, SHAPE, Gguf, Packing, Part, Unpacked, widened
 from engine.models.quantization import Quantization
-from engine.models.stored_forms import form_of
 from engine.models.stored_matrix import StoredMatrix
-from kernels.cpu.native.grouped import Rows, fitting
+from kernels.cpu.native.grouped import Form, Rows, fitting
 from kernels.forward import Linear
 
 _NARROW = (INT8, FP8, "F8_E5M2", BYTES)
@@ -101,15 +101,19 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
     return found
 
 
-def with_order(stored: Stored, module: str, layout: Narrow) -> Narrow | None:
+def with_order(stored: Stored, module: str, layout: Narrow, inputs: range | None = None) -> Narrow | None:
     """Return the layout with the order of inputs that the checkpoint lists; None: a group has more or fewer inputs than
-    the format says."""
+    the format says. inputs: those that this rank has; None: all."""
     listed = next((name for part in _GROUP_LISTS if (name := f"{module}.{part}") in stored.files), None)
     if layout.group is None or listed is None:
         return replace(layout, order="")
-    found = stored.read(listed).flatten()
+    found = stored.read(listed).flatten()[slice(None) if inputs is None else slice(inputs.start, inputs.stop)]
+    if bool((found == NO_GROUPS).all()):
+        return replace(layout, order="")
+    if inputs is not None:  # their groups are counted from the first that they are in
+        found = torch.unique(found, return_inverse=True)[1]
     in_order = torch.arange(found.numel(), device=found.device) // layout.group
-    if bool((found == in_order).all()) or bool((found == NO_GROUPS).all()):
+    if bool((found == in_order).all()):
         return replace(layout, order="")
     if not bool((found.sort().values == in_order).all()):
         return None
@@ -129,10 +133,13 @@ def fill_packed(
     packed: Mapping[str, Packing],
     layouts: Mapping[str, Narrow | InBlocks],
     missing: dict[str, Tensor],
+    cuts: Cuts,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> frozenset[str]:
     """Fill those weights of `missing` that are packed, and remove them from it. Return the names of the tensors used.
 
     layouts: of the modules whose values are kept as stored. A narrow view of another layout gets weights rounded anew.
+    cuts: this rank's part of each matrix; shapes: of the tensors of those that are cut, before they are.
 
     Raises:
         CheckpointError: a part is missing, of another shape or type, or contradicts another.
@@ -143,16 +150,16 @@ def fill_packed(
         view: Tensor | StoredMatrix | None = views.weight
         if view is None:
             continue  # the reader of the other tensors decides whether it may be left over
-        if isinstance(view, StoredMatrix):
-            parts, names = _read_parts(stored, module, packing, view.shape)
-            view.fill(_rows(stored, module, packing, parts, view))
-            taken |= names | _leftovers(stored, module, missing)
-            continue
-        if view.dim() != 2:
+        if isinstance(view, Tensor) and view.dim() != 2:
             raise CheckpointError(f"{module} is packed ({packing.summary}), but its weight is not two-dimensional.")
-        parts, names = _read_parts(stored, module, packing, (len(view), num_inputs(view)))
+        outputs, inputs = shapes.get(
+            f"{module}.weight", (len(view), view.inputs if isinstance(view, StoredMatrix) else num_inputs(view))
+        )
+        parts, names = _read_parts(stored, module, packing, (outputs, inputs))
+        matrix = _Matrix(packing, parts, outputs, inputs)
         try:
-            _fill(packing.unpack(parts, len(view), num_inputs(view)), layouts.get(module), views)
+            for own, run in _pieces(views, cuts.of_module(module)):
+                _fill_piece(matrix, run, cuts.of_module(module).inputs, layouts.get(module), own)
             _take_input_scale(stored, module, views.input_scale)
         except ValueError as error:
             raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
@@ -160,19 +167,71 @@ def fill_packed(
     return frozenset(taken)
 
 
-def _rows(stored: Stored, module: str, packing: Packing, parts: Mapping[str, Tensor], view: StoredMatrix) -> Rows:
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A whole matrix as it is stored."""
+
+    packing: Packing
+    parts: Mapping[str, Tensor]
+    """Still in the file's pages on a CPU, so that only what is cut out of them takes memory."""
+    outputs: int
+    inputs: int
+
+    def cut(self, outputs: range | None, inputs: range | None) -> tuple[dict[str, Tensor], range, range]:
+        """Return the parts of the least matrix around some outputs and inputs, which of the whole's outputs these are,
+        and which inputs. None: all."""
+        every = range(self.outputs), range(self.inputs)
+        if outputs is None and inputs is None:
+            return dict(self.parts), *every
+        listed = any(part in self.parts and bool((self.parts[part] != NO_GROUPS).any()) for part in _GROUP_LISTS)
+        wanted = {
+            part: found for part, found in self.packing.parts(self.outputs, self.inputs).items() if part in self.parts
+        }
+        rows = widened(wanted.values(), outputs or every[0], self.outputs, inputs=False, listed=listed)
+        columns = widened(wanted.values(), inputs or every[1], self.inputs, inputs=True, listed=listed)
+        found = {name: part.cut(self.parts[name], rows, columns, listed=listed) for name, part in wanted.items()}
+        return found, rows, columns
+
+    def unpack(self, outputs: range | None, inputs: range | None) -> Unpacked:
+        """Unpack some outputs and inputs; None: all."""
+        parts, rows, columns = self.cut(outputs, inputs)
+        parts = {name: part.contiguous() for name, part in parts.items()}
+        unpacked = self.packing.unpack(parts, len(rows), len(columns))
+        if outputs is None and inputs is None:
+            return unpacked
+        return unpacked.part(_within(outputs or rows, rows), _within(inputs or columns, columns))
+
+
+def _within(run: range, around: range) -> slice:
+    return slice(run.start - around.start, run.stop - around.start)
+
+
+def _pieces(views: Linear, cut: Cut) -> Sequence[tuple[Linear, range | None]]:
+    """Return views of a rank's matrix and the outputs of the whole matrix that they are; None: all."""
+    if cut.outputs is None:
+        return [(views, None)]
+    return list(zip(split_outputs(views, [len(run) for run in cut.outputs]), cut.outputs, strict=True))
+
+
+def _fill_piece(
+    matrix: _Matrix, outputs: range | None, inputs: range | None, layout: Narrow | InBlocks | None, views: Linear
+) -> None:
+    view: Tensor | StoredMatrix = views.weight
+    if isinstance(view, StoredMatrix):
+        assert isinstance(layout, InBlocks), "all modules of a stack in blocks are"
+        view.fill(_rows(matrix, outputs, inputs, layout.form, view))
+    else:
+        _fill(matrix.unpack(outputs, inputs), layout, views)
+
+
+def _rows(matrix: _Matrix, outputs: range | None, inputs: range | None, form: Form, view: StoredMatrix) -> Rows:
     """Return a matrix that stays in groups."""
-    if isinstance(packing, Gguf):
-        return GgufRows(packing.kind, parts["weight"])
-    form = form_of(packing)
-    assert form is not None
-    form = fitting(form, view.inputs)
-    assert form is not None
-    try:
-        unpacked = packing.unpack(parts, *view.shape)
-        return Fp8Rows.of(unpacked, form) if form.fp8 else IntegerRows.of(unpacked, form)
-    except ValueError as error:
-        raise CheckpointError(f"{_file(stored, module, packing)}: {module}.{error} ({packing.summary}).") from error
+    if isinstance(matrix.packing, Gguf):
+        return GgufRows(matrix.packing.kind, matrix.cut(outputs, inputs)[0]["weight"])
+    own = fitting(form, view.inputs)
+    assert own is not None
+    unpacked = matrix.unpack(outputs, inputs)
+    return Fp8Rows.of(unpacked, own) if own.fp8 else IntegerRows.of(unpacked, own)
 
 
 def _fill(unpacked: Unpacked, layout: Narrow | InBlocks | None, views: Linear) -> None:
@@ -223,6 +282,11 @@ def _read_parts(
         if name in stored.files:
             _check(stored, name, expected, packing)
             parts[part] = stored.read(name)
+            if part == SHAPE and (told := parts[part].tolist()) != list(shape):
+                raise CheckpointError(
+                    f"{_file(stored, module, packing)}: {name} is {told}, but config.json says {list(shape)} "
+                    f"({packing.summary})."
+                )
             if parts[part].dtype.is_floating_point and not bool(parts[part].float().isfinite().all()):
                 raise CheckpointError(f"{stored.files[name][0]}: {name} has numbers that are not finite.")
         elif not expected.optional:

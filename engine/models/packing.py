@@ -3,21 +3,45 @@ Never rounds: a weight is (q - zero) * scale in float32, as its format defines i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.models.gguf_rows import GgufRows, row_bytes
+from engine.models.gguf_rows import BLOCK_BYTES, GgufRows, row_bytes
 from engine.models.narrow import LISTED, Narrow
+from kernels.cpu.native.grouped import FORMS
 
 INT8, INT32, FP8, BYTES = "I8", "I32", "F8_E4M3", "U8"
 """Types, as safetensors spells them."""
 _SCALES = ("F16", "BF16", "F32")
+SHAPE = "weight_shape"
+"""A part that has the matrix's outputs and inputs."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """For each of eight outputs, which group of four bits in an int32 holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis of a stored tensor runs along."""
+
+    inputs: bool
+    """Whether along the inputs; else the outputs."""
+    step: int = 1
+    """How many of them an element is for; 0: all."""
+    width: int = 1
+    """How many elements a step has."""
+    groups: bool = False
+    """Whether along groups of inputs, which need not lie in order where a checkpoint lists each input's group."""
+
+    def slice(self, run: range) -> slice:
+        """Return the elements of a run of outputs or inputs."""
+        if not self.step:
+            return slice(None)
+        return slice(run.start // self.step * self.width, -(-run.stop // self.step) * self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +52,27 @@ class Part:
     """Axes of size 1 may be left out."""
     kinds: tuple[str, ...]
     optional: bool = False
+    axes: tuple[Axis, ...] = ()
+    """Empty: it is the same for any part of the matrix."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return [size for size in shape if size != 1] == [size for size in self.shape if size != 1]
+
+    def cut(self, tensor: Tensor, outputs: range, inputs: range, *, listed: bool) -> Tensor:
+        """Return a view of what some outputs and inputs need, of the tensor of the whole matrix. listed: groups do not
+        lie in order, so that any may be needed."""
+        index = [
+            slice(None) if axis.groups and listed else axis.slice(inputs if axis.inputs else outputs)
+            for axis in self.axes
+        ]
+        return tensor.view(self.shape)[tuple(index)] if index else tensor
+
+
+def widened(parts: Iterable[Part], run: range, total: int, *, inputs: bool, listed: bool) -> range:
+    """Return the least run of outputs or inputs around `run` that begins and ends between elements of all parts."""
+    axes = (axis for part in parts for axis in part.axes if axis.inputs is inputs and not (axis.groups and listed))
+    step = math.lcm(*(axis.step for axis in axes if axis.step))
+    return range(run.start // step * step, min(-(-run.stop // step) * step, total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +99,14 @@ class Unpacked:
     def weight(self) -> Tensor:
         """Return the matrix itself. # [outputs, inputs] float32"""
         return self._less_zero * self.scales[self.rows][:, self.columns]
+
+    def part(self, outputs: slice, inputs: slice) -> Unpacked:
+        """Return some of the outputs and inputs, with the groups that these inputs are in."""
+        used, columns = torch.unique(self.columns[inputs], return_inverse=True)
+        zeros = None if self.zeros is None else self.zeros[:, used]
+        return Unpacked(
+            self.values[outputs, inputs], self.least, self.scales[:, used], self.rows[outputs], columns, zeros
+        )
 
     def by_group(self) -> tuple[Unpacked, Tensor]:
         """Return the same with its inputs sorted by their groups, and where each was. # [inputs] int32"""
@@ -106,6 +156,10 @@ class Packing(Protocol):
     def by_output(self) -> bool:
         """Whether values have 8 bits and each output has one scale. All kernels with 8 bits use it as stored."""
 
+    @property
+    def group(self) -> int | None:
+        """How many inputs share a scale or lie in a block; None: all."""
+
     def narrow(self, *, zeros: bool) -> Narrow | str:
         """Return the layout in which a GPU's kernels use it as stored, its order LISTED where the format lists groups,
         or why there is none. zeros: whether a checkpoint has zero points although the format makes them optional."""
@@ -142,6 +196,10 @@ class Grid:
     def by_output(self) -> bool:
         return self.kind != FP8 and self.bits == 8 and self.cell[1] is None and self.cell[0] in (1, None)
 
+    @property
+    def group(self) -> int | None:
+        return self.cell[1]
+
     def narrow(self, *, zeros: bool) -> Narrow | str:
         if self.kind == FP8:
             return Narrow(torch.float8_e4m3fn, self.cell[1])
@@ -157,35 +215,38 @@ class Grid:
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
         rows, columns = self._sizes(outputs, inputs)
-        found = {self.scale: Part((rows, columns), _SCALES)}
+        high, per_int = self.cell[0] or 0, self._per_int
+        row, column = Axis(False, high), Axis(True, self.cell[1] or 0, groups=True)
+        found = {self.scale: Part((rows, columns), _SCALES, axes=(row, column))}
         optional = not self.zero_points
         if self.kind != INT32:
-            found["weight"] = Part((outputs, inputs), (self.kind,))
+            found["weight"] = Part((outputs, inputs), (self.kind,), axes=(Axis(False), Axis(True)))
             if self.kind == INT8:
-                found["weight_zero_point"] = Part((rows, columns), (INT8,), optional)
+                found["weight_zero_point"] = Part((rows, columns), (INT8,), optional, (row, column))
         else:
-            found["weight_packed"] = Part((outputs, -(-inputs // self._per_int)), (INT32,))
-            found["weight_shape"] = Part((2,), (INT32, "I64"))
-            found["weight_zero_point"] = Part((-(-rows // self._per_int), columns), (INT32,), optional)
+            axes = Axis(False), Axis(True, per_int)
+            found["weight_packed"] = Part((outputs, -(-inputs // per_int)), (INT32,), axes=axes)
+            found[SHAPE] = Part((2,), (INT32, "I64"))
+            axes = Axis(False, high * per_int), column
+            found["weight_zero_point"] = Part((-(-rows // per_int), columns), (INT32,), optional, axes)
         if self.ordered:
-            found["weight_g_idx"] = Part((inputs,), (INT32, "I64"))
+            found["weight_g_idx"] = Part((inputs,), (INT32, "I64"), axes=(Axis(True),))
         return found
 
     def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
-        sizes = self._sizes(outputs, inputs)
+        rows, _ = self._sizes(outputs, inputs)
+        sizes = rows, parts[self.scale].numel() // rows
         values, zeros = parts[self.main], parts.get("weight_zero_point")
         if self.kind == INT32:
-            if (stored := parts["weight_shape"].tolist()) != [outputs, inputs]:
-                raise ValueError(f"weight_shape is {stored}, but config.json says {[outputs, inputs]}")
             values = self._from_int32(values)[:, :inputs]
             zeros = None if zeros is None else self._from_int32(zeros.view(-1, sizes[1]).T)[:, : sizes[0]].T
-        rows = torch.arange(outputs, device=values.device) // (self.cell[0] or outputs)
+        of_output = torch.arange(outputs, device=values.device) // (self.cell[0] or outputs)
         columns = torch.arange(inputs, device=values.device) // (self.cell[1] or inputs)
         if self.ordered and not bool((parts["weight_g_idx"] == -1).all()):
             columns = checked_groups("weight_g_idx", parts["weight_g_idx"], sizes[1])
         points = None if zeros is None else zeros.reshape(sizes).float()
         return Unpacked(
-            values.float(), -(1 << self.bits - 1), parts[self.scale].float().view(sizes), rows, columns, points
+            values.float(), -(1 << self.bits - 1), parts[self.scale].float().view(sizes), of_output, columns, points
         )
 
     def _from_int32(self, packed: Tensor) -> Tensor:
@@ -217,6 +278,10 @@ class Gptq:
     def by_output(self) -> bool:
         return self.bits == 8 and self.group_size is None
 
+    @property
+    def group(self) -> int | None:
+        return self.group_size
+
     def narrow(self, *, zeros: bool) -> Narrow | str:
         order = LISTED if self.ordered and self.group_size is not None else ""
         return Narrow(torch.uint8 if self.bits == 4 else torch.int8, self.group_size, True, order)
@@ -226,11 +291,12 @@ class Gptq:
         for name, size in (("inputs", inputs), ("outputs", outputs)):
             if size % per_int:
                 raise ValueError(f"{size} {name} is not a multiple of {per_int}, which int32 packing needs")
+        group, packed = Axis(True, self.group_size or 0, groups=True), Axis(False, per_int)
         return {
-            "qweight": Part((inputs // per_int, outputs), (INT32,)),
-            "qzeros": Part((groups, outputs // per_int), (INT32,)),
-            "scales": Part((groups, outputs), _SCALES),
-            "g_idx": Part((inputs,), (INT32, "I64"), optional=not self.ordered),
+            "qweight": Part((inputs // per_int, outputs), (INT32,), axes=(Axis(True, per_int), Axis(False))),
+            "qzeros": Part((groups, outputs // per_int), (INT32,), axes=(group, packed)),
+            "scales": Part((groups, outputs), _SCALES, axes=(group, Axis(False))),
+            "g_idx": Part((inputs,), (INT32, "I64"), not self.ordered, (Axis(True),)),
         }
 
     def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
@@ -264,6 +330,10 @@ class Awq:
     def by_output(self) -> bool:
         return False
 
+    @property
+    def group(self) -> int | None:
+        return self.group_size
+
     def narrow(self, *, zeros: bool) -> Narrow | str:
         return Narrow(torch.uint8, self.group_size, zeros=True)
 
@@ -271,10 +341,11 @@ class Awq:
         groups = -(-inputs // (self.group_size or inputs))
         if outputs % 8:
             raise ValueError(f"{outputs} outputs is not a multiple of 8, which int32 packing needs")
+        group, packed = Axis(True, self.group_size or 0, groups=True), Axis(False, 8)
         return {
-            "qweight": Part((inputs, outputs // 8), (INT32,)),
-            "qzeros": Part((groups, outputs // 8), (INT32,)),
-            "scales": Part((groups, outputs), _SCALES),
+            "qweight": Part((inputs, outputs // 8), (INT32,), axes=(Axis(True), packed)),
+            "qzeros": Part((groups, outputs // 8), (INT32,), axes=(group, packed)),
+            "scales": Part((groups, outputs), _SCALES, axes=(group, Axis(False))),
         }
 
     def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
@@ -307,11 +378,16 @@ class Gguf:
     def by_output(self) -> bool:
         return False
 
+    @property
+    def group(self) -> int | None:
+        return FORMS[self.kind].run
+
     def narrow(self, *, zeros: bool) -> Narrow | str:
         return "only the native kernels compute with blocks of GGUF's formats"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
-        return {"weight": Part((outputs, row_bytes(self.kind, inputs)), (BYTES,))}
+        axes = Axis(False), Axis(True, FORMS[self.kind].run, BLOCK_BYTES[self.kind])
+        return {"weight": Part((outputs, row_bytes(self.kind, inputs)), (BYTES,), axes=axes)}
 
     def unpack(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> Unpacked:
         """Unpack to the weights themselves: their minima are no whole numbers of scales."""

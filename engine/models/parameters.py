@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.models.description import LayerConfig, LinearAttention, ModelConfig
-from engine.models.narrow import NARROW_PARTS, SHARED_PARTS, InBlocks, Kept, Narrow
+from engine.models.narrow import NARROW_PARTS, SHARED_PARTS, InBlocks, Kept, Narrow, split_outputs
 from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
+from engine.models.shards import head_rows
 from engine.models.stored_matrix import StoredMatrix
 from kernels.cpu.native.grouped import fitting
 from kernels.forward import Linear
@@ -62,12 +63,21 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """All weights of one decoder. If the checkpoint ties them, the weight of `lm_head` is `embedding` itself."""
+    """All weights of one decoder, or of a rank's part of it. If the checkpoint ties them, the weight of `lm_head` is
+    `embedding` itself, or the rank's rows of it."""
 
     embedding: Any  # [vocab, hidden] Tensor, or a backend's packed form of it
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    lm_head: Linear  # [vocab, hidden]
+    lm_head: Linear  # [own vocab, hidden]
+
+    @property
+    def head_in_embedding(self) -> bool:
+        """Whether the LM head has no memory of its own."""
+        head = self.lm_head.weight
+        if isinstance(head, Tensor) and isinstance(self.embedding, Tensor):
+            return head.untyped_storage().data_ptr() == self.embedding.untyped_storage().data_ptr()
+        return head is self.embedding
 
 
 def allocate(
@@ -84,7 +94,9 @@ def allocate(
             for number, layer in enumerate(config.layers)
         ),
         norm=torch.empty(config.hidden_size, dtype=_norm_dtype(config, dtype), device=device),
-        lm_head=Linear(embedding) if config.tie_word_embeddings else _allocate_head(config, dtype, device, kept),
+        lm_head=_tied_head(config, embedding)
+        if config.tie_word_embeddings
+        else _allocate_head(config, dtype, device, kept),
     )
 
 
@@ -106,7 +118,17 @@ def _allocate_embedding(
 
 
 def _allocate_head(config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept) -> Linear:
-    return _allocate(kept.layout(["lm_head"]), config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+    return _allocate(kept.layout(["lm_head"]), len(head_rows(config)), config.hidden_size, dtype=dtype, device=device)
+
+
+def _tied_head(config: ModelConfig, embedding: Tensor | StoredMatrix) -> Linear:
+    """Return the rank's rows of the embedding. In blocks, they are to be filled by `settle`."""
+    rows = head_rows(config)
+    if config.whole is None:
+        return Linear(embedding)
+    if isinstance(embedding, Tensor):
+        return Linear(embedding[rows.start : rows.stop])
+    return Linear(StoredMatrix(len(rows), embedding.inputs, embedding.form, embedding.dtype, embedding.device))
 
 
 def _allocate(
@@ -250,7 +272,11 @@ def _allocate_shared(hidden: int, size: int, linear: Callable[..., Linear]) -> S
 
 
 def settle(config: ModelConfig, weights: DecoderWeights) -> None:
-    """Convert weights from the checkpoint's layout to the one that the block uses, in place."""
+    """Convert weights from the checkpoint's layout to the one that the block uses, in place. A rank's part has the
+    layout of a smaller model."""
+    if isinstance(weights.embedding, StoredMatrix) and _has_own_rows(config, weights):
+        rows = head_rows(config)
+        weights.lm_head.weight.fill(weights.embedding.filled[0].part(rows.start, rows.stop))
     if config.norm_offset:
         for norm in _norms(weights):
             norm.add_(config.norm_offset)
@@ -405,9 +431,15 @@ def _tensors(config: ModelConfig, weights: DecoderWeights) -> Iterator[Tensor]:
 
 
 def num_bytes(config: ModelConfig, weights: DecoderWeights) -> int:
-    """Return the bytes of all tensors. A tied one counts once."""
+    """Return the bytes of all tensors. A tied one counts once, unless a rank has its rows in blocks of their own."""
     shared = (part for linear in _matrices(config, weights) for part in (linear.order, linear.input_scale))
-    return sum(tensor.nbytes for tensor in (*_tensors(config, weights), *shared) if tensor is not None)
+    head = weights.lm_head.weight
+    apart = [head] if isinstance(head, StoredMatrix) and _has_own_rows(config, weights) else []
+    return sum(tensor.nbytes for tensor in (*_tensors(config, weights), *shared, *apart) if tensor is not None)
+
+
+def _has_own_rows(config: ModelConfig, weights: DecoderWeights) -> bool:
+    return config.tie_word_embeddings and weights.lm_head.weight is not weights.embedding
 
 
 def _layer_table(
@@ -437,7 +469,7 @@ def _places(config: ModelConfig, layer_config: LayerConfig, layer: LayerWeights)
         "mlp_post_norm": layer.mlp_post_norm,
     }
     if layer_config.linear is None:
-        parts = dict(zip("qkv", _parts(layer.qkv, qkv_sizes(config)), strict=True))
+        parts = dict(zip("qkv", split_outputs(layer.qkv, qkv_sizes(config)), strict=True))
         places |= {"qkv": layer.qkv, **parts, "output": layer.output}
     else:
         places |= _linear_places(layer_config.linear, layer)
@@ -451,8 +483,8 @@ def _places(config: ModelConfig, layer_config: LayerConfig, layer: LayerWeights)
 def _linear_places(linear: LinearAttention, layer: LayerWeights) -> dict[str, _Place]:
     assert layer.linear is not None
     heads = linear.heads
-    qkv, z, b, a = _parts(layer.qkv, [heads.channels, heads.value_size, *[heads.num_value_heads] * 2])
-    qkvz, ba = _parts(layer.qkv, [heads.channels + heads.value_size, 2 * heads.num_value_heads])
+    qkv, z, b, a = split_outputs(layer.qkv, [heads.channels, heads.value_size, *[heads.num_value_heads] * 2])
+    qkvz, ba = split_outputs(layer.qkv, [heads.channels + heads.value_size, 2 * heads.num_value_heads])
     rate, bias = layer.linear.rates
     return {
         "linear_qkvz": qkvz,
@@ -494,13 +526,4 @@ def _table(names: Mapping[str, str], places: Mapping[str, _Place]) -> dict[str, 
 
 
 def _halves(gate_up: Linear) -> list[Linear]:
-    return _parts(gate_up, [len(gate_up.weight) // 2] * 2)
-
-
-def _parts(stacked: Linear, sizes: list[int]) -> list[Linear]:
-    tensors = (stacked.weight, stacked.bias, stacked.scales, stacked.zeros)
-    parts = [[None] * len(sizes) if tensor is None else tensor.split(sizes) for tensor in tensors]
-    return [
-        Linear(weight, bias, scales, zeros, stacked.group, stacked.order, stacked.input_scale)
-        for weight, bias, scales, zeros in zip(*parts, strict=True)
-    ]
+    return split_outputs(gate_up, [len(gate_up.weight) // 2] * 2)

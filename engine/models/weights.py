@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
 from engine.models.config import ModelConfig, read_json
+from engine.models.cuts import ALL, Cuts, cuts_of
 from engine.models.matrix_counts import matrices
 from engine.models.narrow import INT8, NARROW_PARTS, InBlocks, Keep, Kept, Narrow, round_by_output
 from engine.models.packed_weights import Stored, fill_packed, find_packed, with_order
@@ -31,6 +32,7 @@ from engine.models.parameters import (
 )
 from engine.models.registry import FAMILIES
 from engine.models.stored_forms import form_of
+from kernels.cpu.native.grouped import fitting
 from kernels.forward import Linear
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,29 +53,31 @@ def load_weights(
     rounded: bool = False,
     round_inputs: bool = False,
 ) -> DecoderWeights:
-    """Load the checkpoint's weights in `dtype` on `device`.
+    """Load the checkpoint's weights in `dtype` on `device`. config: the whole model, or a rank's part of it.
 
     Each tensor is copied straight from its file to its place, so the host never holds more of the model than one
-    tensor. others: further tensors to fill, by name. keep: which packed matrices stay as stored. rounded: round all
-    others to 8 bits as they are read; a tied LM head gets a rounded copy of the embedding. round_inputs: matrices in
-    fp8 get an input_scale, see kernels.forward.Linear.
+    tensor. Of a model in parts, only the rank's part of each tensor is read. others: further tensors to fill, by name.
+    keep: which packed matrices stay as stored. rounded: round all others to 8 bits as they are read; a tied LM head
+    gets a rounded copy of the embedding. A rank rounds its part by itself: where it has only some of the inputs, by the
+    largest magnitude among them. round_inputs: matrices in fp8 get an input_scale, see kernels.forward.Linear.
 
     Raises:
         CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
     """
     files, taken = _weight_files(model_dir), frozenset[str]()
+    cuts, shapes = cuts_of(config), _whole_shapes(config, dtype)
     if config.quantization is None:
         weights = allocate(config, dtype, device, Kept(rounded=rounded))
         missing = checkpoint_table(config, weights) | dict(others)
     else:
         with Stored.open(files, device) as stored:
             packed = find_packed(stored, config.quantization)
-            kept = _kept(stored, packed, keep, rounded, round_inputs)
+            kept = _kept(stored, packed, cuts, keep, rounded, round_inputs)
             weights = allocate(config, dtype, device, kept)
             missing = checkpoint_table(config, weights) | dict(others)
-            taken = fill_packed(stored, packed, kept.modules, missing)
+            taken = fill_packed(stored, packed, kept.modules, missing, cuts, shapes)
     for file in files:
-        _load_file(file, config, missing, stacked_table(config, weights), device, taken)
+        _load_file(file, config, missing, stacked_table(config, weights), device, taken, cuts, shapes)
     if missing:
         raise CheckpointError(
             f"{model_dir}: {_some(missing)} missing from {', '.join(file.name for file in files)}; "
@@ -102,20 +106,38 @@ def bytes_a_weight(model_dir: Path | None, config: ModelConfig, dtype: torch.dty
     return size / count
 
 
+def _whole_shapes(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a checkpoint's tensors have before they are cut, by name; {} if they are not cut."""
+    whole = config.whole
+    if whole is None:
+        return {}
+    weights = allocate(whole, dtype, torch.device("meta"))
+    stacked = {name: linear.weight for name, (linear, _) in stacked_table(whole, weights).items()}
+    return {name: tuple(view.shape) for name, view in (checkpoint_table(whole, weights) | stacked).items()}
+
+
 def _described(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, keep: Keep) -> DecoderWeights:
     """Return what load_weights would, without memory."""
     kept = Kept()
     if model_dir is not None and config.quantization is not None and keep is not Keep.NOTHING:
         with Stored.open(_weight_files(model_dir), CPU) as stored:
-            kept = _kept(stored, find_packed(stored, config.quantization), keep)
+            kept = _kept(stored, find_packed(stored, config.quantization), cuts_of(config), keep)
     return allocate(config, dtype, torch.device("meta"), kept)
 
 
 def _kept(
-    stored: Stored, packed: Mapping[str, Packing], keep: Keep, rounded: bool = False, round_inputs: bool = False
+    stored: Stored,
+    packed: Mapping[str, Packing],
+    cuts: Cuts,
+    keep: Keep,
+    rounded: bool = False,
+    round_inputs: bool = False,
 ) -> Kept:
     """Return which matrices stay as they are stored."""
-    layouts = {module: _layout(stored, module, packing, keep) for module, packing in packed.items()}
+    layouts = {
+        module: _layout(stored, module, packing, cuts.of_module(module).inputs, keep)
+        for module, packing in packed.items()
+    }
     modules = {module: layout for module, layout in layouts.items() if layout is not None}
     for module, layout in modules.items() if round_inputs else ():
         if isinstance(layout, Narrow) and layout.dtype == torch.float8_e4m3fn:
@@ -143,26 +165,33 @@ def _gated_apart(modules: Mapping[str, Narrow | InBlocks]) -> list[str]:
     ]
 
 
-def _layout(stored: Stored, module: str, packing: Packing, keep: Keep) -> Narrow | InBlocks | None:
+def _layout(
+    stored: Stored, module: str, packing: Packing, inputs: range | None, keep: Keep
+) -> Narrow | InBlocks | None:
+    """inputs: those that this rank has. Groups that it has only in part are not kept."""
     if keep is Keep.GROUPED and not packing.by_output:
         form = form_of(packing)
-        return InBlocks(form) if form is not None and _in_order(stored, module, packing) else None
+        if form is not None and inputs is not None:
+            form = fitting(form, math.gcd(inputs.start, len(inputs)))
+        return InBlocks(form) if form is not None and _in_order(stored, module, packing, inputs) else None
     if keep.by_output:
         return INT8 if packing.by_output else None
     layout = packing.narrow(zeros=f"{module}.weight_zero_point" in stored.files)
     if keep is Keep.NOTHING or isinstance(layout, str) or layout.why_not is not None:
         return None
-    return with_order(stored, module, layout)
+    if inputs is not None and layout.group is not None and inputs.start % layout.group:
+        return None
+    return with_order(stored, module, layout, inputs)
 
 
-def _in_order(stored: Stored, module: str, packing: Packing) -> bool:
+def _in_order(stored: Stored, module: str, packing: Packing, inputs: range | None) -> bool:
     """Whether inputs that share a scale lie beside each other, also where the checkpoint lists each input's group."""
     layout = packing.narrow(zeros=True)
-    return not isinstance(layout, Narrow) or with_order(stored, module, layout) == layout
+    return not isinstance(layout, Narrow) or with_order(stored, module, layout, inputs) == layout
 
 
 def _with_rounded_head(weights: DecoderWeights) -> DecoderWeights:
-    values, scales = round_by_output(weights.embedding)
+    values, scales = round_by_output(weights.lm_head.weight)
     return replace(weights, lm_head=Linear(values, scales=scales))
 
 
@@ -175,17 +204,19 @@ def dummy_weights(
     rounded: bool = False,
 ) -> DecoderWeights:
     """Make random weights of the model's shapes, scaled so that activations stay near one at any depth. On the same
-    kind of device, the same seed gives the same weights. rounded: see load_weights."""
+    kind of device, the same seed gives the same weights, and ranks get the parts of one model. rounded: see
+    load_weights."""
     weights = allocate(config, dtype, device, Kept(rounded=rounded))
     generator = torch.Generator(device).manual_seed(seed)
-    table = checkpoint_table(config, weights)
+    table, cuts, shapes = checkpoint_table(config, weights), cuts_of(config), _whole_shapes(config, dtype)
     for name, view in table.items():
         if name.endswith("norm.weight"):
             view.fill_(1.0)
         elif not name.endswith(NARROW_PARTS):
-            std = 1.0 / math.sqrt(view.shape[-1]) if view.dim() == 2 else 0.02
-            drawn = torch.empty(view.shape, device=device).normal_(0.0, std, generator=generator)
-            _store(drawn, view, table.get(f"{name}_scale"))
+            shape = shapes.get(name, tuple(view.shape))
+            std = 1.0 / math.sqrt(shape[-1]) if len(shape) == 2 else 0.02
+            drawn = torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+            _store(cuts.of_tensor(name).of(drawn), view, table.get(f"{name}_scale"))
     return _with_rounded_head(weights) if rounded and config.tie_word_embeddings else weights
 
 
@@ -242,9 +273,11 @@ def _load_file(
     stacked: Mapping[str, tuple[Linear, tuple[str, ...]]],
     device: torch.device,
     taken: frozenset[str],
+    cuts: Cuts,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Fill the tensors that `file` holds, and remove them from `missing`. stacked: see stacked_table. taken: tensors
-    that were read already."""
+    that were read already. shapes: of those that are cut."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
@@ -256,8 +289,11 @@ def _load_file(
                     (name,),
                 )
                 if place.weight is not None and all(part in missing for part in parts):
-                    _check(file, stored, tuple(found.get_shape()), found.get_dtype(), place.weight)
-                    _store(tensors.get_tensor(stored), place.weight, place.scales)
+                    wanted = shapes.get(name, tuple(place.weight.shape))
+                    _check(file, stored, tuple(found.get_shape()), found.get_dtype(), wanted)
+                    cut = cuts.of_tensor(name)
+                    whole = cut == ALL or device.type == "cpu"  # there, it is the file's pages, read when they are used
+                    _store(cut.of(tensors.get_tensor(stored) if whole else found), place.weight, place.scales)
                     for part in parts:
                         del missing[part]
                         missing.pop(f"{part}_scale", None)
@@ -269,9 +305,9 @@ def _load_file(
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}.") from error
 
 
-def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, view: Tensor) -> None:
-    if shape != tuple(view.shape):
-        raise CheckpointError(f"{file}: {name} has shape {list(shape)}, but config.json says {list(view.shape)}.")
+def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        raise CheckpointError(f"{file}: {name} has shape {list(shape)}, but config.json says {list(wanted)}.")
     if kind not in _FLOATING:
         raise CheckpointError(f"{file}: {name} is {kind}; supported are {', '.join(_FLOATING)}.")
 

@@ -190,18 +190,22 @@ class Rows(Protocol):
     def above(self, other: Any) -> Rows:
         """Stack the outputs of another of the same kind and form below these."""
 
+    def part(self, first: int, last: int) -> Rows:
+        """Return the outputs [first, last), as they are stored."""
+
 
 def pack_blocks(form: Form, blocks: Sequence[Tensor], rows: Tensor, panels: Tensor) -> None:
     """Fill `panels` with these outputs of a matrix in a GGUF file's blocks. Several threads may call it at once, each
     for panels of its own.
 
-    blocks: [outputs, bytes] uint8 each, stacked. rows: [count] int64. panels: [ceil(count / 32), bytes] uint8
+    blocks: [outputs, bytes] uint8 each, stacked; they may be columns of longer rows. rows: [count] int64.
+    panels: [ceil(count / 32), bytes] uint8
     """
-    assert all(part.is_contiguous() for part in blocks)
+    assert all(part.stride(1) == 1 for part in blocks)
     assert panels.is_contiguous()
     runs = panels.shape[1] // form.panel_bytes
     assert panels.shape == (-(-len(rows) // PANEL), runs * form.panel_bytes)
-    addresses = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.shape[1] for part in blocks])[rows]
+    addresses = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) for part in blocks])[rows]
     load_library().pack_blocks(form.number, addresses.data_ptr(), runs, len(rows), panels.data_ptr())
 
 
