@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.collectives.group import Group
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Advance, Rewind
 from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
@@ -56,15 +57,18 @@ class EagerPass:
         states: StateRows | None = None,
         rewind: Rewind | None = None,
         adapters: Adapters | None = None,
+        group: Group | None = None,
     ) -> None:
         """plan: what `ops.prepare_attention` returned for the step's rows. states: None if the model has no recurrent
-        state. rewind: records each state before a step with drafts advances it. adapters: None if no token has one."""
+        state. rewind: records each state before a step with drafts advances it. adapters: None if no token has one.
+        group: the ranks that compute the model together. None: this one alone does."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots
         self._plan = plan
         self._states = states
         self._rewind = rewind
         self._adapters = adapters
+        self._group = group
 
     def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
         found = F.embedding(self._token_ids, table)
@@ -92,6 +96,15 @@ class EagerPass:
             return fused(x, linear)
         gate_and_up = self.linear(x, linear)
         return self._ops.gelu_and_mul(gate_and_up) if activation == GELU else self._ops.silu_and_mul(gate_and_up)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum in place.
+
+        Raises:
+            RankLostError: a rank is lost.
+        """
+        assert self._group is not None, "there are no ranks to sum over"
+        return self._group.all_reduce(x)
 
     def experts(self, x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:
         return mix_experts(self._ops, x, router, (gate_up, down), routing)
