@@ -225,31 +225,10 @@ class SchedulerConfig:
         "predicted to take less time than computing it again. `none`: only with `reserve_mode: full`, which never runs "
         "out. The oldest request is never chosen.",
     )
-    enable_chunked_prefill: bool = setting(
-        True,
-        "Compute a prompt in chunks over several steps if it does not fit into one. `false`: a prompt is computed "
-        "whole in one step, or waits for one. Then a step must hold the longest prompt besides its decode rows: raise "
-        "max_num_batched_tokens, or lower max_model_len.",
-    )
     long_prefill_token_threshold: int = setting(
         0,
         "Maximum tokens of one prompt in a step. 0: no limit. Lower it so that short prompts need not wait for a long "
         "one: they use the rest of the step, even behind a long prompt that max_partial_prefills holds back.",
-        ge=0,
-    )
-    long_prefill_defer_tokens: int = setting(
-        0,
-        "A partly computed prompt with at least this many tokens left steps aside for shorter ones: those that wait or "
-        "are partly computed go first in each step, and it takes what they leave. long_prefill_defer_ms bounds this. "
-        "0: it goes first until it is computed. Lower it for earlier first tokens of short prompts behind a long one.",
-        expert=True,
-        ge=0,
-    )
-    long_prefill_defer_ms: float = setting(
-        2000.0,
-        "long_prefill_defer_tokens: longest time between two steps in which a long prompt goes before short ones, in "
-        "milliseconds. Lower it for earlier first tokens of long prompts.",
-        expert=True,
         ge=0,
     )
     priority_age_ms: float = setting(
@@ -366,10 +345,32 @@ class SchedulerConfig:
     watermark_blocks: int = setting(
         1, "`reserve_mode: prompt`: KV blocks that must stay free when a request is admitted.", expert=True, ge=0
     )
+    enable_chunked_prefill: bool = setting(
+        True,
+        "Compute a prompt in chunks over several steps if it does not fit into one. `false`: a prompt is computed "
+        "whole in one step, or waits for one. Then a step must hold the longest prompt besides its decode rows: raise "
+        "max_num_batched_tokens, or lower max_model_len.",
+        expert=True,
+    )
     max_partial_prefills: int = setting(
         1,
         "Maximum number of prompts of one priority that may be partly computed after a step. 0: as many as there are "
         "seats. Raise it to spread a step over several long prompts.",
+        expert=True,
+        ge=0,
+    )
+    long_prefill_defer_tokens: int = setting(
+        0,
+        "A partly computed prompt with at least this many tokens left steps aside for prompts with fewer: those that "
+        "wait or are partly computed go first in each step, and it takes what they leave. long_prefill_defer_ms bounds "
+        "this. 0: it goes first until it is computed. Lower it for earlier first tokens of short prompts behind it.",
+        expert=True,
+        ge=0,
+    )
+    long_prefill_defer_ms: float = setting(
+        2000.0,
+        "long_prefill_defer_tokens: longest time between two steps in which a long prompt goes before short ones, in "
+        "milliseconds. Lower it for earlier first tokens of long prompts.",
         expert=True,
         ge=0,
     )
