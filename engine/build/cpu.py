@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,8 @@ from engine.batch.grammar import read_grammars
 from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
-from engine.build.host_fit import HostBudget, host_use, kept_on_cpu, weights_on_host
+from engine.build.host_fit import HostBudget, host_use, weights_on_host
 from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
-from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import block_bytes, resolve, resolve_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
@@ -28,14 +27,11 @@ from engine.execution.executor import TorchExecutor
 from engine.execution.kv_blocks import CpuBlockCopier
 from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
-from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
 from engine.models.description import Shard
-from engine.models.eager import EagerModel
 from engine.models.matrix_counts import count_matrices
-from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
 from engine.models.shards import sharded
 from engine.models.stored_forms import in_integers
@@ -44,7 +40,6 @@ from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
 from kernels.cpu.processor import cpu_flags
-from kernels.eager.ops import TABLES
 
 if TYPE_CHECKING:
     from engine.build.ranks import LeadingRank
@@ -102,9 +97,9 @@ class CpuStart:
     def _built(self, files: BlockFiles | None) -> tuple[TorchExecutor, ResolvedConfig]:
         """Load the weights. The executor owns files, too, and ends the other ranks."""
         with ExitStack() as undone:
-            leading = undone.enter_context(self._starting_ranks()) if self.config.tensor_parallel_size > 1 else None
-            shape, group = self.model, None
+            leading, shape, group = self._start_ranks(), self.model, None
             if leading is not None:
+                undone.callback(leading.ranks.end)
                 shape, group = sharded(self.model, leading.shard), leading.group
             builder = cpu_builder(self.model_dir, shape, self.config, self.resolved, self.kernels, group)
             decoder = builder.load()
@@ -123,10 +118,13 @@ class CpuStart:
             undone.pop_all()
         return executor, resolved
 
-    def _starting_ranks(self) -> AbstractContextManager[LeadingRank]:
-        from engine.build.ranks import starting_ranks  # few engines have several
+    def _start_ranks(self) -> LeadingRank | None:
+        """Start the other ranks; None: there are none."""
+        if self.config.tensor_parallel_size == 1:
+            return None
+        from engine.build.ranks import start_ranks  # few engines have several
 
-        return starting_ranks(self.launcher, self.model_dir, self.model, self.config, self.resolved, self.kernels)
+        return start_ranks(self.launcher, self.model_dir, self.model, self.config, self.resolved, self.kernels)
 
     def _draft_model(self) -> DraftModel | None:
         """Load the draft model, which the leader has whole."""

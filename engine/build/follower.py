@@ -3,7 +3,6 @@ Never resolves a setting or claims memory: the leader has done both for all rank
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import sys
@@ -23,15 +22,13 @@ from kernels.choice import NATIVE, Choice
 from kernels.collectives.group import RankLostError
 from kernels.collectives.shared_memory import SharedMemoryGroup
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specification:
     """What a follower needs in order to load its part and to join."""
 
     shard: Shard
-    directory: str
+    directory: Path
     """Of the group; see SharedMemoryGroup."""
     model_dir: Path
     config: EngineConfig
@@ -47,10 +44,10 @@ def follow(specification: bytes) -> None:
 
     Raises:
         RankLostError: another rank is lost.
-        Exception: this rank has failed, and the others know why.
+        Exception: this rank has failed; the others know why, once they have met.
     """
-    own: Specification = pickle.loads(specification)  # noqa: S301 (from the process that starts this one)
-    group = SharedMemoryGroup.join(Path(own.directory), own.shard.rank)
+    own: Specification = pickle.loads(specification)
+    group = SharedMemoryGroup(own.directory, rank=own.shard.rank, size=own.shard.size)
     try:
         whole = read_model_config(own.model_dir)
         model = sharded(whole, own.shard)
@@ -58,12 +55,9 @@ def follow(specification: bytes) -> None:
         digest = model_digest(own.model_dir)
         threads = 1 if own.kernels.name == NATIVE else threads_of_rank(own.resolved.num_threads, own.shard.size)
         TorchThreads(threads).use()
-        Follower(builder.build(), group, vocab_sizes(whole, own.shard.size), digest).run()
-    except RankLostError:
-        raise
-    except BaseException as error:
-        group.give_up(f"{type(error).__name__}: {error}")
-        raise
+        follower = Follower(builder.build(), group, vocab_sizes(whole, own.shard.size), digest)
+        group.join()
+        follower.run()
     finally:
         group.close()
 
@@ -76,8 +70,7 @@ def main() -> None:
     try:
         follow(specification)
     except RankLostError as error:
-        logger.warning("this rank ends: %s", error)
-        sys.exit(1)
+        sys.exit(f"This rank ends: {error}")
 
 
 def _end_with_parent() -> None:

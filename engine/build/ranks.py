@@ -3,9 +3,8 @@ Never loads weights: each rank loads its own."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 from engine.build.follower import Specification
@@ -15,17 +14,19 @@ from engine.models.description import ModelConfig, Shard
 from engine.models.shards import vocab_sizes
 from engine.parallel.leader import LeadingModel
 from engine.parallel.model_digest import model_digest
-from engine.parallel.processes import RankLauncher
+from engine.parallel.processes import RankLauncher, RankProcess
 from engine.parallel.ranks import Ranks
 from kernels.choice import Choice
-from kernels.collectives.group import LEADER, Group, RankLostError
-from kernels.collectives.shared_memory import SharedMemoryGroup
+from kernels.collectives.group import LEADER, RankLostError
+from kernels.collectives.shared_memory import SharedMemoryGroup, new_directory
 
 
 class LeadingRank:
     """The leader's rank while an engine starts: it has started the others, which load their parts at the same time."""
 
-    def __init__(self, group: Group, ranks: Ranks, model_dir: Path, vocab_sizes: list[int], block_size: int) -> None:
+    def __init__(
+        self, group: SharedMemoryGroup, ranks: Ranks, model_dir: Path, vocab_sizes: list[int], block_size: int
+    ) -> None:
         self.group = group
         self.ranks = ranks
         self.shard = Shard(LEADER, group.size)
@@ -42,26 +43,28 @@ class LeadingRank:
         try:
             self.ranks.meet(model_digest(self._model_dir))
         except RankLostError as error:
-            raise ConfigError(f"tensor_parallel_size is {self.group.size}, and not every rank started: {error}.") from error
+            raise ConfigError(
+                f"tensor_parallel_size is {self.group.size}, and not every rank started: {error}."
+            ) from error
         return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)
 
 
-@contextmanager
-def starting_ranks(
+def start_ranks(
     launcher: RankLauncher,
     model_dir: Path,
     model: ModelConfig,
     config: EngineConfig,
     resolved: ResolvedConfig,
     kernels: Choice,
-) -> Iterator[LeadingRank]:
-    """Start the followers. They end if the body fails."""
-    size = config.tensor_parallel_size
+) -> LeadingRank:
+    """Start the followers, which end with `LeadingRank.ranks`. model: the whole one."""
+    size, directory = config.tensor_parallel_size, new_directory()
     with ExitStack() as undone:
-        directory = undone.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
-        group = SharedMemoryGroup.create(Path(directory), size)
-        specifications = (
-            Specification(
+        undone.callback(shutil.rmtree, directory, ignore_errors=True)
+        group = SharedMemoryGroup(directory, rank=LEADER, size=size)
+        processes: list[RankProcess] = []
+        for rank in range(1, size):
+            specification = Specification(
                 shard=Shard(rank, size),
                 directory=directory,
                 model_dir=model_dir,
@@ -69,10 +72,7 @@ def starting_ranks(
                 resolved=resolved,
                 kernels=kernels,
             )
-            for rank in range(1, size)
-        )
-        processes = [launcher.start(one.shard.rank, one.encode()) for one in specifications]
-        ranks = Ranks(group, processes)
-        undone.callback(ranks.end)
-        yield LeadingRank(group, ranks, model_dir, vocab_sizes(model, size), resolved.block_size)
+            processes.append(launcher.start(rank, specification.encode()))
+            undone.callback(processes[-1].kill)
         undone.pop_all()
+    return LeadingRank(group, Ranks(group, processes), model_dir, vocab_sizes(model, size), resolved.block_size)

@@ -80,7 +80,7 @@ class Follower:
     def _start(self, model: str) -> None:
         if model != self._digest:
             raise ValueError(f"its model's files have the digest {self._digest}, and the leader's have {model}")
-        self._group.meet()
+        self._group.all_reduce(torch.zeros(1))  # so that the leader knows
 
     def _keep(self, digest: str, files: dict[str, bytes]) -> None:
         assert self._model.adapters is not None

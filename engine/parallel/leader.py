@@ -132,4 +132,3 @@ class _SharedAdapters:
     def untold(self) -> Iterator[Message]:
         while self._untold:
             yield self._untold.popleft()
-

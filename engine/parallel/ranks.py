@@ -6,9 +6,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from engine.parallel.messages import End, Start, encode
 from engine.parallel.processes import Followers, RankProcess
-from kernels.collectives.group import Group, RankLostError
+from kernels.collectives.group import RankLostError
+from kernels.collectives.shared_memory import SharedMemoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +22,7 @@ _END_S = 10.0
 class Ranks:
     """All ranks of an engine but this one, the leader."""
 
-    def __init__(self, group: Group, processes: Sequence[RankProcess]) -> None:
+    def __init__(self, group: SharedMemoryGroup, processes: Sequence[RankProcess]) -> None:
         """processes: of ranks 1 and up."""
         self._group = group
         self._lost: str | None = None
@@ -28,7 +31,6 @@ class Ranks:
     def _lose(self, why: str) -> None:
         self._lost = why
         logger.error("%s", why)
-        self._group.give_up(why)
 
     def why_lost(self) -> str | None:
         """Say which rank's process has ended, and how; None while all run."""
@@ -42,10 +44,11 @@ class Ranks:
         """Return once every rank has loaded its part of the model. digest: of the model's files here.
 
         Raises:
-            RankLostError: a rank has ended, or has other files.
+            RankLostError: a rank has ended, or its model's files are others.
         """
+        self._group.join(self.why_lost)
         self._group.send(encode(Start(digest)))
-        self._group.meet()
+        self._group.all_reduce(torch.zeros(1))
 
     def end(self) -> None:
         """End the other ranks, and give back what the group holds."""

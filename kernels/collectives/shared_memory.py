@@ -7,7 +7,7 @@ import ctypes
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -51,33 +51,41 @@ class SharedMemoryGroup:
         message_bytes: int = 1 << 18,
         timeout_s: float = 60.0,
     ) -> None:
-        """Join the group, and wait until all ranks have. All say the same, but for their rank.
+        """Prepare to join: a pass may be recorded before the group has formed. All ranks say the same, but for their
+        rank.
 
         directory: see new_directory. slot_bytes: the most that a rank sums or gathers at once; what is larger goes in
         pieces. message_bytes: the same of messages. The segment takes 2 * (size * slot_bytes + message_bytes) bytes.
 
         Raises:
             NoLibraryError: there is no native library on this machine; ranks need gloo, then.
-            OSError: the directory does not hold the group's files, has no room for them, or another process is this
-                rank.
-            RankLostError: a rank has died, or did not join within `timeout_s`.
         """
         _check(rank, size, slot_bytes, message_bytes, timeout_s)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._directory = rank, size, directory
         self._library = load_library()
         sizes = (slot_bytes, message_bytes, int(timeout_s * 1000))
         self._handle = self._library.ranks_create(str(directory).encode(), rank, size, *sizes)
+
+    def join(self, why_not: Callable[[], str | None] = lambda: None) -> None:
+        """Join the group, and wait until all ranks have, for as long as their loading takes. No other call may come
+        before. why_not: is asked now and then, and says why to wait no longer; None means that there is no reason.
+
+        Raises:
+            OSError: the directory does not hold the group's files, has no room for them, or another process is this
+                rank.
+            RankLostError: a rank that had joined has died, or why_not had a reason.
+        """
         try:
-            self._join(directory, timeout_s)
+            self._join(why_not)
         except FileExistsError:  # the directory is another group's
             self.close()
             raise
         except BaseException:
             self.close()
-            shutil.rmtree(directory, ignore_errors=True)  # with the memory that it takes: this group will not be
+            shutil.rmtree(self._directory, ignore_errors=True)  # with its memory: this group will not be
             raise
-        if rank == LEADER:
-            shutil.rmtree(directory)
+        if self._rank == LEADER:
+            shutil.rmtree(self._directory)
 
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
@@ -148,16 +156,14 @@ class SharedMemoryGroup:
         """Give back what the group holds. Waits for a call in another thread, which `give_up` would end."""
         self._library.ranks_close(self._handle)
 
-    def _join(self, directory: Path, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._rank != LEADER and not (directory / "segment").exists():
-            if time.monotonic() > deadline:
-                raise RankLostError(f"Rank {LEADER} did not make {directory}/segment within {timeout_s:g} s.")
+    def _join(self, why_not: Callable[[], str | None]) -> None:
+        while self._rank != LEADER and not (self._directory / "segment").exists():
+            _stop_if(why_not)
             time.sleep(_POLL_S)
         if (outcome := self._library.ranks_open(self._handle)) != _DONE:
             raise (FileExistsError if outcome == _LATER else OSError)(self._reason())
         while (outcome := self._library.ranks_join(self._handle)) == _LATER:
-            pass
+            _stop_if(why_not)
         self._check(outcome)
 
     def _check(self, outcome: int) -> None:
@@ -181,3 +187,8 @@ def _check(rank: int, size: int, slot_bytes: int, message_bytes: int, timeout_s:
             raise ValueError(f"{name} is {value}: expected a positive multiple of {_ALIGNMENT}")
     if timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}: expected a positive number of seconds")
+
+
+def _stop_if(why_not: Callable[[], str | None]) -> None:
+    if (why := why_not()) is not None:
+        raise RankLostError(why)

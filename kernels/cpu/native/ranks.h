@@ -82,7 +82,6 @@ class Ranks {
             return LATER;
         }
         if (!(rank_ == LEADER ? make_segment() : open_segment())) return LOST;
-        begun_ns_ = now_ns();
         set_state(RankLine::JOINED);
         return DONE;
     }
@@ -439,15 +438,11 @@ class Ranks {
     }
 
     Outcome wait_for_states(RankLine::State least) {
-        const auto missing = [&] {
-            for (int rank = 0; rank < size_; rank++)
-                if (segment_->lines[rank].state.load() < least) return rank;
-            return -1;
+        const auto reached = [&] {
+            return std::all_of(segment_->lines, segment_->lines + size_,
+                               [least](const RankLine& line) { return line.state.load() >= least; });
         };
-        const Outcome found = wait(segment_->joins, [&] { return missing() < 0; }, POLL_NS);
-        if (found != LATER || now_ns() - begun_ns_ < timeout_ns_) return found;
-        const int rank = missing();
-        return rank < 0 ? DONE : fail(rank, "did not join within " + timeout_text());
+        return wait(segment_->joins, reached, POLL_NS);
     }
 
     bool wait_for_room(int rank) {
@@ -533,7 +528,6 @@ class Ranks {
     const pid_t process_ = getpid();
     std::vector<int> locks_;  // [size] files: this rank's own, locked, and the others'
     Segment* segment_ = nullptr;
-    int64_t begun_ns_ = 0;
     uint32_t meetings_ = 0, sent_ = 0, received_ = 0;
     std::atomic<int> users_ = 0;
     std::atomic<bool> closed_ = false;

@@ -25,8 +25,15 @@ from tests.support.ranks import Tell
 SLOT_BYTES = MESSAGE_BYTES = 4096
 
 
+def joined(directory: Path, *, timeout_s: float = 20, **other: int) -> SharedMemoryGroup:
+    """Join a group that forms within `timeout_s`."""
+    group, begun = SharedMemoryGroup(directory, timeout_s=timeout_s, **other), time.monotonic()
+    group.join(lambda: f"no group within {timeout_s} s" if time.monotonic() - begun > timeout_s else None)
+    return group
+
+
 def in_memory(directory: Path, timeout_s: float, slot_bytes: int, rank: int, size: int) -> SharedMemoryGroup:
-    return SharedMemoryGroup(
+    return joined(
         directory, rank=rank, size=size, slot_bytes=slot_bytes, message_bytes=MESSAGE_BYTES, timeout_s=timeout_s
     )
 

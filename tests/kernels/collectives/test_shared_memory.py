@@ -15,6 +15,7 @@ from kernels.collectives.group import RankLostError
 from kernels.collectives.shared_memory import SharedMemoryGroup, new_directory
 from tests.kernels.collectives import jobs
 from tests.kernels.collectives.conftest import Make
+from tests.kernels.collectives.jobs import joined
 from tests.support.compiler import needs_compiler
 from tests.support.ranks import LostResult, ranks, run_ranks
 
@@ -24,11 +25,9 @@ pytestmark = needs_compiler
 def pair(directory: Path, **other: int) -> tuple[SharedMemoryGroup, SharedMemoryGroup]:
     """Both ends of a group, in this process."""
     found: list[SharedMemoryGroup] = []
-    follower = threading.Thread(
-        target=lambda: found.append(SharedMemoryGroup(directory, rank=1, size=2, timeout_s=20, **other))
-    )
+    follower = threading.Thread(target=lambda: found.append(joined(directory, rank=1, size=2, **other)))
     follower.start()
-    leader = SharedMemoryGroup(directory, rank=0, size=2, timeout_s=20, **other)
+    leader = joined(directory, rank=0, size=2, **other)
     follower.join()
     return leader, found[0]
 
@@ -85,27 +84,27 @@ def test_giving_up_ends_the_call_that_another_thread_is_in() -> None:
     follower.close()
 
 
-def test_a_rank_that_never_comes_is_named_and_leaves_no_files() -> None:
+def test_a_group_that_never_forms_is_waited_for_as_long_as_the_caller_wants_and_leaves_no_files() -> None:
     directory = new_directory()
-    with pytest.raises(RankLostError, match="Rank 1 did not join within 300 ms"):
-        SharedMemoryGroup(directory, rank=0, size=2, timeout_s=0.3)
+    with pytest.raises(RankLostError, match=r"no group within 0.3 s"):
+        joined(directory, rank=0, size=2, timeout_s=0.3)
     assert not directory.exists()
     directory = new_directory()
-    with pytest.raises(RankLostError, match=r"Rank 0 did not make .*segment within 0.3 s"):
-        SharedMemoryGroup(directory, rank=1, size=2, timeout_s=0.3)
+    with pytest.raises(RankLostError, match=r"no group within 0.3 s"):
+        joined(directory, rank=1, size=2, timeout_s=0.3)
     assert not directory.exists()
 
 
 def test_a_second_process_cannot_be_the_same_rank_and_harms_nobody() -> None:
     directory = new_directory()
     leaders: list[SharedMemoryGroup] = []
-    thread = threading.Thread(target=lambda: leaders.append(SharedMemoryGroup(directory, rank=0, size=2, timeout_s=20)))
+    thread = threading.Thread(target=lambda: leaders.append(joined(directory, rank=0, size=2)))
     thread.start()
     while not (directory / "segment").exists():
         thread.join(0.001)
     with pytest.raises(FileExistsError, match="another process is this rank"):
-        SharedMemoryGroup(directory, rank=0, size=2, timeout_s=20)
-    SharedMemoryGroup(directory, rank=1, size=2, timeout_s=20).close()
+        joined(directory, rank=0, size=2)
+    joined(directory, rank=1, size=2).close()
     thread.join()
     leaders[0].close()
     assert not directory.exists()
@@ -117,13 +116,13 @@ def test_ranks_must_say_the_same_sizes() -> None:
 
     def follow() -> None:
         with pytest.raises(OSError, match="was not made for 2 ranks with slots of 128 bytes") as error:
-            SharedMemoryGroup(directory, rank=1, size=2, slot_bytes=128, timeout_s=20)
+            joined(directory, rank=1, size=2, slot_bytes=128)
         refused.append(str(error.value))
 
     thread = threading.Thread(target=follow)
     thread.start()
-    with pytest.raises(RankLostError, match="Rank 1"):
-        SharedMemoryGroup(directory, rank=0, size=2, timeout_s=0.5)
+    with pytest.raises(RankLostError, match="no group"):
+        joined(directory, rank=0, size=2, timeout_s=0.5)
     thread.join()
     assert refused
 
@@ -131,7 +130,7 @@ def test_ranks_must_say_the_same_sizes() -> None:
 def test_too_large_a_segment_is_refused_and_not_a_crash_later() -> None:
     directory = new_directory()
     with pytest.raises(OSError, match="has no room for"):
-        SharedMemoryGroup(directory, rank=0, size=2, slot_bytes=1 << 45)
+        joined(directory, rank=0, size=2, slot_bytes=1 << 45)
     assert not directory.exists()
 
 
