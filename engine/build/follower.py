@@ -3,6 +3,7 @@ Never resolves a setting or claims memory: the leader has done both for all rank
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -64,8 +65,9 @@ def follow(specification: bytes) -> None:
 
 def main() -> None:
     """Follow as the specification on standard input says, in a process that ends with the one that started it."""
-    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    specification = sys.stdin.buffer.read(size)
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
+        size = int.from_bytes(_exactly(pipe, 8), "big")
+        specification = _exactly(pipe, size)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     try:
         follow(specification)
@@ -73,8 +75,18 @@ def main() -> None:
         sys.exit(f"This rank ends: {error}")
 
 
+def _exactly(pipe: io.RawIOBase, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        if not (piece := pipe.read(size - len(found))):
+            sys.exit("The process that starts this rank has ended.")
+        found += piece
+    return found
+
+
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # which ends when nobody holds the other end any more
+    while os.read(sys.stdin.fileno(), 1):  # nothing comes; it ends when nobody holds the other end any more
+        pass
     os._exit(1)
 
 

@@ -43,9 +43,8 @@ class LeadingRank:
         try:
             self.ranks.meet(model_digest(self._model_dir))
         except RankLostError as error:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.group.size}, and not every rank started: {error}."
-            ) from error
+            setting = f"tensor_parallel_size is {self.group.size}"
+            raise ConfigError(f"{setting}, and not every rank could start: {error}") from error
         return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)
 
 

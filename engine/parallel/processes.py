@@ -29,13 +29,13 @@ class RankLauncher(Protocol):
     """Starts followers, each in a process of its own."""
 
     def start(self, rank: int, specification: bytes) -> RankProcess:
-        """Start a process that calls engine.build.follower.follow(specification)."""
+        """Start a process that calls engine.build.follower.follow(specification), and do not wait for it."""
 
 
 class SubprocessLauncher:
     """A RankLauncher for this machine: children of this process, which end with it."""
 
-    def start(self, rank: int, specification: bytes) -> RankProcess:
+    def start(self, rank: int, specification: bytes) -> Child:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "engine.build.follower"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)  # logs go where ours go
@@ -43,11 +43,14 @@ class SubprocessLauncher:
         with suppress(BrokenPipeError):  # it has ended, as `poll` says
             process.stdin.write(len(specification).to_bytes(8, "big") + specification)
             process.stdin.flush()  # it stays open: its end tells the child that this process is gone
-        return _Child(process)
+        return Child(process)
 
 
-class _Child:
+class Child:
+    """A RankProcess of this machine."""
+
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
         self._process = process
 
     def poll(self) -> str | None:

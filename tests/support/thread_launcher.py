@@ -30,7 +30,7 @@ class RankThread:
     def _run(self, specification: bytes) -> None:
         try:
             follow(specification)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (as a process's end, `poll` says it)
             self.error = error
 
     def poll(self) -> str | None:
