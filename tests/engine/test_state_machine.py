@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -202,6 +203,55 @@ class DraftsBesideOverlapMachine(EngineMachine):
 
 class TestDraftsBesideOverlap(DraftsBesideOverlapMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(TestEngine.settings, max_examples=100)
+
+
+def lets_others_wait(config: dict[str, Any]) -> bool:
+    """Whether long prompts step aside, or prompts are computed whole."""
+    policy = config["scheduler"]
+    aside = policy.long_prefill_defer_tokens > 0 and policy.long_prefill_defer_ms > 0
+    return aside or not policy.enable_chunked_prefill
+
+
+def with_chunks_ahead(config: dict[str, Any]) -> dict[str, Any]:
+    """Let chunks go ahead of decode rows, in steps that are too small for both and that nothing else holds back."""
+    asked = config["scheduler"]
+    policy = replace(
+        asked,
+        batch_mode="mixed_prefill_first",
+        decode_starve_ms=max(asked.decode_starve_ms, 30.0),
+        chunk_owner="scheduler",
+        prompt_logprobs_step="mixed",
+        prefill_fill_ratio=0.0,
+        decode_finish_tokens=0,
+    )
+    if not asked.enable_chunked_prefill:
+        return {**config, "scheduler": policy}
+    least = config["max_num_seqs"] * (1 + config.get("num_speculative_tokens", 0)) + 1
+    return {**config, "scheduler": policy, "max_num_batched_tokens": least, "max_prefill_tokens": max(least, 8)}
+
+
+class WaitingMachine(EngineMachine):
+    """Runs lives in which decode rows or prompts let others go first by a setting, while all of them have work."""
+
+    @initialize(config=st.one_of(CONFIGS.map(with_chunks_ahead), CONFIGS.filter(lets_others_wait)))
+    def start(self, config: dict[str, object]) -> None:
+        super().start(config)
+
+    @rule(lengths=st.lists(st.sampled_from([2, 5, 24, 30]), min_size=2, max_size=4), count=st.integers(1, 8))
+    def streams_beside_prompts(self, lengths: list[int], count: int) -> None:
+        """Let two requests decode, and then send long and short prompts."""
+        for length, max_tokens in ((1, 25), (2, 25), *((length, 2) for length in lengths)):
+            self.num_sent += 1
+            params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+            with suppress(RequestRejected):
+                self.core.accept(f"r{self.num_sent}", tuple(range(length % 7 + 1, length % 7 + 1 + length)), params)
+            if max_tokens == 25:
+                self.core.checked_step()
+        self.steps(count)
+
+
+class TestWaiting(WaitingMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(TestEngine.settings, max_examples=60)
 
 
 def test_the_lives_above_reach_what_they_are_to_check() -> None:

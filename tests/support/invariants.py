@@ -281,8 +281,9 @@ class CheckedCore(RecordingCore):
         if policy.batch_mode == "mixed_prefill_first":
             overdue = [r for r in due if (now - r.waiting_since) * 1000 >= policy.decode_starve_ms]
             assert all(request in rows for request in overdue), "I-22"
-            some = any(row.kind is RowKind.DECODE for row in plan.rows)
-            self._reached |= {"decode row waited for chunks"} if some and not rows.issuperset(due) else set()
+            shares = policy.chunk_owner == "scheduler" and policy.prompt_logprobs_step == "mixed"
+            waits = shares and rows and not rows.issuperset(due)
+            self._reached |= {"decode row waited for chunks"} if waits else set()
             return
         mixed = policy.batch_mode != "prefill_first" and policy.chunk_owner == "scheduler"
         if mixed and policy.prompt_logprobs_step == "mixed":
