@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
@@ -23,8 +23,8 @@ from engine.config import ResolvedConfig
 from engine.core.core import EngineCore
 from engine.core.step_clock import StepClock
 from engine.kv_tiers import Tier
-from engine.lockstep.lockstep import Lockstep
-from engine.lockstep.ranks import RankGoneError
+from engine.lockstep.lockstep import Lockstep, UnevenRanksError
+from engine.lockstep.ranks import RankGoneError, Ranks
 from engine.observer import EngineObserver, StepFacts
 from engine.protocol import (
     TERMINAL,
@@ -87,9 +87,9 @@ class AsyncEngine:
     Callers may use several event loops; each is woken once a step, however many of its sinks have events.
     """
 
-    def __init__(self, core: EngineCore, lockstep: Lockstep | None = None) -> None:
-        """`lockstep`: the engine is one of several ranks, all of whose steps have the same shape. They end together,
-        when one is shut down, fails or does not arrive. None: it is alone."""
+    def __init__(self, core: EngineCore, ranks: Ranks | None = None) -> None:
+        """`ranks`: the engine is one of these, whose steps all have the same shape. They end together, when one is shut
+        down, fails or does not arrive. None: it is alone."""
         self.config: ResolvedConfig = core.config
         self._core = core
         self._commands: queue.SimpleQueue[Callable[[], list[Event]]] = queue.SimpleQueue()
@@ -106,9 +106,11 @@ class AsyncEngine:
         self._compilation = Compilation(core.compile_grammar, core.config)
         self.adapters = AdapterCache(core.adapters, core.config.max_loras)
         core.on_move(lambda: self._commands.put(list))
-        self._lockstep = lockstep
-        if lockstep is not None:
-            lockstep.on_due(lambda: self._commands.put(list))
+        self._lockstep: Lockstep | None = None
+        if ranks is not None:
+            own = replace(core.config, num_kv_blocks=0, device="")  # what ranks need not have in common
+            self._lockstep = Lockstep(ranks, own)
+            self._lockstep.on_due(lambda: self._commands.put(list))
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -400,7 +402,7 @@ class AsyncEngine:
                 events += self._step()
                 self._tell_observer(self._core.last_step, events)
                 self._publish(events)
-        except RankGoneError as error:
+        except (RankGoneError, UnevenRanksError) as error:
             logger.warning("%s", error)
             message = str(error)
         except BaseException as error:  # a bug or a fatal executor error: no caller may wait for ever on a dead thread

@@ -304,8 +304,8 @@ class EngineCore:
         """
         proposal, self._proposal = self._proposal or self._plan(), None
         now, events = proposal.now, proposal.events
-        if self._padded is not None:
-            assert joint is not None, "in lockstep every step needs its joint shape"
+        assert (joint is None) == (self._padded is None), "steps in lockstep have a joint shape, and no others"
+        if self._padded is not None and joint is not None:
             assert joint.covers(proposal.shape), f"the ranks agreed on {joint}, and this one needs {proposal.shape}"
             self._padded.begin(joint)
         launched, scheduled = self._launch(proposal.plan, now)

@@ -54,7 +54,9 @@ class Lockstep:
         own = (*shape, self._digest, -self._digest, int(not self._has_drained))
         *numbers, most, least, still_serves = self._ranks.reduce_max(own)
         if most != -least:
-            raise UnevenRanksError("The ranks have different settings; they must be equal but for the KV cache's size.")
+            raise UnevenRanksError(
+                "The ranks have different settings; only the KV cache's size and the device may differ."
+            )
         self._have_all_drained = not still_serves
         return StepShape(*numbers)
 

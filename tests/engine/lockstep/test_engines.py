@@ -14,7 +14,6 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
-from engine.lockstep.lockstep import Lockstep
 from engine.lockstep.threads import make_thread_ranks
 from engine.protocol import EngineError, ErrorCode, Failed, Finished, SamplingParams, Token
 from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, RowKind, StepPlan
@@ -58,15 +57,19 @@ MakeRanks = Callable[..., Ranks]
 def make_ranks() -> Iterator[MakeRanks]:
     made: list[AsyncEngine] = []
 
-    def make(size: int, hooks: dict[int, Hook] | None = None, **overrides: Any) -> Ranks:
-        config, meetings = resolved_config(**overrides), Meetings(size)
+    def make(
+        size: int, hooks: dict[int, Hook] | None = None, own: list[dict[str, Any]] | None = None, **overrides: Any
+    ) -> Ranks:
+        """`hooks`, by rank: called before its steps. `own`: each rank's own settings."""
+        meetings = Meetings(size)
         ranks = Ranks([], [], meetings)
         for end in make_thread_ranks(size):
+            config = resolved_config(**overrides, **(own[end.rank] if own else {}))
             before_step = (hooks or {}).get(end.rank)
             fake = FakeExecutor(config.num_kv_blocks, config.block_size, range(32), before_step=before_step)
             ranks.executors.append(ExpertsExecutor(fake, end.rank, meetings))
             core = EngineCore(ranks.executors[-1], config, lockstep=True)
-            ranks.engines.append(AsyncEngine(core, Lockstep(end, config.max_num_batched_tokens)))
+            ranks.engines.append(AsyncEngine(core, end))
             made.append(ranks.engines[-1])
         return ranks
 
@@ -173,6 +176,16 @@ async def test_a_rank_drains_when_all_do_and_until_then_makes_the_others_steps(m
     for engine in ranks.engines:
         engine.shutdown()
     assert ranks.meetings.made[0] == ranks.meetings.made[1]
+
+
+async def test_ranks_may_differ_in_the_size_of_their_kv_cache_and_in_no_other_setting(make_ranks: MakeRanks) -> None:
+    even = make_ranks(2, own=[{"num_kv_blocks": 30}, {"num_kv_blocks": 60}])
+    assert await even.answer(0, PROMPT, 3) == alone(PROMPT, 3)
+    uneven = make_ranks(2, own=[{"max_num_batched_tokens": 32}, {"max_num_batched_tokens": 64}])
+    failed = await uneven.answer(0, PROMPT, 3)
+    assert isinstance(failed, Failed)
+    assert "The ranks have different settings" in failed.message
+    await until(lambda: not any(engine._thread.is_alive() for engine in uneven.engines))
 
 
 def test_an_executor_without_exchanges_cannot_be_a_rank() -> None:

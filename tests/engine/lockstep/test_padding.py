@@ -1,5 +1,5 @@
 """Contracts of a rank's steps beside larger ones of others: the exchanges of the joint shape, neither more nor fewer.
-Specification: S4-R8, I-32."""
+Specification: S4-B12, S4-R8, I-32."""
 
 from __future__ import annotations
 
