@@ -7,8 +7,12 @@ from collections.abc import Mapping, Set
 from enum import Enum
 from typing import Any
 
-MEMOS = {"prefix_match", "tier_match"}
-"""Fields of requests in which the planner keeps what it has looked up. They decide nothing."""
+LOOKED_UP = {"prefix_match", "tier_match"}
+"""What the planner keeps of a request's blocks in caches."""
+RANKED = {"_changed", "_ranks", "_by_age", "aged", "age_key", "rank"}
+"""The queue's order among lanes, which is brought up to date when somebody looks."""
+MEMOS = LOOKED_UP | RANKED | {"_rows"}
+"""Fields that follow from others, as of now. `_rows` are those of answers' lengths."""
 
 
 def deep_state(value: object) -> object:
