@@ -97,4 +97,4 @@ class DryRunMachine(lives.EngineMachine):
 
 
 class TestDryRun(DryRunMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(lives.TestEngine.settings, max_examples=40, stateful_step_count=15)
+    settings = settings(lives.TestEngine.settings, max_examples=12, stateful_step_count=12)
