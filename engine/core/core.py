@@ -68,7 +68,7 @@ class _Proposal:
     plan: Plan | None
     """None: what is in flight must be read first."""
     events: list[Event]
-    """Of requests that ended before it was planned."""
+    """What came of requests that ended before it was planned."""
     shape: StepShape = NO_STEP
     """What the other ranks were told of it."""
 
