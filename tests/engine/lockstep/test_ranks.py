@@ -132,7 +132,7 @@ def steps_of(*ends: ThreadRanks, settings: tuple[object, ...] = ("same", "same",
 
 
 def test_a_rank_without_a_step_says_nothing_unless_it_is_awaited() -> None:
-    first, second = steps_of(*make_thread_ranks(2))
+    first, second = steps_of(*make_thread_ranks(2, timeout_s=10))
     assert first.agree(NO_STEP) == NO_STEP, "and does not wait for the other"
     woken = Event()
     second.on_due(woken.set)
