@@ -81,7 +81,7 @@ KILLS = test_streams_go_on_unchanged_while_engines_are_killed_at_random[40]
 test-chaos-short: model ## inject one fault of each kind: killed and hung engines, a cut channel, an emptied pod (five minutes)
 	$(BIN)/python -m pytest "tests/chaos/test_replicas.py::$(KILLS)" tests/chaos/test_hangs.py tests/chaos/test_channel.py tests/k8s/test_pods.py -rP
 
-test-deep: install ## run the engine through 100,000 new random lives, and 10,000 with lower tiers; tests/deep.json keeps the last results (an hour)
+test-deep: install ## run the engine through 100,000 new random lives, 10,000 with lower tiers, and 5,000 of ranks in lockstep; tests/deep.json keeps the last results (an hour)
 	$(BIN)/python -m tests.deep
 
 test-mutations: install ## revert the scheduler's fixes one by one; each must be caught by a test (half an hour)

@@ -35,6 +35,7 @@ BEHAVIOURS = {
     "S4-B2": "Partly computed prompts are resumed before new ones are admitted.",
     "S4-B10": "With prefill first, a step holds prefill or decode rows, and never both.",
     "S4-B11": "The latest arrival is preempted, and its answer so far is computed again.",
+    "S4-B12": "Ranks that share experts agree on the shape of each step, the maximum over their plans; one without work runs dummies of that shape.",
     "S4-B14": "A chunk that alignment would round down to nothing still runs if the step had no other prefill.",
     "S5-B1": "At most one prompt is partly computed; it has a seat and counts as running.",
     "S5-B3": "Running answers reserve a share of the tokens that they may still generate.",

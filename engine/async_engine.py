@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
@@ -23,6 +23,8 @@ from engine.config import ResolvedConfig
 from engine.core.core import EngineCore
 from engine.core.step_clock import StepClock
 from engine.kv_tiers import Tier
+from engine.lockstep.lockstep import Lockstep, UnevenRanksError
+from engine.lockstep.ranks import RankGoneError, Ranks
 from engine.observer import EngineObserver, StepFacts
 from engine.protocol import (
     TERMINAL,
@@ -85,7 +87,9 @@ class AsyncEngine:
     Callers may use several event loops; each is woken once a step, however many of its sinks have events.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, ranks: Ranks | None = None) -> None:
+        """`ranks`: the engine is one of these, whose steps all have the same shape. They end together, when one is shut
+        down, fails or does not arrive. None: it is alone."""
         self.config: ResolvedConfig = core.config
         self._core = core
         self._commands: queue.SimpleQueue[Callable[[], list[Event]]] = queue.SimpleQueue()
@@ -102,6 +106,11 @@ class AsyncEngine:
         self._compilation = Compilation(core.compile_grammar, core.config)
         self.adapters = AdapterCache(core.adapters, core.config.max_loras)
         core.on_move(lambda: self._commands.put(list))
+        self._lockstep: Lockstep | None = None
+        if ranks is not None:
+            own = replace(core.config, num_kv_blocks=0, device="")  # what ranks need not have in common
+            self._lockstep = Lockstep(ranks, own)
+            self._lockstep.on_due(lambda: self._commands.put(list))
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -356,12 +365,26 @@ class AsyncEngine:
 
     async def drain(self) -> None:
         """Refuse new requests and return when the last live one has ended, and its KV is in the lower tiers, so that
-        whoever serves its next turn finds it there. A tier that takes long for it is not waited for."""
+        whoever serves its next turn finds it there. A tier that takes long for it is not waited for. In lockstep,
+        return when all ranks have drained: until then the others need this one."""
         self._draining = True
         while self._streams:  # noqa: ASYNC110  emptied by the step thread
             await asyncio.sleep(0.02)
+        await self._drain_ranks()
         until = time.monotonic() + MAX_FLUSH_S
         while self._is_storing and time.monotonic() < until:  # noqa: ASYNC110  likewise
+            await asyncio.sleep(0.02)
+
+    async def _drain_ranks(self) -> None:
+        if (lockstep := self._lockstep) is None:
+            return
+
+        def drain() -> list[Event]:
+            lockstep.drain()
+            return []
+
+        self._commands.put(drain)
+        while not (lockstep.have_all_drained or self._fault):  # noqa: ASYNC110  told to the step thread
             await asyncio.sleep(0.02)
 
     def shutdown(self) -> None:
@@ -379,13 +402,25 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 events = self._run_commands()
-                events += self._core.step()
+                events += self._step()
                 self._tell_observer(self._core.last_step, events)
                 self._publish(events)
+        except (RankGoneError, UnevenRanksError) as error:
+            logger.warning("%s", error)
+            message = str(error)
         except BaseException as error:  # a bug or a fatal executor error: no caller may wait for ever on a dead thread
             logger.exception("engine thread died")
             message = f"The engine stopped working: {type(error).__name__}."
         self._end(message)
+
+    def _step(self) -> list[Event]:
+        if self._lockstep is None:
+            return self._core.step()
+        return self._core.step(self._lockstep.agree(self._core.propose()))
+
+    @property
+    def _has_work(self) -> bool:
+        return self._core.has_work or (self._lockstep is not None and self._lockstep.is_due)
 
     def _run_commands(self) -> list[Event]:
         """Run the submissions and aborts that arrived since the last step. Blocks while there is no other work.
@@ -393,7 +428,7 @@ class AsyncEngine:
         A deadline ends the wait, since a request whose prompt is still being prepared may have one but is no work yet.
         """
         events: list[Event] = []
-        if not self._core.has_work:
+        if not self._has_work:
             self._clock.rest()
             with suppress(queue.Empty):
                 events += self._commands.get(timeout=self._longest_wait())()
@@ -449,6 +484,8 @@ class AsyncEngine:
         try:
             self._publish(events)
         finally:
+            if self._lockstep is not None:
+                self._lockstep.leave(message)
             self._core.shutdown()
 
 

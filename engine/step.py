@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from engine.kv_tiers import BlockMove, KvMover, Tier
+from engine.lockstep.shape import StepShape
 from engine.multimodal_inputs import EncodeJob, PlacedInput
 from engine.protocol import ErrorCode, TokenLogprobs
 
@@ -193,6 +194,8 @@ class StepPlan:
     """Blocks that tiers forget before these moves."""
     cancelled: tuple[int, ...] = ()
     """Loads of earlier plans that must not write any more when the rows do."""
+    joint: StepShape | None = None
+    """In lockstep with other ranks: the shape that this forward pass has on all of them. None: the engine is alone."""
 
     @property
     def num_tokens(self) -> int:
@@ -370,6 +373,8 @@ class Capabilities:
     """Moves KV between the device and lower tiers. None: there are no lower tiers."""
     ranks: RankStatus | None = None
     """Of the ranks that compute the model. None: there is one."""
+    lockstep: bool = False
+    """Makes the exchanges of `StepPlan.joint`, with rows or without."""
 
 
 class Executor(Protocol):
@@ -379,6 +384,10 @@ class Executor(Protocol):
     and restores are done even if the step then fails: they are not requested again. An ordinary exception from either
     method fails only the rows of that plan. After ExecutorOutOfMemoryError, a step with prefill is retried once with
     half of it. ExecutorFatalError ends the engine.
+
+    In lockstep, every plan has a `joint` shape, and `launch` makes all exchanges of that shape, neither more nor fewer:
+    also for a plan of no rows, which has no output to collect, and before it raises an ordinary exception. If it cannot
+    do so, it raises ExecutorFatalError, and the exchanges of the other ranks fail, as they do after `shutdown`.
     """
 
     @property

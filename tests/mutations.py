@@ -43,12 +43,14 @@ CONTROLS = "tests/engine/batch/test_logit_controls.py"
 CORE = "tests/engine/core/test_core.py"
 DECODE_LOOP = "tests/engine/execution/gpu/test_decode_loop.py"
 DRAFTS = "tests/engine/core/test_drafts.py"
+DRY_RUN = "tests/engine/scheduling/test_dry_run.py"
 EXECUTOR = "tests/engine/execution/test_executor.py"
 LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk_size"
 FORECAST = "tests/engine/scheduling/test_forecast.py"
 GAPS = "tests/engine/core/test_mutation_gaps.py"
 GRAMMAR = "tests/engine/batch/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
+LOCKSTEP_LIVES = "tests/engine/test_lockstep_lives.py"
 LOGPROBS = "tests/engine/batch/test_logprobs.py"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/cpu/native/test_program.py"
@@ -58,12 +60,14 @@ NATIVE_IMAGES = "tests/kernels/cpu/native/test_multimodal.py"
 NATIVE_IMAGE_MODELS = "tests/engine/models/test_native_encoding.py"
 NATIVE_LINEAR = "tests/kernels/cpu/native/test_linear_attention.py"
 OVERLAP = "tests/engine/core/test_overlap.py"
+PADDING = "tests/engine/lockstep/test_padding.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
 PREEMPTION = "tests/engine/scheduling/test_preemption.py"
 TIERS = "tests/engine/core/test_kv_tiers.py"
 PREPARING = "tests/engine/scheduling/test_preparing.py"
 RESERVATION = "tests/engine/scheduling/test_reservation.py"
 PREFILL_RATE = "tests/engine/scheduling/test_prefill_rate.py"
+RANKS = "tests/engine/lockstep/test_ranks.py"
 RECURRENT = "tests/engine/models/test_recurrent_state.py"
 PREFILL_LIMIT = "tests/engine/scheduling/test_prefill_limit.py"
 SPECULATION = "tests/engine/speculation/test_speculation.py"
@@ -1125,6 +1129,63 @@ MUTATIONS = (
         "waits or self._in_flight or stores)",
         "waits or stores)",
         (OVERLAP,),
+    ),
+    Mutation(
+        "S4-R6 a",
+        "A rank tells the others how much of a prompt is left, and not how much the step computes of it.",
+        "engine/scheduling/dry_run.py",
+        "StepShape(1, sum(row.num_tokens for row in plan.rows), ",
+        "StepShape(1, sum(len(row.request.token_ids) - row.start for row in plan.rows), ",
+        (DRY_RUN,),
+    ),
+    Mutation(
+        "I-32 a",
+        "A pass that fails leaves out the others of its step.",
+        "engine/core/padded_executor.py",
+        "        self._executor.launch(replace(plan, joint=self._joint))\n",
+        "        try:\n            self._executor.launch(replace(plan, joint=self._joint))\n"
+        "        except Exception:\n            self._num_left = 0\n            raise\n",
+        (PADDING, LOCKSTEP_LIVES),
+    ),
+    Mutation(
+        "I-32 b",
+        "A rank makes as many passes as it has rows for, and no more.",
+        "engine/core/padded_executor.py",
+        "        while self._num_left > 0:\n",
+        "        while self._num_left == self._joint.forwards > 0:\n",
+        (PADDING, LOCKSTEP_LIVES),
+    ),
+    Mutation(
+        "I-32 c",
+        "The draft model's passes are not in a step's shape, so ranks without drafts make none.",
+        "engine/core/core.py",
+        "shape_of(plan, draft_passes=passes, draft_tokens=tokens)",
+        "shape_of(plan, draft_passes=0 * passes, draft_tokens=tokens)",
+        (DRY_RUN, LOCKSTEP_LIVES),
+    ),
+    Mutation(
+        "S4-R8 f",
+        "A rank that launches nothing makes none of the exchanges of a step that others launch.",
+        "engine/core/core.py",
+        "        if self._padded is not None:\n            self._padded.pad()\n",
+        "        if self._padded is not None and launched is not None:\n            self._padded.pad()\n",
+        (PADDING, LOCKSTEP_LIVES),
+    ),
+    Mutation(
+        "lockstep result",
+        "A rank that takes the result of a round after another has left raises, and that one waits for its exchanges.",
+        "engine/lockstep/threads.py",
+        "            if self._num_rounds > mine:\n                return self._result\n",
+        "            if self._num_rounds > mine and self._ended is None:\n                return self._result\n",
+        (RANKS,),
+    ),
+    Mutation(
+        "lockstep rest",
+        "A rank without work opens a round, which wakes all others for nothing.",
+        "engine/lockstep/lockstep.py",
+        "        if not shape.forwards and not self.is_due:\n            return NO_STEP\n",
+        "",
+        (RANKS,),
     ),
     Mutation(
         "I-33 lost token",

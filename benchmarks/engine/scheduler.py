@@ -20,6 +20,7 @@ from benchmarks.machine import machine
 from engine.config import EngineConfig, ResolvedConfig, SchedulerConfig, Targets
 from engine.core.applier import Applier
 from engine.core.core import EngineCore
+from engine.lockstep.shape import StepShape
 from engine.protocol import Event, Finished, SamplingParams, Submission
 from engine.scheduling.planner import Plan
 from engine.scheduling.request import create_request
@@ -138,9 +139,9 @@ class TimedCore(EngineCore):
         self.send_equals(len(running), num_tenants)
         super().step()
 
-    def step(self) -> list[Event]:
+    def step(self, joint: StepShape | None = None) -> list[Event]:
         """Run a timed step, then send a new request for each that ended."""
-        events = super().step()
+        events = super().step(joint)
         self.times["apply"].append((time.perf_counter() - self._canned.returned_at) * 1000)
         self.send(sum(isinstance(event, Finished) for event in events))
         return events

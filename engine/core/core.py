@@ -13,11 +13,14 @@ from engine.config import ResolvedConfig
 from engine.core.applier import Applier
 from engine.core.capabilities import check_capabilities
 from engine.core.engine_chunking import collect_in_chunks
+from engine.core.padded_executor import PaddedExecutor
 from engine.core.wall_times import Chunk, WallTimes, chunks_of, predict, split
 from engine.kv_tiers import MoveKind, Tier
+from engine.lockstep.shape import NO_STEP, StepShape
 from engine.observer import ComputedStep, StepFacts
 from engine.protocol import TERMINAL, ErrorCode, Event, FinishReason, LoadSnapshot, Scheduled, TimeCause
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.dry_run import shape_of
 from engine.scheduling.planner import DeferReason, Plan
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
@@ -58,6 +61,19 @@ class _Launched:
     """None: the output must still be collected. An exception: the launch failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """A step that is planned, and changes nothing before it is committed."""
+
+    now: float
+    plan: Plan | None
+    """None: what is in flight must be read first."""
+    events: list[Event]
+    """What came of requests that ended before it was planned."""
+    shape: StepShape = NO_STEP
+    """What the other ranks were told of it."""
+
+
 class EngineCore:
     """Scheduler, block manager and executor of one engine.
 
@@ -71,16 +87,20 @@ class EngineCore:
         *,
         clock: Callable[[], float] = time.monotonic,
         step_times: StepTimeModel | None = None,
+        lockstep: bool = False,
     ) -> None:
         """`clock` returns monotonic seconds; tests advance it by hand. `step_times` predicts what steps take; it is
-        needed where the config has targets, and learns from the steps.
+        needed where the config has targets, and learns from the steps. `lockstep`: every step has a shape that other
+        ranks agreed to; see `propose`.
 
         Raises:
             ConfigError: the config needs something that this executor cannot do.
         """
         check_capabilities(config, executor.capabilities)
+        assert executor.capabilities.lockstep or not lockstep, "this executor makes no exchanges with other ranks"
         self.config = config
-        self._executor = executor
+        self._padded = PaddedExecutor(executor) if lockstep else None
+        self._executor: Executor = self._padded or executor
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._step_times = step_times
         self._mover = executor.capabilities.kv_mover
@@ -97,6 +117,7 @@ class EngineCore:
         self._wall_times = WallTimes()
         self._ended_at: float | None = None  # the last call, if there was work left
         self._timed: tuple[StepWork, float] | None = None  # of the last call: what it read back, and when it began
+        self._proposal: _Proposal | None = None
         self._in_flight: _Launched | None = None  # with overlap: launched, but not read back yet
         self._only_launched: float | None = None  # when the last call began, if it read nothing back
         self._drafts_in_turn = config.overlap and config.num_speculative_tokens > 0  # rows may stand aside
@@ -260,20 +281,44 @@ class EngineCore:
 
     # --- the step: one loop without and one with overlap, over the same parts -------------------------------------
 
-    def step(self) -> list[Event]:
-        """Compute one step and return its events; [] when nothing is live. With overlap, launch one step and return the
-        events of the previous one.
+    def propose(self) -> StepShape:
+        """Plan the next step and return its shape, for other ranks to agree to. The next call must be `step`, with the
+        shape that they agreed on. NO_STEP: this rank has nothing to launch now."""
+        proposal, shape = self._plan(), NO_STEP
+        if (plan := proposal.plan) is not None:
+            passes, tokens = self._draft_model_policy.passes_for(plan) if self._draft_model_policy else (0, 0)
+            shape = shape_of(plan, draft_passes=passes, draft_tokens=tokens)
+        self._proposal = replace(proposal, shape=shape)
+        return shape
 
-        Raises:
-            ExecutorFatalError: the executor can run no further step; the caller must end all live requests.
-        """
+    def _plan(self) -> _Proposal:
         now = self._clock()
         self._learn(now)
         self.last_step = StepFacts(now)
         events = self._end_late(now)
         self._scheduler.relegate(now)
         self._read_moves(now)
-        launched, scheduled = self._launch(now)
+        self._retrying &= self._scheduler.num_running > 0  # otherwise no request of the failed step is left
+        must_read = self._in_flight is not None and self._drafts_in_turn and self._scheduler.must_read_first
+        return _Proposal(now, None if must_read else self._scheduler.plan(now), events)
+
+    def step(self, joint: StepShape | None = None) -> list[Event]:
+        """Compute one step and return its events; [] when nothing is live. With overlap, launch one step and return the
+        events of the previous one. `joint`, in lockstep: the shape that the step must have, whatever this rank has to
+        compute in it and whether that fails.
+
+        Raises:
+            ExecutorFatalError: the executor can run no further step; the caller must end all live requests.
+        """
+        proposal, self._proposal = self._proposal or self._plan(), None
+        now, events = proposal.now, proposal.events
+        assert (joint is None) == (self._padded is None), "steps in lockstep have a joint shape, and no others"
+        if self._padded is not None and joint is not None:
+            assert joint.covers(proposal.shape), f"the ranks agreed on {joint}, and this one needs {proposal.shape}"
+            self._padded.begin(joint)
+        launched, scheduled = self._launch(proposal.plan, now)
+        if self._padded is not None:
+            self._padded.pad()
         due = [launched]
         if self.config.overlap:
             due, self._in_flight = [self._in_flight], launched
@@ -346,13 +391,11 @@ class EngineCore:
             self._step_times.observe(work, now - began)
         self._timed = None
 
-    def _launch(self, now: float) -> tuple[_Launched | None, list[Event]]:
-        """Plan and start a step. Returns None if there is nothing to run, or if it ran out of memory and is planned
-        again."""
-        self._retrying &= self._scheduler.num_running > 0  # otherwise no request of the failed step is left
-        if self._in_flight is not None and self._drafts_in_turn and self._scheduler.must_read_first:
+    def _launch(self, plan: Plan | None, now: float) -> tuple[_Launched | None, list[Event]]:
+        """Commit a plan and start its step. Returns None if there is nothing to run, or if it ran out of memory and is
+        planned again."""
+        if plan is None:
             return None, []
-        plan = self._scheduler.plan(now)
         self._deferred, self._reserved_blocks = plan.deferred, plan.reserved_blocks
         self._awaits_moves = not plan.rows and bool(self._scheduler.loading or plan.loads)
         if plan.loads or plan.unloaded:

@@ -220,6 +220,19 @@ class DraftModelPolicy:
 
     # --- what is read for it ----------------------------------------------------------------------------------------
 
+    def passes_for(self, plan: Plan) -> tuple[int, int]:
+        """Return (the draft model's passes, the tokens of the first) in the step that committing this plan would
+        launch. Changes nothing."""
+        passes = tokens = 0
+        for row in plan.rows if self._due else ():
+            end = self._due.get(row.request.request_id, 0) if row.kind is RowKind.DECODE else 0
+            if end:
+                drafts = row.request.drafts
+                drafted = drafts is not None and drafts.method == self.method
+                passes = max(passes, 1, row.num_tokens - 1 if drafted else 0)
+                tokens += end - self._readers[row.request.request_id].num_read
+        return passes, tokens
+
     def attach(self, plan: Plan, step: StepPlan) -> StepPlan:
         """Return the step with decode rows that say what the draft model reads first."""
         if not self._due:

@@ -172,7 +172,10 @@ DEFECTS: dict[str, Evidence] = {
         "engine/batch/test_logprobs.py::test_a_step_that_asks_for_no_logits_computes_none",
         "The rest is typing, which mypy --strict checks.",
     ),
-    "S4-R6": "engine/core/test_defects.py::test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing",
+    "S4-R6": (
+        "engine/core/test_defects.py::test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing",
+        "engine/scheduling/test_dry_run.py::test_the_shape_of_a_long_prompt_is_that_of_its_next_chunk_and_not_of_the_whole_prompt",
+    ),
     "S4-R7": (
         "engine/scheduling/test_planner.py::test_the_chunk_that_completes_a_prompt_is_last_also_when_it_has_one_token",
         "engine/core/test_core.py::test_no_row_of_an_unfinished_prompt_asks_for_a_sample",
@@ -181,6 +184,7 @@ DEFECTS: dict[str, Evidence] = {
         "engine/core/test_overlap.py::test_a_step_of_prefill_alone_still_delivers_the_results_of_the_step_before",
         "engine/core/test_overlap.py::test_there_is_work_until_the_last_step_is_read_back",
         "engine/core/test_overlap.py::test_results_arrive_exactly_one_step_after_their_launch",
+        "engine/lockstep/test_padding.py::test_a_rank_that_only_reads_back_makes_the_exchanges_of_the_step_that_others_launch",
     ),
     "S4-R9": (
         "engine/scheduling/test_preemption.py::test_whoever_is_preempted_goes_on_with_the_same_tokens",
@@ -393,7 +397,12 @@ INVARIANTS: dict[str, Evidence] = {
         CHECKS,
         "engine/test_load_snapshot.py::test_every_step_hits_a_graph_or_misses_for_a_reason",
     ),
-    "I-32": (CHECKS, "engine/core/test_defects.py::test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing"),
+    "I-32": (
+        CHECKS,
+        "engine/core/test_defects.py::test_a_dry_run_is_what_the_step_then_carries_and_changes_nothing",
+        "engine/lockstep/test_padding.py::test_a_step_that_fails_half_way_makes_the_rest_of_its_exchanges",
+        "engine/lockstep/test_padding.py::test_a_rank_with_fewer_passes_than_others_makes_as_many",
+    ),
     "I-33": (CHECKS, "engine/core/test_overlap.py::test_tokens_and_ends_are_those_of_the_plain_loop"),
     "I-34": (
         "engine/scheduling/test_settings_act.py::test_i34_a_setting_changes_a_plan",

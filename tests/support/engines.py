@@ -15,12 +15,13 @@ from engine.fake.adapters import FakeAdapters
 from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
 from engine.fake.kv_mover import FakeMover
+from engine.lockstep.shape import StepShape
 from engine.protocol import Event, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.scheduling.resources import Resource
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepCosts, work_of
-from engine.step import ScheduledRequest, StepPlan, TokenMasks
+from engine.step import Executor, ScheduledRequest, StepPlan, TokenMasks
 
 EOS = 0
 VOCAB = 32
@@ -84,8 +85,10 @@ class RecordingCore(EngineCore):
         grammars: TokenMasks | None = None,
         step_times: StepTimeModel | None = None,
         mover: Callable[..., FakeMover] | None = None,
+        ranks: Callable[[Executor], Executor] | None = None,
         **overrides: Any,
     ) -> None:
+        """`ranks`: makes an executor of the fake one that runs in lockstep with others; None: the engine is alone."""
         config = resolved_config(**overrides)
         self.plans: list[StepPlan] = []
         self.events: dict[str, list[Event]] = defaultdict(list)
@@ -109,16 +112,29 @@ class RecordingCore(EngineCore):
             mover=mover,
             draft_model=FakeDraftModel(config.num_kv_blocks, config.block_size) if config.has_draft_model else None,
         )
+        self.fake = executor
         self.draft_model = executor.draft_model
         self.mover = executor.mover
         self.now = 0.0
         self._tick_s = tick_ms / 1000
-        super().__init__(executor, config, clock=lambda: self.now, step_times=step_times)
+        super().__init__(
+            executor if ranks is None else ranks(executor),
+            config,
+            clock=lambda: self.now,
+            step_times=step_times,
+            lockstep=ranks is not None,
+        )
 
-    def step(self) -> list[Event]:
-        """Make a step, before which the clock moves by `tick_ms`."""
+    def propose(self) -> StepShape:
+        """Propose a step, before which the clock moves by `tick_ms`."""
         self.now += self._tick_s
-        return super().step()
+        return super().propose()
+
+    def step(self, joint: StepShape | None = None) -> list[Event]:
+        """Make a step, before which the clock moves by `tick_ms` unless it was proposed."""
+        if self._proposal is None:
+            self.now += self._tick_s
+        return super().step(joint)
 
     def _record(self, plan: StepPlan) -> None:
         self.plans.append(plan)

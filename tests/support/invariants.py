@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.kv_tiers import BlockMove, MoveKind, Tier
+from engine.lockstep.shape import StepShape
 from engine.protocol import (
     TERMINAL,
     ErrorCode,
@@ -28,6 +29,7 @@ from engine.scheduling.planner import Plan, PlannedRow
 from engine.scheduling.request import Request
 from engine.scheduling.state_slots import RecurrentStates
 from engine.step import ExecutorOutOfMemoryError, RowKind, ScheduledRequest, StepPlan
+from tests.support.deep_state import deep_state
 from tests.support.engines import RecordingCore, resource_of
 from tests.support.oracle import answer_of, logprobs_of, pooled_of, prompt_logprobs_of
 
@@ -48,6 +50,7 @@ class CheckedCore(RecordingCore):
         self._next_start: dict[str, tuple[int, int]] = {}  # request id -> (least, most) start of its next row
         self._last_ratio, self._last_preemptions = self._scheduler.reserve_ratio, 0
         self._progress = (-1, -1, 0)  # (the elder's arrival index, its cursor, steps since it moved)
+        self.looks_deep = False  # compares all that the scheduler holds before and after a plan
         self.tier_fault = False  # the next load fails
         if self.mover is not None:
             self.mover._failing = self._fails_to_load
@@ -120,8 +123,8 @@ class CheckedCore(RecordingCore):
         self.see(self.abort(request_id))
         self._last_ratio = self._scheduler.reserve_ratio  # an idle engine starts over
 
-    def checked_step(self) -> None:
-        events = self.step()
+    def checked_step(self, joint: StepShape | None = None) -> None:
+        events = self.step(joint)
         if self._violation is not None:
             raise self._violation
         self.see(events)
@@ -129,15 +132,24 @@ class CheckedCore(RecordingCore):
 
     def finish(self) -> None:
         """Run to the end and check what every request got."""
-        max_steps = 500 + 4 * sum(len(prompt) + (params.max_tokens or 0) for prompt, params in self.submitted.values())
-        for request_id in list(self._scheduler.preparing):
-            self.prepared(request_id)
-        for _ in range(max_steps):
+        self.prepare_all()
+        for _ in range(self.most_steps):
             self.let_moves_end(100)
             if not self.has_work and not self.is_moving:
                 break
             self.checked_step()
-        assert not self.has_work, f"I-19: still live after {max_steps} steps: {self.load()}"
+        self.check_end()
+
+    @property
+    def most_steps(self) -> int:
+        return 500 + 4 * sum(len(prompt) + (params.max_tokens or 0) for prompt, params in self.submitted.values())
+
+    def prepare_all(self) -> None:
+        for request_id in list(self._scheduler.preparing):
+            self.prepared(request_id)
+
+    def check_end(self) -> None:
+        assert not self.has_work, f"I-19: still live after {self.most_steps} steps: {self.load()}"
         assert not self._scheduler.loading, "I-37"
         self.check_state()
         self.check_idle()
@@ -217,8 +229,10 @@ class CheckedCore(RecordingCore):
     # --- a plan, before it is committed -----------------------------------------------------------------------------
 
     def _checked_plan(self, now: float) -> Plan:
+        before = deep_state(self._scheduler) if self.looks_deep else None
         plan = self._make_plan(now)
         assert plan == self._make_plan(now), "I-32"
+        assert before is None or before == deep_state(self._scheduler), "I-32: a dry run changes nothing"
         for row in plan.rows:
             self._check_row(row)
         self._check_loads(plan)
@@ -492,9 +506,8 @@ class CheckedCore(RecordingCore):
         assert self._scheduler._promised == 0, "I-15"
         assert self._scheduler.reserve_ratio == self.config.scheduler.ratio_init, "I-16"
         assert not self._scheduler.waiting.num_tenants, "nothing to share when idle"
-        executor: Any = self._executor
-        assert not executor._newest, "I-33: residue"
-        assert not executor._outputs, "I-33: residue"
+        assert not self.fake._newest, "I-33: residue"
+        assert not self.fake._outputs, "I-33: residue"
 
     def check_answer(self, request_id: str) -> None:
         """Compare what one request got with what it gets alone (I-1)."""
