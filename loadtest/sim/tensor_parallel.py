@@ -94,7 +94,7 @@ class Reached:
     keys: float = 0.78
     products: float = 0.62
     attention: float = 0.45
-    """Of the rate of matrix products, in attention of a prompt."""
+    """Share of the rate of matrix products that attention of a prompt reaches."""
     link: float = 0.8
     layer_s: float = 24e-6
     """Launches, norms and all else of a layer that no rank is spared."""
