@@ -81,6 +81,7 @@ PROGRAMS = (
     "benchmarks.kernels",
     "benchmarks.ingress.stalls",
     "benchmarks.routing",
+    "benchmarks.tensor_parallel.run",
     "benchmarks.serving.killed",
     "benchmarks.transport.run",
     "benchmarks.peers.run",

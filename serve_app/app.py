@@ -34,6 +34,7 @@ def build(args: AppSettings) -> Application:
             health_check_period_s=args.health_check_period_s,
             health_check_timeout_s=args.health_check_timeout_s,
             ray_actor_options=model.engine_resources,
+            **model.engine_placement,
             max_constructor_retry_count=_ANY_NUMBER if model.may_sleep else _STARTS * model.first_engines,
             **deployment_options(model),
         )(EngineReplica).bind(model, args.total_engines)

@@ -41,6 +41,7 @@ from serve_app.replicas.watchdog import Watchdog
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
 from serve_app.settings.application import AppSettings
+from serve_app.settings.ranks import ONE_NODE
 from serve_app.store.memory import AnswerMemory, LocalMemory
 from serve_app.store.shared import SharedMemory
 from serve_app.tracing.export import make_tracer
@@ -332,9 +333,11 @@ def _sleepers(settings: AppSettings, models: Iterable[OpenModel], application: s
 
 
 def needs_of(settings: AppSettings) -> dict[str, float]:
-    """Return the resources of an engine by the names that Ray's tables have for them."""
+    """Return what an engine takes of a node, by the names that Ray's tables have for resources. Where its ranks may be
+    on several nodes, that is what one of them takes."""
     kind = settings.engine_accelerator_type
-    needs = {"CPU": settings.engine_num_cpus, "GPU": settings.engine_num_gpus}
+    parts = 1 if settings.tensor_parallel_placement == ONE_NODE else settings.num_ranks
+    needs = {"CPU": settings.engine_num_cpus / parts, "GPU": settings.engine_num_gpus / parts}
     return needs if kind is None else needs | {f"accelerator_type:{kind}": 0.001}
 
 

@@ -12,7 +12,7 @@ from serve_app.settings.images import ImageSettings
 ADAPTERS = Feature("LoRA adapters by name", Group.SETTING, "lora_adapters", bool)
 ADAPTER_UPDATES = Feature("LoRA adapters that come and go", Group.SETTING, "allow_lora_updates", bool)
 NO_ADAPTERS = Feature("no LoRA adapters", Group.SETTING, "engine.max_loras", partial(eq, 0))
-A_GPU = Feature("a GPU reserved", Group.SETTING, "engine_num_gpus", partial(eq, 1))
+A_GPU = Feature("a GPU reserved", Group.SETTING, "engine_num_gpus", bool)
 NO_GPU = Feature("no GPU reserved", Group.SETTING, "engine_num_gpus", partial(eq, 0))
 ACCELERATOR = Feature("a kind of GPU", Group.SETTING, "engine_accelerator_type", partial(is_not, None))
 ON_CPU = Feature("the CPU asked for", Group.SETTING, "engine.device", partial(eq, "cpu"))

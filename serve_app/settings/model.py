@@ -4,7 +4,7 @@ Never holds a default twice: the engine's own settings are engine.config.EngineC
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,14 @@ from engine.features import terms_of, turned_on
 from serve_app.settings.features import MODEL_RULES
 from serve_app.settings.images import ImageSettings
 from serve_app.settings.names import NameSettings
+from serve_app.settings.ranks import (
+    ONE_NODE,
+    Placement,
+    check_ranks,
+    placement_options,
+    rank_options,
+    ranks_of,
+)
 from serve_app.settings.routing import RoutingSettings
 from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
 
@@ -32,10 +40,21 @@ class ModelSettings(NameSettings):
         None, description="Let the number of engines follow the load. Unset: it is engine_replicas."
     )
     engine_num_cpus: float = Field(
-        0.5, description="CPUs that Ray reserves for an engine replica. They do not limit its threads.", ge=0
+        0.5,
+        description="CPUs that Ray reserves for an engine replica, all its ranks together. They do not limit its "
+        "threads.",
+        ge=0,
     )
     engine_num_gpus: float = Field(
-        0, description="GPUs that Ray reserves for an engine replica, 0 or 1. The replica sees no other GPU.", ge=0
+        0,
+        description="GPUs that Ray reserves for an engine replica: 0, or one for each of its ranks. A rank sees no "
+        "other GPU.",
+        ge=0,
+    )
+    tensor_parallel_placement: Placement = Field(
+        ONE_NODE,
+        description="Where the ranks of an engine may be. `strict_pack`: on one node, where they exchange the most. "
+        "`pack`: on as few nodes as have room. `spread`: on as many as there are.",
     )
     engine_accelerator_type: str | None = Field(
         None, description="Kind of GPU that an engine replica needs, by Ray's name for it, such as `H100`. Unset: any."
@@ -77,17 +96,8 @@ class ModelSettings(NameSettings):
     )
 
     @model_validator(mode="after")
-    def _an_engine_has_one_gpu_or_none(self) -> Self:
-        gpus = self.engine_num_gpus
-        if gpus % 1:
-            raise ValueError(
-                f"engine_num_gpus is {gpus:g}, but an engine measures and takes the memory of a whole GPU: two that "
-                "share one would each take gpu_memory_utilization of it. Use 1, or 0 for the CPU."
-            )
-        if gpus > 1:
-            raise ValueError(
-                f"engine_num_gpus is {gpus:g}, but an engine runs on one GPU: use 1, and engine_replicas for more GPUs."
-            )
+    def _each_rank_has_one_gpu_or_none(self) -> Self:
+        check_ranks(self.num_ranks, self.engine_num_gpus, self.tensor_parallel_placement)
         return self
 
     @model_validator(mode="after")
@@ -145,11 +155,21 @@ class ModelSettings(NameSettings):
         return self.gguf_form | {"either": True}
 
     @property
+    def num_ranks(self) -> int:
+        """How many processes compute an engine's model together: the replica, and a follower for each other rank."""
+        return ranks_of(self.engine)
+
+    @property
     def engine_resources(self) -> dict[str, float | str]:
-        """The resources that Ray reserves for an engine replica, as its `ray_actor_options`."""
-        options: dict[str, float | str] = {"num_cpus": self.engine_num_cpus, "num_gpus": self.engine_num_gpus}
-        kind = self.engine_accelerator_type
-        return options if kind is None else options | {"accelerator_type": kind}
+        """The resources that Ray reserves for each rank of an engine, the replica's own included, as its
+        `ray_actor_options`."""
+        cpus, gpus, kind = self.engine_num_cpus, self.engine_num_gpus, self.engine_accelerator_type
+        return rank_options(self.num_ranks, cpus, gpus, kind)
+
+    @property
+    def engine_placement(self) -> dict[str, Any]:
+        """The keywords of serve.deployment that reserve the places of an engine's ranks together; none for one rank."""
+        return placement_options(self.num_ranks, self.engine_resources, self.tensor_parallel_placement)
 
     @property
     def engine_capacity(self) -> int:

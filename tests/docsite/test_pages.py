@@ -30,6 +30,7 @@ from benchmarks.engine.tiers import warm as bench_warm
 from benchmarks.peers import agreement, beside, llama_cpp
 from benchmarks.retention import run as retention
 from benchmarks.serving import killed as bench_killed
+from benchmarks.tensor_parallel import run as tensor_parallel
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
 from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
@@ -58,6 +59,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "retention": ("retention.md", "retention.json", retention),
     "transport": ("transport.md", "transport.json", transport),
     "versions": ("between-commits.md", "versions.json", versions),
+    "tensor parallel": ("tensor-parallel.md", "tensor_parallel.json", tensor_parallel),
     "first hour": ("gpu.md", "gpu.json", gpu_report),
 }
 """Marks, with their page, their file of figures, and the program that made the file and makes the table."""

@@ -84,7 +84,6 @@ def test_settings_that_do_not_go_together_are_refused_by_the_table_alone() -> No
     raising = {name: count for name, count in found.items() if count}
     assert raising == {
         "_adapters_have_other_names": 1,
-        "_an_engine_has_one_gpu_or_none": 2,
         "_bounds_in_order": 1,
         "_is_one": 1,
         "_names_mean_one_thing": 4,
@@ -92,4 +91,5 @@ def test_settings_that_do_not_go_together_are_refused_by_the_table_alone() -> No
         "_serves_one_model_or_several": 2,
         "_starts_within_bounds": 1,
         "refuse_shared_names": 1,
+        "check_ranks": 4,
     }

@@ -1,0 +1,102 @@
+"""Owns the Ray actors in which the followers of an engine run, each in its bundle of the replica's placement group.
+Never knows what a rank computes: it hands on bytes, starts and ends processes, and says how one ended."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+FOLLOWER = "engine.parallel.follower"
+"""The module whose `run(spec)` is a rank, until the leader ends."""
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """One rank in a process of its own; a Ray actor. It ends with the replica that started it, which owns it."""
+
+    def run(self, module: str, spec: bytes) -> None:
+        """Be a rank until its leader ends. The module is imported here, because it brings torch."""
+        import_module(module).run(spec)
+
+
+class RayRankProcess:
+    """A follower's process. Its methods may be called by any thread."""
+
+    def __init__(self, rank: int, actor: ActorHandle, running: ray.ObjectRef[None]) -> None:
+        """`running`: the actor's one call, which lasts as long as the rank does."""
+        self._rank, self._actor, self._running = rank, actor, running
+        self._ended: str | None = None
+        self._is_killed = False
+
+    def poll(self) -> str | None:
+        """Return None while the rank runs, or waits for its place; else how it ended, in words. Does not block."""
+        if self._ended is None:
+            done, _ = ray.wait([self._running], timeout=0, fetch_local=False)
+            self._ended = self._how() if done else None
+        return self._ended
+
+    def _how(self) -> str:
+        try:
+            ray.get(self._running)
+        except RayTaskError as error:
+            return f"rank {self._rank} failed: {error.cause!r}"
+        except RayActorError as error:
+            return f"the process of rank {self._rank} is gone: {_first_line(error)}"
+        except RayError as error:  # its answer was lost with its node
+            return f"rank {self._rank} is gone: {_first_line(error)}"
+        return f"rank {self._rank} has returned"
+
+    def kill(self) -> None:
+        """End the process at once. A second call does nothing."""
+        if not self._is_killed:
+            self._is_killed = True
+            ray.kill(self._actor, no_restart=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+class RayRankLauncher:
+    """Starts the followers of this replica's engine, rank i in bundle i of its placement group. The replica itself is
+    rank 0, in the first bundle."""
+
+    def __init__(self, group: PlacementGroup, options: dict[str, float | str], module: str = FOLLOWER) -> None:
+        """`options`: resources of each rank, as of a Ray actor; see serve_app.settings.ranks.rank_options."""
+        self._group, self._options, self._module = group, options, module
+
+    def start(self, rank: int, spec: bytes) -> RayRankProcess:
+        """Start a follower; returns before it runs.
+
+        Raises:
+            ValueError: the placement group has no bundle for this rank.
+        """
+        most = self._group.bundle_count - 1
+        if not 1 <= rank <= most:
+            raise ValueError(f"rank is {rank}: the replica's placement group has bundles for ranks 1 to {most}.")
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        remote = ray.remote(Follower).options(**self._options, scheduling_strategy=place, max_restarts=0)
+        actor = remote.remote()
+        logger.info("Rank %d starts in bundle %d of %d.", rank, rank, most + 1)
+        return RayRankProcess(rank, actor, actor.run.remote(self._module, spec))
+
+
+def launcher_here(size: int, options: dict[str, float | str], module: str = FOLLOWER) -> RayRankLauncher | None:
+    """Return what starts the followers of this replica; None where its engine has a single rank.
+
+    Raises:
+        RuntimeError: several ranks, and this process is in no placement group.
+    """
+    if size == 1:
+        return None
+    group = get_current_placement_group()
+    if group is None:
+        raise RuntimeError(f"an engine of {size} ranks, but this replica is in no placement group")
+    return RayRankLauncher(group, options, module)

@@ -1,0 +1,75 @@
+"""Owns how an engine's ranks are placed: what Ray reserves for each of them, and on how many nodes they may be.
+Never starts one: serve_app.replicas.ranks does."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from engine.config import EngineConfig
+
+Placement = Literal["strict_pack", "pack", "spread"]
+"""Ray's names for it, in lower case."""
+ONE_NODE: Placement = "strict_pack"
+KIND_SHARE = 0.001
+"""How much of the resource `accelerator_type:H100` Ray takes for an actor that asks for that kind of GPU."""
+
+
+def ranks_of(config: EngineConfig) -> int:
+    """Return how many ranks compute an engine's model together."""
+    return 1
+
+
+def check_ranks(size: int, num_gpus: float, placement: Placement) -> None:
+    """Check that `size` ranks can have their GPUs.
+
+    Raises:
+        ValueError: `num_gpus`, of the whole replica, is not one for each rank, nor 0; or a placement was chosen for
+            one rank.
+    """
+    if num_gpus % 1:
+        raise ValueError(
+            f"engine_num_gpus is {num_gpus:g}, but an engine measures and takes the memory of a whole GPU: two that "
+            f"share one would each take gpu_memory_utilization of it. Use {size}, or 0 for the CPU."
+        )
+    if size == 1 and num_gpus > 1:
+        raise ValueError(
+            f"engine_num_gpus is {num_gpus:g}, but an engine runs on one GPU: use 1, and engine_replicas for more GPUs."
+        )
+    if num_gpus not in (0, size):
+        raise ValueError(
+            f"engine_num_gpus is {num_gpus:g}, but engine.tensor_parallel_size is {size}, and each rank has a GPU of "
+            f"its own: use {size}, or 0 for the CPU."
+        )
+    if size == 1 and placement != ONE_NODE:
+        raise ValueError(
+            f"tensor_parallel_placement is {placement}, but engine.tensor_parallel_size is 1: there is nothing to "
+            "place."
+        )
+
+
+def rank_options(size: int, num_cpus: float, num_gpus: float, kind: str | None) -> dict[str, float | str]:
+    """Return the resources of each rank as options of its Ray actor: an equal part of what the replica reserves.
+    `kind`: of GPU, by Ray's name for it."""
+    options: dict[str, float | str] = {"num_cpus": num_cpus / size, "num_gpus": num_gpus / size}
+    return options if kind is None else options | {"accelerator_type": kind}
+
+
+def placement_options(size: int, options: dict[str, float | str], placement: Placement) -> dict[str, Any]:
+    """Return the keywords of serve.deployment that reserve a bundle for each rank; none for a single rank. The replica
+    is rank 0, and Serve places it in the first bundle."""
+    if size == 1:
+        return {}
+    bundle = _bundle(options)
+    return {
+        "placement_group_bundles": [dict(bundle) for _ in range(size)],
+        "placement_group_strategy": placement.upper(),
+    }
+
+
+def _bundle(options: dict[str, float | str]) -> dict[str, float]:
+    """Return an actor's options by the names that Ray's tables have for them. A bundle reserves something: without any
+    resource Ray refuses it, and so a rank without CPUs takes a thousandth of one."""
+    kind = options.get("accelerator_type")
+    found = {"CPU": float(options["num_cpus"]), "GPU": float(options["num_gpus"])}
+    found |= {} if kind is None else {f"accelerator_type:{kind}": KIND_SHARE}
+    return {name: amount for name, amount in found.items() if amount} or {"CPU": KIND_SHARE}
