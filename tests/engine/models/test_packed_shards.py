@@ -128,7 +128,7 @@ def test_groups_stay_as_stored_where_ranks_have_whole_ones(
 def test_a_group_that_two_ranks_have_halves_of_stays_in_shorter_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 8 heads of 16, the second rank's begin at input 64 of a group of 128."""
+    """The second rank's heads begin at input 64 of a group of 128."""
     save(tmp_path, gptq(4, 128, ordered=False, zeros=True), monkeypatch)
     for own in compare_parts(tmp_path / "packed", tmp_path / "plain", 2, Keep.GROUPED):
         assert own["0 output"]
@@ -200,7 +200,7 @@ def test_ranks_together_answer_as_the_whole_model_of_a_gguf_file(tmp_path: Path)
 def test_an_output_projection_whose_blocks_two_ranks_share_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 12 heads of 64, three ranks have a block of 256 inputs each, and six have half of one."""
+    """With 12 heads of 64, three ranks have a block of 256 inputs each, and six have half of one."""
     for name, size in {"heads": 12, "kv_heads": 6, "head_dim": 64}.items():
         monkeypatch.setitem(tiny_gguf.SHAPE, name, size)
     directory = converted(tmp_path, **NESTED | {"blk__0__attn_output": "Q6_K"})

@@ -62,7 +62,7 @@ FIRST = ("llama_tied", "llama_biased", "gemma3", "phi3", "mixtral", "qwen3_next"
     "kind", [kind if kind in FIRST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_ranks_together_answer_as_the_whole_model_does(kind: str, tmp_path: Path) -> None:
-    """Of six heads with two KV heads, three ranks or more share KV heads, and four have unlike numbers of heads."""
+    """With six heads and two KV heads, four ranks share KV heads, and have unlike numbers of heads."""
     save_model(kind, tmp_path)
     whole = Ranks(tmp_path, 1)
     want, text = whole.prompt(TOKENS, BLOCKS), whole.greedy(TOKENS[:20], BLOCKS, 6)
