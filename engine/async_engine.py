@@ -333,6 +333,9 @@ class AsyncEngine:
             EngineError: the engine can no longer serve, or has stalled.
         """
         self._check_alive()
+        ranks = self._core.ranks
+        if ranks is not None and (lost := ranks.why_lost()) is not None:
+            raise EngineError(ErrorCode.ENGINE_DEAD, f"The engine can run no further step: {lost}.")
         if self.has_stalled:
             limit, stood = self.config.stall_timeout_s, self._clock.stood_s
             text = f"The engine has not finished a step for {stood:.0f} s (stall_timeout_s is {limit:g})."

@@ -244,18 +244,21 @@ class SchedulerConfig:
         "needs. A multiple of block_size. 0: no snapshots, and no prefix hits for such models.",
         ge=0,
     )
-    batch_mode: Literal["mixed", "prefill_first", "decode_first"] = setting(
+    batch_mode: Literal["mixed", "mixed_prefill_first", "prefill_first", "decode_first"] = setting(
         "mixed",
-        "What a step carries. `mixed`: all decode rows, then prefill chunks. `prefill_first`: prefill alone, while "
-        "there is any; `decode_starve_ms` bounds the wait of decode rows. `decode_first`: decode rows alone, while "
-        "there are any; `prefill_starve_ms` bounds the wait of prompts.",
+        "What a step carries. `mixed`: all decode rows, then prefill chunks. `mixed_prefill_first`: prefill chunks, "
+        "then as many decode rows as the rest of max_num_batched_tokens has room for, those first that have waited "
+        "longest; `decode_starve_ms` bounds the wait of each. `prefill_first`: prefill alone, while there is any; "
+        "`decode_starve_ms` bounds the wait of decode rows. `decode_first`: decode rows alone, while there are any; "
+        "`prefill_starve_ms` bounds the wait of prompts.",
         expert=True,
     )
     decode_starve_ms: float = setting(
         200.0,
         "Longest time without decode rows while requests decode, in milliseconds, if prefill has its own steps: "
-        "`batch_mode: prefill_first`, `chunk_owner: engine`, `prompt_logprobs_step: dedicated`. A step that has begun "
-        "is not cut short. Lower it for shorter gaps in streams.",
+        "`batch_mode: prefill_first`, `chunk_owner: engine`, `prompt_logprobs_step: dedicated`; and longest time that "
+        "a decode row waits with `batch_mode: mixed_prefill_first`. A step that has begun is not cut short. Lower it "
+        "for shorter gaps in streams.",
         expert=True,
         ge=0,
     )
@@ -342,10 +345,32 @@ class SchedulerConfig:
     watermark_blocks: int = setting(
         1, "`reserve_mode: prompt`: KV blocks that must stay free when a request is admitted.", expert=True, ge=0
     )
+    enable_chunked_prefill: bool = setting(
+        True,
+        "Compute a prompt in chunks over several steps if it does not fit into one. `false`: a prompt is computed "
+        "whole in one step, or waits for one. Then a step must hold the longest prompt besides its decode rows: raise "
+        "max_num_batched_tokens, or lower max_model_len.",
+        expert=True,
+    )
     max_partial_prefills: int = setting(
         1,
         "Maximum number of prompts of one priority that may be partly computed after a step. 0: as many as there are "
         "seats. Raise it to spread a step over several long prompts.",
+        expert=True,
+        ge=0,
+    )
+    long_prefill_defer_tokens: int = setting(
+        0,
+        "A partly computed prompt with at least this many tokens left steps aside for prompts with fewer: those that "
+        "wait or are partly computed go first in each step, and it takes what they leave. long_prefill_defer_ms bounds "
+        "this. 0: it goes first until it is computed. Lower it for earlier first tokens of short prompts behind it.",
+        expert=True,
+        ge=0,
+    )
+    long_prefill_defer_ms: float = setting(
+        2000.0,
+        "long_prefill_defer_tokens: longest time between two steps in which a long prompt goes before short ones, in "
+        "milliseconds. Lower it for earlier first tokens of long prompts.",
         expert=True,
         ge=0,
     )
@@ -660,6 +685,14 @@ class EngineConfig:
         "divided among the engine replicas.",
         ge=1,
     )
+    tensor_parallel_size: int = setting(
+        1,
+        "Ranks that compute the model together, each in a process of its own with a part of every layer's weights and "
+        "of the KV cache, so that a model may be larger than one rank's memory. An engine on the CPU divides "
+        "num_threads among them. The leader, rank 0, plans and samples; all ranks add up their parts of each layer's "
+        "output twice.",
+        ge=1,
+    )
     executor: Literal["torch", "fake"] = setting(
         "torch",
         "What runs a step. `torch`: the model. `fake`: scripted tokens without weights, for tests and demos.",
@@ -804,6 +837,8 @@ class EngineConfig:
                 f"state_snapshot_tokens ({self.scheduler.state_snapshot_tokens}) must be a multiple of block_size "
                 f"({self.block_size}): a prefix hit needs KV and state that end at the same position."
             )
+        if self.max_model_len is not None:
+            _check_whole_prompts(self, self.max_model_len, least - 1)
 
     @property
     def stored(self) -> bool:
@@ -884,11 +919,12 @@ class ResolvedConfig:
         weights have 8 bits. `model_cost`: the draft model's, unless it is written.
 
         Raises:
-            ConfigError: drafts are asked for, but a step has no room for any.
+            ConfigError: drafts are asked for, but a step has no room for any; or prompts are not computed in chunks,
+                but a step has no room for the longest.
         """
         num_drafts = _num_speculative_tokens(config, drafts)
         resolved["reasons"] = resolved.get("reasons", {}) | config.scheduler.why
-        return cls(
+        made = cls(
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -920,6 +956,8 @@ class ResolvedConfig:
             stall_timeout_s=config.stall_timeout_s,
             **resolved,
         )
+        _check_whole_prompts(made, made.max_model_len, made.max_decode_tokens)
+        return made
 
     @property
     def speculates(self) -> bool:
@@ -958,6 +996,24 @@ class ResolvedConfig:
         """Longest prompt + answer that this engine can hold: the context, or the whole KV cache if that is smaller.
         The last token's KV is never written, so a cache of n slots holds n + 1 tokens."""
         return min(self.max_model_len, self.num_kv_blocks * self.block_size + 1)
+
+
+def _check_whole_prompts(config: EngineConfig | ResolvedConfig, max_model_len: int, decode_tokens: int) -> None:
+    """Raise ConfigError if prompts are not computed in chunks and the longest does not fit into a step. After a
+    preemption that is a prompt with all of its answer but one token."""
+    longest = max_model_len - 1
+    beside = 0 if config.scheduler.batch_mode == "prefill_first" else decode_tokens
+    limits = {"max_num_batched_tokens": config.max_num_batched_tokens - beside}
+    if config.max_prefill_tokens is not None:
+        limits["max_prefill_tokens"] = config.max_prefill_tokens
+    name = min(limits, key=limits.__getitem__)
+    if config.scheduler.enable_chunked_prefill or longest <= limits[name]:
+        return
+    raise ConfigError(
+        f"scheduler.enable_chunked_prefill is false, so a step must hold the longest prompt, max_model_len - 1 "
+        f"({longest}), but {name} ({getattr(config, name)}) leaves it {limits[name]} tokens: raise it, or lower "
+        f"max_model_len to at most {limits[name] + 1}."
+    )
 
 
 def max_drafting_tokens(config: EngineConfig, can_draft: bool) -> int:

@@ -99,6 +99,7 @@ def _setting(title: str, setting: str, when: Callable[[Any], Any] | None) -> Fea
     return Feature(title, Group.SETTING, setting, when)
 
 
+TENSOR_PARALLEL = _setting("several ranks", "tensor_parallel_size", partial(ne, 1))
 LORA = _setting("LoRA adapters", "max_loras", bool)
 OVERLAP = _setting("overlapped steps", "overlap", bool)
 DRAFTS = _setting("a number of drafts", "num_speculative_tokens", bool)
@@ -141,6 +142,7 @@ ENCODER_TOKENS = _setting("a limit of image tokens in a step", "max_encoder_toke
 ENCODER_CACHE = _setting("a cache of images", "encoder_cache_memory_gib", None)
 
 MIXED_STEPS = _setting("mixed steps", "scheduler.batch_mode", partial(ne, "prefill_first"))
+CHUNKS_AHEAD = _setting("chunks ahead of decode rows", "scheduler.batch_mode", partial(eq, "mixed_prefill_first"))
 FULL_RESERVE = _setting("memory for whole lives", "scheduler.reserve_mode", partial(eq, "full"))
 PART_RESERVE = _setting("memory for less than whole lives", "scheduler.reserve_mode", partial(ne, "full"))
 PREEMPTION = _setting("preemption", "scheduler.preempt_policy", partial(ne, "none"))
@@ -148,7 +150,9 @@ OFFLOAD = _setting("victims' KV in the machine's memory", "scheduler.preempt_pol
 NO_PREEMPTION = _setting("no preemption", "scheduler.preempt_policy", partial(eq, "none"))
 ENGINE_CHUNKS = _setting("prompts cut by the engine", "scheduler.chunk_owner", partial(eq, "engine"))
 LOCAL_CHUNKS = _setting("chunks by the request alone", "scheduler.chunk_boundary", partial(eq, "request_local"))
+WHOLE_PROMPTS = _setting("no chunked prefill", "scheduler.enable_chunked_prefill", partial(eq, False))
 LONG_PREFILL = _setting("a limit of a prompt's chunk", "scheduler.long_prefill_token_threshold", bool)
+LONG_DEFERS = _setting("long prompts that step aside", "scheduler.long_prefill_defer_tokens", bool)
 CHUNK_HALVING = _setting("chunks that shrink with the context", "scheduler.chunk_halving_context", bool)
 ONE_PARTIAL = _setting("one prompt at a time", "scheduler.max_partial_prefills", partial(eq, 1))
 SNAPSHOTS = _setting("snapshots of recurrent state", "scheduler.state_snapshot_tokens", bool)
@@ -221,6 +225,8 @@ RULES = (
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
+    Rule((TENSOR_PARALLEL,), (GPU,), "on a GPU, an engine has one rank so far"),
+    Rule((TENSOR_PARALLEL,), (FAKE,), "the fake executor computes nothing that ranks could share"),
     # on which kernels
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
     Rule((NARROW_KV,), (WIDE_ATTENTION,), "on a GPU, only Triton's attention reads a KV cache in 8 bits"),
@@ -285,7 +291,7 @@ RULES = (
         "chunk_owner engine does not support recurrent state; use chunk_owner scheduler",
     ),
     Rule(
-        (ENGINE_CHUNKS, LOCAL_CHUNKS),
+        (ENGINE_CHUNKS, LOCAL_CHUNKS, WHOLE_PROMPTS),
         (IMAGES,),
         "a chunk may have to end before an image that is not encoded yet, which this setting does not allow",
     ),
@@ -326,6 +332,7 @@ RULES = (
         "this setting has an effect only with kv_tiers.host_memory_gib or kv_tiers.disk_path",
         (NO_DISK_TIER,),
     ),
+    Rule((TENSOR_PARALLEL,), (HOST_TIER, DISK_TIER), "lower tiers move the KV of one rank alone"),
     Rule(
         (ENGINE_CHUNKS,),
         (OVERLAP,),
@@ -364,14 +371,34 @@ RULES = (
         "chunk_owner engine computes a prompt in one call, so other chunk limits have no effect",
     ),
     Rule(
+        (ENGINE_CHUNKS, LOCAL_CHUNKS, LONG_PREFILL, LONG_DEFERS, CHUNK_HALVING),
+        (WHOLE_PROMPTS,),
+        "without chunked prefill a prompt is computed in one step, so settings of its chunks have no effect",
+    ),
+    Rule(
+        (SNAPSHOTS,),
+        (WHOLE_PROMPTS,),
+        "recurrent state is saved at the end of a chunk, so prompts must be computed in chunks",
+    ),
+    Rule(
+        (LONG_DEFERS,),
+        (ENGINE_CHUNKS,),
+        "chunk_owner engine computes a prompt in one step, and none is partly computed and could step aside",
+    ),
+    Rule(
         (TPOT_TARGET,),
-        (ENGINE_CHUNKS, LOCAL_CHUNKS),
+        (ENGINE_CHUNKS, LOCAL_CHUNKS, WHOLE_PROMPTS),
         "a chunk ends where the step's time does, which depends on the rest of the step",
     ),
     Rule(
         (CHUNK_HALVING,),
         (TPOT_TARGET,),
         "the predicted time of a chunk already counts the context that it attends to",
+    ),
+    Rule(
+        (TPOT_TARGET,),
+        (CHUNKS_AHEAD,),
+        "chunks get the time that decode rows leave of their target, and here they would get a step's tokens first",
     ),
     Rule((FREE_TOKENS, ANSWER_WEIGHT), (TPOT_TARGET, TTFT_TARGET), "with targets, what a token costs is measured"),
     # by which executor

@@ -472,3 +472,5 @@ class LoadSnapshot:
     """The tiers below the device's memory, nearest first."""
     num_loading: int = 0
     """Waiting requests whose KV is being loaded from a tier."""
+    rank_late_s: tuple[float, ...] = ()
+    """Seconds that the other ranks have waited for each rank so far; empty if one computes the model."""

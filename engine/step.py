@@ -296,6 +296,16 @@ class AdapterHost(Protocol):
         """Drop an adapter. No row of a later plan names it."""
 
 
+class RankStatus(Protocol):
+    """Several ranks that compute a model together. Any thread may ask."""
+
+    def why_lost(self) -> str | None:
+        """Say which rank's process has ended, and how, so that no step can run any more; None while all run."""
+
+    def late_s(self) -> Sequence[float]:
+        """Return how many seconds the others have waited for each rank so far, by rank."""
+
+
 class TokenMasks(Protocol):
     """What an executor needs of grammars; `engine.batch.grammar.Grammars` implements it."""
 
@@ -358,6 +368,8 @@ class Capabilities:
     """What its steps are padded to."""
     kv_mover: KvMover | None = None
     """Moves KV between the device and lower tiers. None: there are no lower tiers."""
+    ranks: RankStatus | None = None
+    """Of the ranks that compute the model. None: there is one."""
 
 
 class Executor(Protocol):

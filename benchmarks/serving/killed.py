@@ -217,7 +217,8 @@ def table(document: Mapping[str, Any]) -> str:
         return "Not measured yet."
     sizes = document["load"]
     told = (
-        f"{sizes['sessions']} sessions, prompts of {sizes['prompt']:,} tokens, {document['rounds']} rounds; an engine "
+        f"{sizes['sessions']} sessions, prompts of {sizes['prompt']:,} tokens, {document['rounds']} round"
+        f"{'s' * (document['rounds'] != 1)}; an engine "
         f"is killed when each stream has {sizes['begun']} tokens."
     )
     lines = [told, "", "| tier | streams that moved | median, s | first, s | last, s |", "|---|--:|--:|--:|--:|"]

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine import features
 from engine.batch.grammar import read_grammars
+from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
-from engine.build.host_fit import HostBudget, host_use, kept_on_cpu, weights_on_host
+from engine.build.host_fit import HostBudget, host_use, weights_on_host
 from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
-from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import block_bytes, resolve, resolve_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
@@ -27,20 +27,22 @@ from engine.execution.executor import TorchExecutor
 from engine.execution.kv_blocks import CpuBlockCopier
 from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
-from engine.models.adapted import AdaptedModel
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
-from engine.models.eager import EagerModel
+from engine.models.description import Shard
 from engine.models.matrix_counts import count_matrices
-from engine.models.native import NativeModel
 from engine.models.recurrent_state import state_bytes
+from engine.models.shards import sharded
 from engine.models.stored_forms import in_integers
+from engine.parallel.processes import RankLauncher
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
 from kernels.cpu.processor import cpu_flags
-from kernels.eager.ops import TABLES
+
+if TYPE_CHECKING:
+    from engine.build.ranks import LeadingRank
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 BYTE_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
@@ -71,6 +73,7 @@ class CpuStart:
     kernels: Choice
     draft: DraftStart | None
     tiers: TierMemory
+    launcher: RankLauncher
     claim: Claim
 
     def build(self) -> tuple[TorchExecutor, ResolvedConfig]:
@@ -92,27 +95,51 @@ class CpuStart:
         return executor, resolved
 
     def _built(self, files: BlockFiles | None) -> tuple[TorchExecutor, ResolvedConfig]:
-        """Load the weights. The executor owns files, too."""
-        builder = _builder(self.model_dir, self.model, self.config, self.resolved, self.kernels)
-        decoder = builder.load()
-        resolved = self._with_counts(decoder)
-        model = builder.attach(decoder, resolved.num_kv_blocks)
-        draft_model, with_torch = None, self.kernels.name != NATIVE
-        if self.draft is not None:
-            checkpoint, config, kernels = self.draft.checkpoint, self.draft.config, self.draft.kernels
-            with_torch |= kernels.name != NATIVE
-            drafts = _builder(checkpoint.directory, checkpoint.model, config, self.resolved, kernels)
-            draft_model = DraftModel(drafts.build())
-        executor = TorchExecutor(
-            model,
-            # torch does little next to the native kernels: a second thread of its own would take a core that they need.
-            num_threads=self.resolved.num_threads if with_torch else 1,
-            grammars=read_grammars(self.model_dir, self.resolved),
-            draft_model=draft_model,
-            kv_mover=self._mover(model, files),
-            claim=self.claim,
-        )
+        """Load the weights. The executor owns files, too, and ends the other ranks."""
+        with ExitStack() as undone:
+            leading, shape, group = self._start_ranks(), self.model, None
+            if leading is not None:
+                undone.callback(leading.ranks.end)
+                shape, group = sharded(self.model, leading.shard), leading.group
+            builder = cpu_builder(self.model_dir, shape, self.config, self.resolved, self.kernels, group)
+            decoder = builder.load()
+            resolved = self._with_counts(decoder)
+            model = builder.attach(decoder, resolved.num_kv_blocks)
+            draft_model = self._draft_model()
+            executor = TorchExecutor(
+                model if leading is None else leading.lead(model),
+                num_threads=self._torch_threads,
+                grammars=read_grammars(self.model_dir, self.resolved),
+                draft_model=draft_model,
+                kv_mover=self._mover(model, files),
+                ranks=None if leading is None else leading.ranks,
+                claim=self.claim,
+            )
+            undone.pop_all()
         return executor, resolved
+
+    def _start_ranks(self) -> LeadingRank | None:
+        """Start the other ranks; None: there are none."""
+        if self.config.tensor_parallel_size == 1:
+            return None
+        from engine.build.ranks import start_ranks  # few engines have several
+
+        return start_ranks(self.launcher, self.model_dir, self.model, self.config, self.resolved, self.kernels)
+
+    def _draft_model(self) -> DraftModel | None:
+        """Load the draft model, which the leader has whole."""
+        if self.draft is None:
+            return None
+        checkpoint = self.draft.checkpoint
+        shape, config, kernels = checkpoint.model, self.draft.config, self.draft.kernels
+        return DraftModel(cpu_builder(checkpoint.directory, shape, config, self.resolved, kernels).build())
+
+    @property
+    def _torch_threads(self) -> int:
+        """torch does little next to the native kernels: a second thread of its own would take a core that they need."""
+        if self.kernels.name == NATIVE and (self.draft is None or self.draft.kernels.name == NATIVE):
+            return 1
+        return threads_of_rank(self.resolved.num_threads, self.config.tensor_parallel_size)
 
     def _mover(self, model: Model, files: BlockFiles | None) -> TierMover | None:
         if not self.config.kv_tiers.any:
@@ -133,8 +160,11 @@ class CpuStart:
         return replace(self.resolved, reasons=self.resolved.reasons | {"weights": counted})
 
 
-def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int) -> CpuStart:
+def start_on_cpu(
+    model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int, launcher: RankLauncher
+) -> CpuStart:
     """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
+    launcher: starts the engine's other ranks, if it has several.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -146,6 +176,8 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     check_key(config)
     model = read_model_config(model_dir)
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
+    for rank in range(config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0):
+        sharded(model, Shard(rank, config.tensor_parallel_size))  # which refuses what cannot be cut
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
@@ -163,7 +195,7 @@ def start_on_cpu(model_dir: Path, config: EngineConfig, device: tuple[Device, st
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, claim)
+    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, launcher, claim)
 
 
 def _missing() -> Facts:
@@ -238,49 +270,6 @@ def _of_glibc(name: str) -> Callable[..., int] | None:
     """Return a function of the C library; None: other libraries lack it."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
     return found
-
-
-def _builder(
-    model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig, kernels: Choice
-) -> ModelBuilder[Model]:
-    """Return the builder for a checkpoint on `kernels`. resolved: the engine's, whose main model may be another."""
-    if model.vision is not None:
-        from engine.build.encoder import encoder_builder  # not needed for text models
-
-        native = _recording(config, resolved) if kernels.name == NATIVE else None
-        return encoder_builder(model_dir, model, config, resolved, native)
-    return ModelBuilder(
-        model_dir=model_dir,
-        model=model,
-        config=config,
-        resolved=resolved,
-        runner=_runner(config, resolved, kernels),
-        keep=kept_on_cpu(config, native=kernels.name == NATIVE),
-    )
-
-
-def _runner(config: EngineConfig, resolved: ResolvedConfig, kernels: Choice) -> Runner[Model]:
-    if kernels.name == NATIVE:
-        recording = _recording(config, resolved)
-        return lambda decoder, cache, state: NativeModel(decoder, cache, state, **recording)
-    ops, size = TABLES[kernels.name], resolved.block_size
-    if config.max_loras:
-        return lambda decoder, cache, _: AdaptedModel(decoder, ops, cache, size, max_rank=config.max_lora_rank)
-    return lambda decoder, cache, state: EagerModel(decoder, ops, cache, size, state)
-
-
-def _recording(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, Any]:
-    """Return how a NativeModel records its steps."""
-    return {
-        "block_size": resolved.block_size,
-        "num_threads": resolved.num_threads,
-        "num_tokens": resolved.max_num_batched_tokens,
-        "num_sampled": resolved.max_decode_tokens,
-        "num_drafted": resolved.max_drafting_tokens if resolved.num_speculative_tokens else 0,
-        "quantize": config.quantize == "int8",
-        "rounded": config.rounds_activations,
-        "max_lora_rank": config.max_lora_rank if config.max_loras else 0,
-    }
 
 
 _KERNELS = dict(zip(KERNELS, (features.NATIVE, features.TORCH_CPU, features.REFERENCE), strict=True))

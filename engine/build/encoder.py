@@ -20,6 +20,7 @@ from engine.models.native_encoding import NativeEncodingModel
 from engine.models.vision import VisionEncoder
 from engine.models.vision_config import image_kind
 from engine.models.vision_weights import allocate_vision, vision_table
+from kernels.collectives.group import Group
 from kernels.eager.ops import TABLES, TORCH_CPU, Ops
 
 
@@ -29,9 +30,11 @@ def encoder_builder(
     config: EngineConfig,
     resolved: ResolvedConfig,
     native: Mapping[str, Any] | None,
+    group: Group | None = None,
 ) -> ModelBuilder[Model]:
     """Return the builder of a decoder with its encoder. resolved: see with_inputs. native: how the native kernels
     record the decoder, beside which the encoder runs on torch's; None: both run on the kernels of `resolved`.
+    group: the ranks that compute the decoder, each of which has the whole encoder; None: there is one.
 
     Raises:
         CheckpointError: the checkpoint's description of images cannot be read.
@@ -45,15 +48,17 @@ def encoder_builder(
         model=model,
         config=config,
         resolved=resolved,
-        runner=_runner(contents, ops, resolved.block_size, native),
+        runner=_runner(contents, ops, resolved.block_size, native, group),
         others=vision_table(weights),
     )
 
 
-def _runner(contents: Contents, ops: Ops, block_size: int, native: Mapping[str, Any] | None) -> Runner[Model]:
+def _runner(
+    contents: Contents, ops: Ops, block_size: int, native: Mapping[str, Any] | None, group: Group | None
+) -> Runner[Model]:
     if native is not None:
         return lambda decoder, cache, _: NativeEncodingModel(decoder, contents, cache, **native)
-    return lambda decoder, cache, _: EncodingModel(decoder, contents, ops, cache, block_size)
+    return lambda decoder, cache, _: EncodingModel(decoder, contents, ops, cache, block_size, group=group)
 
 
 def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig) -> ResolvedConfig:

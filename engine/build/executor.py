@@ -9,6 +9,9 @@ from typing import Protocol
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import choose_device
 from engine.execution.executor import ModelExecutor
+from engine.parallel.processes import RankLauncher, SubprocessLauncher
+
+THIS_MACHINE = SubprocessLauncher()
 
 
 class Start(Protocol):
@@ -24,16 +27,18 @@ class Start(Protocol):
         """Give up what was reserved, if the engine is not going to be built."""
 
 
-def create_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> tuple[ModelExecutor, ResolvedConfig]:
+def create_executor(
+    model_dir: Path, config: EngineConfig, engines: int = 1, launcher: RankLauncher = THIS_MACHINE
+) -> tuple[ModelExecutor, ResolvedConfig]:
     """Load the checkpoint in `model_dir` (with load_format `dummy`, only its config.json) and make it ready to run.
-    engines: how many share this machine's memory.
+    engines: how many share this machine's memory. launcher: starts the engine's other ranks, if it has several.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
         ModelError: the draft model cannot be found or read.
         ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
-    return _start(model_dir, config, engines).build()
+    return _start(model_dir, config, engines, launcher).build()
 
 
 def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
@@ -41,12 +46,12 @@ def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> R
 
     Raises: as create_executor.
     """
-    start = _start(model_dir, config, engines)
+    start = _start(model_dir, config, engines, THIS_MACHINE)
     start.release()
     return start.resolved
 
 
-def _start(model_dir: Path, config: EngineConfig, engines: int) -> Start:
+def _start(model_dir: Path, config: EngineConfig, engines: int, launcher: RankLauncher) -> Start:
     device, reason = choose_device(config)
     if device.capability is not None:
         from engine.build.gpu import start_on_device
@@ -54,4 +59,4 @@ def _start(model_dir: Path, config: EngineConfig, engines: int) -> Start:
         return start_on_device(model_dir, config, device, reason)
     from engine.build.cpu import start_on_cpu
 
-    return start_on_cpu(model_dir, config, (device, reason), engines)
+    return start_on_cpu(model_dir, config, (device, reason), engines, launcher)

@@ -165,6 +165,8 @@ def _scheduler(model: ModelConfig, config: EngineConfig) -> tuple[SchedulerConfi
     asked = config.scheduler
     if asked.chunk_owner == "engine":
         return asked, "chunk_owner engine does not cut prompts"
+    if not asked.enable_chunked_prefill:
+        return asked, "enable_chunked_prefill false does not cut prompts"
     if asked.chunk_halving_context is not None:
         return asked, "asked for"
     if config.targets.tpot_ms is not None:

@@ -32,6 +32,7 @@ from engine.step import (
     Executor,
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
+    RankStatus,
     RowFailure,
     RowKind,
     StepOutput,
@@ -83,6 +84,7 @@ class EngineCore:
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._step_times = step_times
         self._mover = executor.capabilities.kv_mover
+        self._ranks = executor.capabilities.ranks
         self._tiers = None if self._mover is None else TierIndex(config, self._mover)
         self._scheduler = Scheduler(config, self._blocks, step_times, self._tiers)
         costs = None if step_times is None else MeasuredCosts.of(step_times.now.costs)
@@ -163,6 +165,7 @@ class EngineCore:
             graph_misses={name: count for (hit, name), count in self._graph_uses.items() if not hit},
             tiers=() if self._tiers is None or self._mover is None else self._tiers.loads(self._mover.sizes()),
             num_loading=len(scheduler.loading),
+            rank_late_s=() if self._ranks is None else tuple(self._ranks.late_s()),
         )
 
     @property
@@ -174,6 +177,11 @@ class EngineCore:
     def adapters(self) -> AdapterHost | None:
         """See Capabilities.adapters."""
         return self._executor.capabilities.adapters
+
+    @property
+    def ranks(self) -> RankStatus | None:
+        """See Capabilities.ranks."""
+        return self._ranks
 
     def cached_digests(self, limit: int) -> list[bytes]:
         """Up to `limit` digests of the blocks in the prefix cache; see BlockManager.cached_digests."""

@@ -31,7 +31,7 @@ from engine.host.shares import Claim
 from engine.kv_tiers import KvMover
 from engine.models.computed import Computed, Model
 from engine.protocol import TokenLogprobs
-from engine.step import Capabilities, Executor, StepOutput, StepPlan
+from engine.step import Capabilities, Executor, RankStatus, StepOutput, StepPlan
 
 
 class ModelExecutor(Executor, Protocol):
@@ -45,6 +45,13 @@ class ModelExecutor(Executor, Protocol):
         # [num_tokens, vocab]"""
 
 
+class Ranks(RankStatus, Protocol):
+    """The ranks that compute a model, as the leader has them."""
+
+    def end(self) -> None:
+        """End the others."""
+
+
 class TorchExecutor:
     """A ModelExecutor for the CPU, where a step is done when `launch` returns."""
 
@@ -56,15 +63,17 @@ class TorchExecutor:
         grammars: Grammars | None = None,
         draft_model: DraftModel | None = None,
         kv_mover: KvMover | None = None,
+        ranks: Ranks | None = None,
         claim: Claim | None = None,
     ) -> None:
         """num_threads: for torch's operators. grammars: see Answers. draft_model: fills in the drafts that plans leave
-        open. kv_mover: moves the model's KV; it ends with the executor. claim: on the machine's memory; given up at
-        shutdown."""
+        open. kv_mover: moves the model's KV; it ends with the executor. ranks: the others that compute the model;
+        they end with the executor. claim: on the machine's memory; given up at shutdown."""
         self.model = model
         self._answers = Answers(grammars)
         self._draft_model = draft_model
         self._kv_mover = kv_mover
+        self._ranks = ranks
         self._claim = claim
         self._threads = TorchThreads(num_threads)
         self._outputs: deque[StepOutput] = deque()
@@ -81,6 +90,7 @@ class TorchExecutor:
             compile_grammar=None if grammars is None else grammars.compile,
             adapters=self.model.adapters,
             kv_mover=self._kv_mover,
+            ranks=self._ranks,
         )
 
     @torch.inference_mode()
@@ -145,6 +155,9 @@ class TorchExecutor:
         self._answers.shutdown()
         if self._kv_mover is not None:
             self._kv_mover.shutdown()
+        if self._ranks is not None:
+            self._ranks.end()
+            self._ranks = None
         self._draft_model = None
         with suppress(AttributeError):
             del self.model

@@ -17,6 +17,7 @@ from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
 from engine.step import AdapterHost, ScheduledRequest
+from kernels.collectives.group import Group
 from kernels.cpu.low_rank import Tokens, add_low_rank
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import Ops
@@ -26,8 +27,18 @@ from kernels.forward import Linear
 class AdaptedModel(EagerModel):
     """An EagerModel, and the engine.step.AdapterHost of its adapters."""
 
-    def __init__(self, decoder: Decoder, ops: Ops, cache: KVCache, block_size: int, *, max_rank: int) -> None:
-        super().__init__(decoder, ops, cache, block_size)
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        cache: KVCache,
+        block_size: int,
+        *,
+        max_rank: int,
+        group: Group | None = None,
+    ) -> None:
+        """group: see EagerModel."""
+        super().__init__(decoder, ops, cache, block_size, group=group)
         self._max_rank = max_rank
         self._adapters: dict[str, Mapping[int, Delta]] = {}  # digest -> (id of a Linear -> its delta)
         self._linears = {

@@ -16,6 +16,7 @@ from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import AdapterHost, RowKind, ScheduledRequest, StepPlan
+from kernels.collectives.group import Group
 from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Rewind
@@ -26,13 +27,22 @@ class EagerModel:
     """An engine.models.computed.Model on the operators of `ops`."""
 
     def __init__(
-        self, decoder: Decoder, ops: Ops, cache: KVCache, block_size: int, state: RecurrentState | None = None
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        cache: KVCache,
+        block_size: int,
+        state: RecurrentState | None = None,
+        *,
+        group: Group | None = None,
     ) -> None:
+        """group: the ranks that `decoder` is a shard for; a step then may raise RankLostError. None: it is whole."""
         self.decoder = decoder
         self.cache = cache
         self.state = state
         self._ops = ops
         self._block_size = block_size
+        self._group = group
 
     @property
     def adapters(self) -> AdapterHost | None:
@@ -59,7 +69,7 @@ class EagerModel:
 
     def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
         """step: see EagerPass."""
-        return EagerPass(self._ops, **step)
+        return EagerPass(self._ops, group=self._group, **step)
 
 
 def _state_rows(inputs: StepInputs) -> StateRows | None:

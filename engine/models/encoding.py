@@ -17,6 +17,7 @@ from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
 from engine.multimodal_inputs import Grid
 from engine.step import StepPlan
+from kernels.collectives.group import Group
 from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import Ops
 
@@ -24,7 +25,18 @@ from kernels.eager.ops import Ops
 class EncodingModel:
     """An engine.models.computed.Model on the operators of `ops`, for a model with an encoder."""
 
-    def __init__(self, decoder: Decoder, contents: Contents, ops: Ops, cache: KVCache, block_size: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        contents: Contents,
+        ops: Ops,
+        cache: KVCache,
+        block_size: int,
+        *,
+        group: Group | None = None,
+    ) -> None:
+        """group: the ranks that `decoder` is a shard for; each has a whole encoder. A step then may raise
+        RankLostError. None: it is whole."""
         self.decoder = decoder
         self.contents = contents
         self.cache = cache
@@ -32,6 +44,7 @@ class EncodingModel:
         self.adapters = None
         self._ops = ops
         self._block_size = block_size
+        self._group = group
         self._axis_of_pair = contents.axis_of_pair()
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
@@ -45,6 +58,7 @@ class EncodingModel:
             slots=inputs.slots,
             plan=self._ops.prepare_attention(inputs.rows, self.decoder.config.num_kv_heads, self.decoder.dtype),
             filled=self.contents.filled(plan),
+            group=self._group,
         )
         hidden: Tensor = self.decoder.forward(run, self.cache)
         return Computed.by_head(

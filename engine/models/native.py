@@ -24,6 +24,8 @@ from engine.models.parameters import DecoderWeights, LayerWeights, SharedExpertW
 from engine.models.recurrent_state import RecurrentState
 from engine.models.stored_matrix import StoredMatrix
 from engine.step import RowSampling, ScheduledRequest, StepPlan
+from kernels.collectives.group import Group
+from kernels.collectives.reduction import reduction_of
 from kernels.cpu.native.linear_attention import LinearAttentionProgram, Rewind
 from kernels.cpu.native.low_rank import PackedAdapter
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped
@@ -69,11 +71,13 @@ class NativeModel:
         quantize: bool = False,
         rounded: bool = False,
         max_lora_rank: int = 0,
+        group: Group | None = None,
     ) -> None:
         """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
         num_drafted: the tokens of rows with drafts likewise, if the model has states.
         quantize: use 8-bit matrices; rounded: round the activations that matrices of 4 to 8 bits are multiplied by; see
-        kernels.cpu.native.program.pack. max_lora_rank: 0: rows have no LoRA adapters."""
+        kernels.cpu.native.program.pack. max_lora_rank: 0: rows have no LoRA adapters.
+        group: the ranks that `decoder` is a shard for; a step then may raise RankLostError. None: it is whole."""
         decoder.weights = _packed(decoder.weights, quantize=quantize, rounded=rounded, num_threads=num_threads)
         self.adapters: NativeAdapters | None = None
         if max_lora_rank:
@@ -83,6 +87,7 @@ class NativeModel:
         self.cache = cache
         self._block_size = block_size
         self.team = Team(num_threads)
+        self._reduction = None if group is None else reduction_of(group)
         self.state = state
         self.busy_s = 0.0
         """Seconds that steps have spent in the library so far; the rest of the engine's time is Python's."""
@@ -177,7 +182,11 @@ class NativeModel:
 
     def _program(self, num_tokens: int) -> LinearAttentionProgram:
         return LinearAttentionProgram(
-            self.team, block_size=self._block_size, capacity=num_tokens, dtype=self.decoder.dtype
+            self.team,
+            block_size=self._block_size,
+            capacity=num_tokens,
+            dtype=self.decoder.dtype,
+            reduction=self._reduction,
         )
 
 

@@ -43,6 +43,7 @@ class NativeEncodingModel(NativeModel):
             block_size=self._block_size,
             capacity=num_tokens,
             dtype=self.decoder.dtype,
+            reduction=self._reduction,
         )
 
 

@@ -45,7 +45,8 @@ class ChunkRule:
         self._ends_by_request = ENDS_BY_REQUEST[self._policy.chunk_boundary]
         self.is_cut_by_engine = CUT_BY_ENGINE[self._policy.chunk_owner]
         """A prompt that is longer than a step's prefill gets a step of its own."""
-        self.is_whole = self._ends_by_request or self.is_cut_by_engine
+        self._is_chunked = self._policy.enable_chunked_prefill
+        self.is_whole = self._ends_by_request or self.is_cut_by_engine or not self._is_chunked
         """A chunk's end depends on the request alone, so the chunk is taken whole or not at all."""
 
     def cost(self, start: int, count: int) -> int:
@@ -61,6 +62,9 @@ class ChunkRule:
         remaining = target - start
         if self.is_cut_by_engine:  # a prompt that does not fit gets the step to itself
             return remaining if remaining <= room.budget or room.is_empty else 0
+        if not self._is_chunked:
+            # A limit that was halved after a memory shortage could starve the first prompt of a step.
+            return remaining if remaining <= (room.budget if room.has_prefill else room.tokens) else 0
         if self._ends_by_request:
             return self._local_size(request, start, remaining, room)
         most = self._affordable(start, room.budget)

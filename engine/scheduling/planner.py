@@ -50,10 +50,12 @@ reservation, which never runs out."""
 ALWAYS_OFFLOADED = {"lifo": False, "offload": True, "retract": False, "none": False}
 """By preempt_policy: whether a victim's KV goes to the host tier even if computing it again is predicted faster."""
 # The meaning of each other policy value. A value that is missing here raises an error instead of acting like another.
-PREFILL_ALONE = {"mixed": False, "prefill_first": True, "decode_first": False}
+PREFILL_ALONE = {"mixed": False, "mixed_prefill_first": False, "prefill_first": True, "decode_first": False}
 """By batch_mode: whether steps with prefill carry no decode rows."""
-DECODES_ALONE = {"mixed": False, "prefill_first": False, "decode_first": True}
+DECODES_ALONE = {"mixed": False, "mixed_prefill_first": False, "prefill_first": False, "decode_first": True}
 """By batch_mode: whether steps with decode rows carry no prefill."""
+CHUNKS_AHEAD = {"mixed": False, "mixed_prefill_first": True, "prefill_first": False, "decode_first": False}
+"""By batch_mode: whether chunks take a step's tokens before its decode rows do."""
 SCORED_APART = {"mixed": False, "dedicated": True}
 """By prompt_logprobs_step: whether steps that score a prompt carry no decode rows."""
 MOST_PASSED = {"strict": 1, "bypass": MAX_PASSED}
@@ -119,6 +121,8 @@ class Plan:
     """Requests that stop loading, because running ones need the memory. They wait again."""
     stores: tuple[PlannedStore, ...] = ()
     """Blocks to store in lower tiers, as they are before the rows run."""
+    stepped_aside: tuple[Request, ...] = ()
+    """Long prompts, partly computed, that let others go first in this step."""
 
     @property
     def has_moves(self) -> bool:
@@ -191,6 +195,8 @@ class _Planner:
         self._passed: dict[Request, None] = {}  # requests that did not fit; they may be overtaken `_slack` more times
         self._slack = self._policy.max_overtakes
         self._skipped: dict[Request, None] = {}
+        self._stepped_aside: list[Request] = []
+        self._admits_short = False  # whether only short prompts are admitted, ahead of long ones
         self._taken: set[int] = set()  # cached blocks that no request held before this plan
         self._tokens_left = config.max_num_batched_tokens
         self._time: TimeBudget | None = None  # None: the step's time is not limited
@@ -220,7 +226,9 @@ class _Planner:
         decodes, budget = self._compose()
         if decodes:
             self._decode()
-        if budget:
+        if budget and CHUNKS_AHEAD[self._policy.batch_mode]:
+            self._prefill_ahead(budget)
+        elif budget:
             self._prefill(budget)
         elif not self._preempted:
             self._defer(DeferReason.MODE)
@@ -238,6 +246,7 @@ class _Planner:
             tuple(self._loads.values()),
             tuple(self._unloaded),
             self._stores(),
+            tuple(self._stepped_aside),
         )
 
     # --- which kinds of rows this step carries --------------------------------------------------------------------
@@ -251,9 +260,19 @@ class _Planner:
         if (decode_first and not self._prompt_starves()) or self._gathers():
             return True, 0
         if (self._view.prefilling or self._view.waiting) and self._prefill_runs_alone():
-            starved = (self._view.now - self._view.last_decode) * 1000 >= self._policy.decode_starve_ms
+            starved = self._decoding_starves()
             return (True, 0) if starved else (False, budget)
         return True, budget
+
+    def _decoding_starves(self) -> bool:
+        if CHUNKS_AHEAD[self._policy.batch_mode]:  # a row may wait while others run
+            decoding = self._view.decoding.values()
+            return any(request.num_decode_tokens and self._is_overdue(request) for request in decoding)
+        return (self._view.now - self._view.last_decode) * 1000 >= self._policy.decode_starve_ms
+
+    def _is_overdue(self, request: Request) -> bool:
+        """Whether a decode row has waited for as long as it may."""
+        return (self._view.now - request.waiting_since) * 1000 >= self._policy.decode_starve_ms
 
     def _prefill_runs_alone(self) -> bool:
         policy = self._policy
@@ -308,7 +327,7 @@ class _Planner:
         if not self._rows and self._view.prefilling and not awaits_results:
             budget = min(self._view.prefill_limit, self._tokens_left)
             self._make_room_for_elder(budget)
-            self._continue_prompts(budget)
+            self._continue_prompts(budget, self._partial_prompts())
 
     # --- decode rows: memory for all of them first, then the rows -------------------------------------------------
 
@@ -449,6 +468,33 @@ class _Planner:
                 return
             self._memory = self._admission()
 
+    # --- chunks ahead of decode rows (`batch_mode: mixed_prefill_first`) ------------------------------------------
+
+    def _prefill_ahead(self, budget: int) -> None:
+        """Let chunks take what they can use of the step's tokens, and leave the rest to decode rows. Memory for all of
+        these is set aside before."""
+        overdue = sum(self._is_overdue(row.request) for row in self._rows)
+        self._tokens_left = self._config.max_num_batched_tokens - overdue
+        self._prefill(budget)
+        decodes, chunks = self._rows[: self._num_decodes], self._rows[self._num_decodes :]
+        decodes = self._that_fit(decodes, self._config.max_num_batched_tokens - sum(row.num_tokens for row in chunks))
+        self._rows = decodes + chunks
+        self._num_decodes, self._decode_tokens = len(decodes), sum(row.num_tokens for row in decodes)
+        self._tokens_left = self._config.max_num_batched_tokens - sum(row.num_tokens for row in self._rows)
+
+    def _that_fit(self, decodes: list[PlannedRow], tokens: int) -> list[PlannedRow]:
+        """Return the decode rows for which so many tokens suffice, those that have waited longest. Drafts come after
+        other rows' tokens."""
+        if sum(row.num_tokens for row in decodes) <= tokens:
+            return decodes
+        counts: dict[Request, int] = {}
+        first = sorted(decodes, key=lambda row: (row.request.waiting_since, row.request.arrival_index))[:tokens]
+        spare = tokens - len(first)
+        for row in first:
+            drafts = min(row.num_tokens - 1, spare)
+            counts[row.request], spare = 1 + drafts, spare - drafts
+        return [row._replace(num_tokens=counts[row.request]) for row in decodes if row.request in counts]
+
     # --- prefill rows ---------------------------------------------------------------------------------------------
 
     def _prefill(self, budget: int) -> None:
@@ -460,7 +506,7 @@ class _Planner:
         partial = self._partial_prompts()
         if partial and not self._has_taken_back and not self._is_aged(partial[0]):
             budget = self._admit(budget, ahead_of=partial[0])
-        budget = self._continue_prompts(budget)
+        budget = self._continue_in_turn(budget, partial)
         if not self._has_taken_back:
             self._admit(budget)
 
@@ -493,18 +539,57 @@ class _Planner:
         return (self._view.now - request.waiting_since) * 1000 >= self._policy.priority_age_ms
 
     def _partial_prompts(self) -> list[Request]:
-        """Return the partly computed prompts: first those that have stood still too long, then by urgency, then by age,
-        or by time."""
+        """Return the partly computed prompts: first those that have stood still too long, then by urgency, then those
+        that do not step aside, then by age, or by time."""
         partial = list(_without(self._preempted, self._view.prefilling.values()))
-        return sorted(partial, key=lambda request: (not self._is_aged(request), *self._urgency(request)))
+        partial = sorted(partial, key=lambda request: (not self._is_aged(request), *self._urgency(request)))
+        if self._policy.long_prefill_defer_tokens:
+            partial.sort(key=lambda r: (not self._is_aged(r), r.priority, self._steps_aside(r)))
+        return partial
 
     def _urgency(self, request: Request) -> tuple[int, ...]:
         """Return what decides between a partly computed prompt and a waiting one: the lowest goes first."""
         return (request.priority,) if request.ttft_s == math.inf else (request.priority, *request.place)
 
-    def _continue_prompts(self, budget: int) -> int:
+    # A long prompt that is partly computed may step aside for short ones (`long_prefill_defer_tokens`).
+
+    def _is_long(self, remaining: int) -> bool:
+        return 0 < self._policy.long_prefill_defer_tokens <= remaining
+
+    def _steps_aside(self, request: Request) -> bool:
+        """Whether a partly computed prompt lets others go first: not if it has stepped aside for too long."""
+        if not self._is_long(request.target - request.scheduled) or self._is_aged(request):
+            return False
+        return (self._view.now - request.last_turn) * 1000 < self._policy.long_prefill_defer_ms
+
+    def _continue_in_turn(self, budget: int, partial: list[Request]) -> int:
+        """Continue partly computed prompts, and before the first one that steps aside admit short ones; return the
+        remaining budget."""
+        first = next((i for i, request in enumerate(partial) if self._steps_aside(request)), len(partial))
+        budget, later = self._continue_prompts(budget, partial[:first]), partial[first:]
+        if later and not self._has_taken_back:
+            budget = self._admit_short(budget, later)
+        if self._chunk_ends:
+            self._stepped_aside += filter(self._steps_aside, later)
+        return self._continue_prompts(budget, later)
+
+    def _admit_short(self, budget: int, later: list[Request]) -> int:
+        """Admit short prompts ahead of partly computed ones, which count as such; return the remaining budget. Long
+        ones that wait are skipped."""
+        num_rows, skipped = len(self._rows), dict(self._skipped)
+        priorities = [request.priority for request in later]
+        self._num_partial.update(priorities)
+        self._admits_short = True
+        budget = self._admit(budget, ahead_of=later[0])
+        self._admits_short = False
+        self._num_partial.subtract(priorities)
+        if len(self._rows) == num_rows:  # nobody has overtaken those
+            self._skipped = skipped
+        return budget
+
+    def _continue_prompts(self, budget: int, partial: Iterable[Request]) -> int:
         """Add the next chunks of partly computed prompts, and return the remaining budget."""
-        for request in self._partial_prompts():
+        for request in partial:
             count = 0
             if budget > 0 and not (self._num_decodes and self._is_dedicated(request)):
                 count = self._next_chunk(request, budget)
@@ -569,7 +654,7 @@ class _Planner:
 
     def _admit(self, budget: int, ahead_of: Request | None = None) -> int:
         """Add the first chunks of waiting requests, in order, and return the remaining budget. With `ahead_of`, only of
-        those that are more urgent than this partly computed prompt."""
+        those that go ahead of this partly computed prompt."""
         view = self._view
         seats = self._config.max_num_seqs - len(view.decoding) - len(view.prefilling) - self._num_admitted()
         most_passed = MOST_PASSED[self._policy.admission_order]
@@ -723,18 +808,25 @@ class _Planner:
 
     def _candidates(self, ahead_of: Request | None) -> Iterator[Request]:
         for request in self._view.waiting.in_order(self._view.now):
-            if ahead_of is not None and self._urgency(request) >= self._urgency(ahead_of):
+            if ahead_of is not None and not self._goes_ahead(request, ahead_of):
                 return
             if request in self._loads:
                 continue
             if not (request.request_id in self._chunk_ends or request in self._skipped or request in self._passed):
                 yield request
 
+    def _goes_ahead(self, request: Request, partial: Request) -> bool:
+        if self._admits_short:
+            return request.priority <= partial.priority
+        return self._urgency(request) < self._urgency(partial)
+
     def _refuses_chunk(self, request: Request, count: int, remaining: int) -> DeferReason | None:
         if self._num_decodes and self._is_dedicated(request):
             return DeferReason.MODE
         if count <= 0:
             return DeferReason.TOKENS
+        if self._admits_short and self._is_long(remaining):
+            return DeferReason.PARTIAL
         most = self._policy.max_partial_prefills
         too_many = bool(most) and count < remaining and self._num_partial[request.priority] >= most
         return DeferReason.PARTIAL if too_many or (self._skipped and count < remaining) else None

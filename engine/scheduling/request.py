@@ -73,6 +73,8 @@ class Request:
     """How long the rest was predicted to take alone; 0 if nobody needs to know."""
     waiting_since: float = 0.0
     """Monotonic seconds of the arrival or the last chunk, which tell how long this prompt has made no progress."""
+    last_turn: float = 0.0
+    """Monotonic seconds of the last chunk for which this prompt did not step aside (`long_prefill_defer_tokens`)."""
     prefix_match: tuple[int, tuple[int, ...]] = (-1, ())
     """(epoch of the caches, matched blocks): a waiting request looks up its prefix once an epoch, not once a step."""
 

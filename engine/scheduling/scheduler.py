@@ -225,6 +225,8 @@ class Scheduler:
             self.loads.fetch(plan.loads, claimed, now)
         self._keep_ratio(plan)
         rows = tuple(self._schedule(row, now) for row in plan.rows)
+        if self._config.scheduler.long_prefill_defer_tokens:
+            self._note_turns(plan, now)
         parts = self._finish() if rows else StepParts()
         step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
         moved = Moves() if self._tiers is None else self._tiers.take_moves(beside_rows=bool(rows))
@@ -272,6 +274,13 @@ class Scheduler:
         self._promised += self._still_promised(request)
         for resource in self.resources:
             resource.admit(request, len(prefix))
+
+    @staticmethod
+    def _note_turns(plan: Plan, now: float) -> None:
+        """Note which prompts had their turn. What others left is none: it may be little in every step."""
+        for row in plan.rows:
+            if row.kind is RowKind.MIDDLE and row.request not in plan.stepped_aside:
+                row.request.last_turn = now
 
     def _still_promised(self, request: Request) -> int:
         return self._blocks.blocks_for(request.lifetime_tokens) - len(request.block_ids)

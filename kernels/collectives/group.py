@@ -18,10 +18,11 @@ class RankLostError(Exception):
 
 
 class Group(Protocol):
-    """One rank's end. All ranks make the same calls in the same order, each on one thread.
+    """One rank's end. All ranks make the same calls in the same order, each rank one call at a time.
 
     Every call raises RankLostError, on every rank that is left, once a rank is lost: within a second if its process has
-    died or it gave up, and after the group's timeout if it does not arrive.
+    died or it gave up, and after the group's timeout if it does not arrive. All name the same rank. A rank that has
+    closed its group is lost, too, but what was sent before is still received.
     """
 
     @property
@@ -31,26 +32,36 @@ class Group(Protocol):
     def size(self) -> int:
         """How many ranks there are; more than one."""
 
+    @property
+    def late_s(self) -> Sequence[float]:
+        """Seconds that the others have waited for each rank so far: the last to arrive is charged with what it came
+        after the one before it. Empty if the group does not measure it. Any thread."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place, and return x: [...] contiguous, float32 or bfloat16.
+        """Sum over the ranks, in place, and return x: [...] contiguous, float32 or bfloat16, of the same size on all.
 
         The ranks' numbers are added in float32 in the order of ranks, and the sum is rounded once. So each rank gets
         the same bits, and a number's sum does not depend on what else is in x.
         """
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
-        """Lay the ranks' columns beside each other: x is [rows, sizes[rank]] float32. # the leader: [rows, sum(sizes)];
-        the others: None"""
+        """Lay the ranks' columns beside each other: x is [rows, sizes[rank]] float32. The others do not wait until the
+        leader has them. # the leader: [rows, sum(sizes)]; the others: None"""
 
     def send(self, message: bytes) -> None:
         """Tell all other ranks. The leader alone. It does not wait for them, unless they have not received the message
         before the last one."""
 
     def receive(self) -> bytes:
-        """Return the leader's next message, waiting for as long as the leader lives. All ranks but the leader."""
+        """Return the leader's next message, waiting for as long as all ranks live. All ranks but the leader."""
+
+    def check(self) -> None:
+        """Wait for nothing, and raise RankLostError if a rank is known to be lost: so an idle leader learns it. Any
+        thread."""
 
     def give_up(self, reason: str) -> None:
-        """Let the others' next or current calls raise RankLostError with this rank and reason. Any thread."""
+        """Let all ranks' next or current calls raise RankLostError with this rank and reason. Any thread."""
 
     def close(self) -> None:
-        """Give back what the group holds. No call may follow."""
+        """Give back what the group holds. A call that follows raises RankLostError. One that another thread is in may
+        be waited for: let `give_up` end it."""

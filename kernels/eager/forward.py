@@ -61,7 +61,7 @@ class EagerPass:
     ) -> None:
         """plan: what `ops.prepare_attention` returned for the step's rows. states: None if the model has no recurrent
         state. rewind: records each state before a step with drafts advances it. adapters: None if no token has one.
-        group: the ranks that compute the model together; None: there is one."""
+        group: the ranks that compute the model together. None: this one alone does."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots
         self._plan = plan
@@ -98,7 +98,12 @@ class EagerPass:
         return self._ops.gelu_and_mul(gate_and_up) if activation == GELU else self._ops.silu_and_mul(gate_and_up)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        assert self._group is not None, "a rank alone has nothing to sum"
+        """Sum in place.
+
+        Raises:
+            RankLostError: a rank is lost.
+        """
+        assert self._group is not None, "there are no ranks to sum over"
         return self._group.all_reduce(x)
 
     def experts(self, x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:

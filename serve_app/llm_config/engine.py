@@ -127,7 +127,8 @@ def _eager(taking: Taking, path: str, value: Any) -> None:
 
 def _chunked(taking: Taking, path: str, value: Any) -> None:
     if not value:
-        taking.changed(path, value, "prompts are always computed in chunks of at most max_num_batched_tokens")
+        whole = "to compute each whole, set engine.scheduler.enable_chunked_prefill false"
+        taking.changed(path, value, f"prompts are computed in chunks of at most max_num_batched_tokens; {whole}")
 
 
 def _parser(setting: str, taking: Taking, path: str, value: Any) -> None:

@@ -143,6 +143,12 @@ ENGINE = (
         "replayed, with the reason why no graph fitted.",
         ("result", "graph"),
     ),
+    _engine_counter(
+        "chunkserve:rank_late_seconds",
+        "Time that the other ranks of a model waited for this one; there only with `engine.tensor_parallel_size`. The "
+        "rank for which it grows much faster than for the others is slow.",
+        ("rank",),
+    ),
     # The next are there only if `engine.kv_tiers` sets a tier.
     _engine_gauge("chunkserve:num_requests_loading", "Requests that wait for KV that is loaded from a tier."),
     _engine_gauge("chunkserve:kv_tier_capacity_bytes", "Most bytes that the tier may hold.", TIER),

@@ -107,7 +107,7 @@ class EngineRecorder:
             adapters = self._lora_requests() if self._config.max_loras else []
             missed = self._counts["vllm:prefix_cache_queries", ()] - self._counts["vllm:prefix_cache_hits", ()]
         tiers = tier_samples(load, self._config.block_size, missed)
-        return (*self._gauges(load), *adapters, *counters, *_graph_steps(load), *tiers, *histograms)
+        return (*self._gauges(load), *adapters, *counters, *_graph_steps(load), *_late_ranks(load), *tiers, *histograms)
 
     def activity(self, engine: str, load: LoadSnapshot, after: int | None) -> EngineActivity:
         """Describe what the engine of that name is doing now; see StepsSnapshot.activity."""
@@ -284,6 +284,10 @@ class EngineRecorder:
 def _longest_draft(config: ResolvedConfig) -> int:
     others = config.speculative.num_tokens if config.speculates else 0
     return max(1, config.num_speculative_tokens, others)
+
+
+def _late_ranks(load: LoadSnapshot) -> list[Sample]:
+    return [Sample("chunkserve:rank_late_seconds", (str(rank),), late) for rank, late in enumerate(load.rank_late_s)]
 
 
 def _graph_steps(load: LoadSnapshot) -> list[Sample]:

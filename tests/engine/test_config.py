@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.build.engine import check_engine
 from engine.config import ConfigError, EngineConfig, FakeConfig, SchedulerConfig
 from engine.core.capabilities import check_capabilities
 from engine.core.core import EngineCore
@@ -27,6 +28,38 @@ def test_a_token_budget_that_decode_rows_could_use_up_is_refused() -> None:
     """S2-R14: as many decode rows as the budget has tokens starved prefill for ever."""
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(64\) must be at least max_num_seqs \+ 1 \(65\)"):
         EngineConfig(max_num_seqs=64, max_num_batched_tokens=64)
+
+
+def without_chunks(**settings: Any) -> EngineConfig:
+    scheduler = SchedulerConfig(enable_chunked_prefill=False, batch_mode=settings.pop("batch_mode", "mixed"))
+    return EngineConfig(executor="fake", scheduler=scheduler, **{"num_speculative_tokens": 0, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, r"max_model_len - 1 \(1000\), but max_num_batched_tokens \(1007\) leaves it 999 tokens"),
+        ({"max_prefill_tokens": 600}, r"but max_prefill_tokens \(600\) leaves it 600 .* max_model_len to at most 601"),
+        ({"batch_mode": "prefill_first", "max_num_batched_tokens": 999}, r"\(999\) leaves it 999 tokens: raise it"),
+        ({"max_num_batched_tokens": 1012, "num_speculative_tokens": 1}, r"\(1012\) leaves it 996 tokens"),
+        ({"max_model_len": None}, r"max_model_len - 1 \(\d+\), but max_num_batched_tokens \(1007\)"),
+    ],
+)
+def test_without_chunked_prefill_a_step_must_hold_the_longest_prompt(settings: dict[str, Any], sentence: str) -> None:
+    """S4-R18: a prompt that no step could take would wait for ever, and so would a preempted one with its answer."""
+    with pytest.raises(ConfigError, match=r"scheduler\.enable_chunked_prefill is false, .*" + sentence):
+        check_engine(
+            "m",
+            without_chunks(**{"max_model_len": 1001, "max_num_seqs": 8, "max_num_batched_tokens": 1007, **settings}),
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_batched_tokens": 1008}, {"batch_mode": "prefill_first", "max_num_batched_tokens": 1000}],
+)
+def test_without_chunked_prefill_a_step_that_just_holds_the_longest_prompt_is_enough(settings: dict[str, Any]) -> None:
+    check_engine("m", without_chunks(max_model_len=1001, max_num_seqs=8, **settings))
 
 
 def test_unknown_settings_are_refused() -> None:
@@ -59,6 +92,12 @@ def test_the_longest_request_is_bounded_by_the_context_or_by_the_whole_kv_cache(
         ({"state_snapshot_tokens": -1}, "state_snapshot_tokens must be >= 0"),
         ({"state_snapshots": 0}, "state_snapshots must be >= 1, but it is 0"),
         ({"chunk_owner": "engine", "long_prefill_token_threshold": 4}, "token_threshold is 4, but .* engine"),
+        ({"enable_chunked_prefill": False, "chunk_halving_context": 4}, "context is 4, but .*chunked_prefill is false"),
+        (
+            {"enable_chunked_prefill": False, "state_snapshot_tokens": 16},
+            "tokens is 16, but .*chunked_prefill is false",
+        ),
+        ({"chunk_owner": "engine", "long_prefill_defer_tokens": 4}, "defer_tokens is 4, but .* engine"),
         ({"chunk_owner": "engine", "chunk_halving_context": 4}, "chunk_halving_context is 4, but .* engine"),
         (
             {"chunk_owner": "engine", "chunk_boundary": "request_local", "max_partial_prefills": 0},

@@ -78,6 +78,9 @@ class CheckedCore(RecordingCore):
         "late",
         "stopped",
         "prompt skipped",
+        "decode row waited for chunks",
+        "long prompt stepped aside",
+        "computed whole again",
         "loaded",
         "load failed",
         "offloaded",
@@ -225,6 +228,7 @@ class CheckedCore(RecordingCore):
         self._check_victims(plan)
         self._check_decodes(plan, now)
         self._check_admissions(plan, now)
+        self._check_stepped_aside(plan, now)
         for row in plan.rows:
             if row.prefix_blocks is not None:
                 self._next_start[row.request.request_id] = (row.start, row.start)
@@ -247,6 +251,9 @@ class CheckedCore(RecordingCore):
             assert end <= request.lifetime_tokens, "I-35"
         else:
             assert (row.kind is RowKind.LAST) == (end == target), "I-7, I-8"
+            if not self.config.scheduler.enable_chunked_prefill:
+                assert row.kind is RowKind.LAST, "I-5: computed whole"
+                self._reached |= {"computed whole again"} if request.was_scheduled else set()
             assert not any(a < end < b for a, b in atomic_spans(request)), "I-13"
             assert not any(a < cut < b for a, b in atomic_spans(request) for cut in row.cuts), "I-13"
 
@@ -271,6 +278,12 @@ class CheckedCore(RecordingCore):
         policy = self.config.scheduler
         rows = {row.request for row in plan.rows}
         due = [r for r in self._scheduler.decoding.values() if r.num_decode_tokens and r not in plan.preempted]
+        if policy.batch_mode == "mixed_prefill_first":
+            overdue = [r for r in due if (now - r.waiting_since) * 1000 >= policy.decode_starve_ms]
+            assert all(request in rows for request in overdue), "I-22"
+            some = any(row.kind is RowKind.DECODE for row in plan.rows)
+            self._reached |= {"decode row waited for chunks"} if some and not rows.issuperset(due) else set()
+            return
         mixed = policy.batch_mode != "prefill_first" and policy.chunk_owner == "scheduler"
         if mixed and policy.prompt_logprobs_step == "mixed":
             assert all(request in rows for request in due), "I-22"
@@ -294,6 +307,13 @@ class CheckedCore(RecordingCore):
                 self._reached.add("prompt skipped")
             else:
                 assert self.config.scheduler.admission_order == "bypass", "I-23"
+
+    def _check_stepped_aside(self, plan: Plan, now: float) -> None:
+        policy = self.config.scheduler
+        for request in plan.stepped_aside:
+            self._reached.add("long prompt stepped aside")
+            assert request.target - request.scheduled >= policy.long_prefill_defer_tokens > 0, "I-21"
+            assert (now - request.last_turn) * 1000 < policy.long_prefill_defer_ms, "I-21: its turn is due"
 
     # --- a step, as the executor gets it ----------------------------------------------------------------------------
 
@@ -433,7 +453,7 @@ class CheckedCore(RecordingCore):
             self._progress = (elder.arrival_index, elder.computed, -1)
         self._progress = (*self._progress[:2], self._progress[2] + 1)
         bound_ms = policy.decode_starve_ms + policy.prefill_starve_ms + policy.priority_age_ms
-        bound_ms += policy.coalesce_partial_ms + policy.coalesce_waiting_ms
+        bound_ms += policy.coalesce_partial_ms + policy.coalesce_waiting_ms + policy.long_prefill_defer_ms
         assert self._progress[2] <= bound_ms / (self._tick_s * 1000) + 100, "I-21"
 
     # --- events -----------------------------------------------------------------------------------------------------

@@ -22,12 +22,17 @@ def _scheduler(values: dict[str, Any]) -> SchedulerConfig:
         values = {**values, "max_partial_prefills": 0, "chunk_owner": "scheduler"}
     if values["chunk_owner"] == "engine":
         values = {**values, "long_prefill_token_threshold": 0, "chunk_halving_context": 0}
+        values = {**values, "long_prefill_defer_tokens": 0}
+    if not values["enable_chunked_prefill"]:
+        values = {**values, "chunk_boundary": "shared", "chunk_owner": "scheduler"}
+        chunked = ("long_prefill_token_threshold", "long_prefill_defer_tokens", "chunk_halving_context")
+        values |= dict.fromkeys(chunked, 0)
     return SchedulerConfig(**values)
 
 
 SCHEDULERS = st.fixed_dictionaries(
     dict(
-        batch_mode=st.sampled_from(["mixed", "mixed", "prefill_first", "decode_first"]),
+        batch_mode=st.sampled_from(["mixed", "mixed", "mixed_prefill_first", "prefill_first", "decode_first"]),
         decode_starve_ms=st.sampled_from([0.0, 30.0, 200.0]),
         prefill_starve_ms=st.sampled_from([0.0, 50.0, 500.0]),
         decode_finish_tokens=st.sampled_from([0, 4]),
@@ -44,6 +49,9 @@ SCHEDULERS = st.fixed_dictionaries(
         watermark_blocks=st.sampled_from([0, 1]),
         max_partial_prefills=st.sampled_from([0, 1, 2]),
         long_prefill_token_threshold=st.sampled_from([0, 5]),
+        enable_chunked_prefill=st.sampled_from([True, True, True, True, False]),
+        long_prefill_defer_tokens=st.sampled_from([0, 0, 1, 9]),
+        long_prefill_defer_ms=st.sampled_from([0.0, 30.0, 500.0]),
         chunk_halving_context=st.sampled_from([0, 0, 1, 9]),
         chunk_align=st.sampled_from([None, 1, 3]),
         chunk_boundary=st.sampled_from(["shared", "shared", "request_local"]),
@@ -83,6 +91,9 @@ _LOOPS: list[dict[str, Any]] = [
 ]
 
 
+LONGEST_WHOLE = 60
+"""Longest prompt where prompts are not computed in chunks, with what has been answered before a preemption."""
+
 TIERS: list[dict[str, Any] | None] = [
     None,
     None,
@@ -112,7 +123,11 @@ def _engine(values: dict[str, Any]) -> dict[str, Any]:
         loop = {}
     least = values["max_num_seqs"] * (1 + loop.get("num_speculative_tokens", 0)) + 1
     values["max_num_batched_tokens"] = max(values["max_num_batched_tokens"], least)
-    if "recurrent_state" in loop:
+    if not values["scheduler"].enable_chunked_prefill:
+        values["max_num_batched_tokens"] += LONGEST_WHOLE + least
+        values["max_prefill_tokens"] += LONGEST_WHOLE
+        values["max_model_len"] = LONGEST_WHOLE + 1
+    elif "recurrent_state" in loop:
         snapshots = {"state_snapshot_tokens": stride * values["block_size"], "state_snapshots": 3}
         values["scheduler"] = replace(values["scheduler"], **snapshots)
     return {**values, **loop}

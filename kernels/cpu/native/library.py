@@ -30,7 +30,7 @@ _BUILD_TIMEOUT_S = 3600.0
 """A build of a wheel waits longer than a start: without the libraries, it would be another wheel."""
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "": None}
-_SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments), one letter each
+_SIGNATURES = {  # of the functions that the C++ exports: (result, arguments), one letter each
     "matrix_unit": ("i", ""),
     "vector_level": ("i", ""),
     "byte_products": ("i", ""),
@@ -48,6 +48,7 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_fill": ("", "pilp"),
     "program_gather": ("", "piplp"),
     "program_norm": ("", "pippipflp"),
+    "program_all_reduce": ("", "piplpp"),
     "program_adapt": ("", "plppl"),
     "program_linear": ("", "pippppllplpppii"),
     "program_gated": ("", "pippppllplppip"),
@@ -63,6 +64,20 @@ _SIGNATURES = {  # of the functions that program.cpp exports: (result, arguments
     "program_delta_rule": ("", "piplplplpplllllppp"),
     "program_gated_norm": ("", "pipplpfllp"),
     "program_keep_drafted": ("", "pipl"),
+    "ranks_create": ("p", "piilll"),
+    "ranks_destroy": ("", "p"),
+    "ranks_open": ("i", "p"),
+    "ranks_join": ("i", "p"),
+    "ranks_all_reduce": ("i", "pipl"),
+    "ranks_gather": ("i", "pplpp"),
+    "ranks_send": ("i", "ppl"),
+    "ranks_pending": ("i", "pp"),
+    "ranks_receive": ("i", "ppl"),
+    "ranks_check": ("i", "p"),
+    "ranks_give_up": ("", "pp"),
+    "ranks_late": ("", "pp"),
+    "ranks_close": ("", "p"),
+    "ranks_reason": ("", "ppl"),
 }
 
 

@@ -3,6 +3,8 @@ Never knows what an input is: a step names its spans, with embeddings that are t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,9 @@ class MultimodalProgram(LinearAttentionProgram):
     """A Program that rotates each pair of a head by a token's frame, row or column (M-RoPE, arXiv 2409.12191), and has
     the embeddings of spans from the step. Every step of it needs `spans`."""
 
-    def __init__(self, team: Team, axis_of_pair: Tensor, *, block_size: int, capacity: int, dtype: torch.dtype) -> None:
-        """axis_of_pair: [head_dim / 2] int64, 0: the frame, 1: the row, 2: the column."""
-        super().__init__(team, block_size=block_size, capacity=capacity, dtype=dtype)
+    def __init__(self, team: Team, axis_of_pair: Tensor, **how: Any) -> None:
+        """axis_of_pair: [head_dim / 2] int64, 0: the frame, 1: the row, 2: the column. how: see Program."""
+        super().__init__(team, **how)
         assert axis_of_pair.dtype == torch.int64
         assert 0 <= int(axis_of_pair.min()) <= int(axis_of_pair.max()) <= 2
         self._axis_of_pair = axis_of_pair

@@ -1,5 +1,6 @@
 // Owns the program that a model is to the CPU: operations recorded once, run by all threads in every step, one after the other.
 // Never allocates while it runs, and never looks at what an operation is for.
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "linear.h"
 #include "linear_attention.h"
 #include "low_rank.h"
+#include "ranks.h"
 #include "sample.h"
 #include "step.h"
 #include "team.h"
@@ -34,14 +36,32 @@ struct Program {
     // The layer with the fewest slots decides which a step may name.
     void have_states(int64_t slots) { num_states = num_states < 0 ? slots : std::min(num_states, slots); }
 
-    // False, with nothing done, if the step names what is not there: see Step::take and Step::place.
-    bool run(const StepRows& rows) {
-        if (!step.take(rows, num_token_ids, num_blocks, num_states)) return false;
-        if (has_places && !step.place()) return false;
+    // A rank was lost in this operation, and none is run after it. By its number: a thread that looks late must not end
+    // before an operation in which others meet it, though one of them has already failed in there.
+    static constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
+    std::atomic<int64_t> lost_in = NEVER;
+    Ranks* ranks = nullptr;  // whose segment stays in place during a run; null: operations need none
+
+    enum Outcome : int { NOT_THERE = 0, DONE = 1, RANK_LOST = 2 };
+
+    // NOT_THERE, with nothing done, if the step names what is not there: see Step::take and Step::place.
+    Outcome run(const StepRows& rows) {
+        if (!step.take(rows, num_token_ids, num_blocks, num_states)) return NOT_THERE;
+        if (has_places && !step.place()) return NOT_THERE;
+        if (!ranks) return run_all();
+        Ranks::Use use(*ranks);
+        return use ? run_all() : RANK_LOST;
+    }
+
+    Outcome run_all() {
+        lost_in = NEVER;
         team.run([this] {
-            for (const auto& operation : operations) operation();
+            for (int64_t number = 0; number < int64_t(operations.size()); number++) {
+                operations[number]();
+                if (lost_in.load(std::memory_order_relaxed) <= number) return;
+            }
         });
-        return true;
+        return lost_in == NEVER ? DONE : RANK_LOST;
     }
 
     // An operation on each of `count(step)` items by itself. Without any there is no barrier: all threads see that alike.
@@ -213,6 +233,49 @@ static void add_norm(Program* program, const T* x, float* residual, int fresh, c
     });
 }
 
+// Sums `count` numbers in the order of ranks; not 0 once a rank is lost.
+using Reduce = int (*)(void* context, int wide, void* data, int64_t count);
+extern "C" int ranks_all_reduce(Ranks* ranks, int wide, void* data, int64_t count);
+
+constexpr int64_t SHARED_BYTES = 1 << 16;   // what all threads sum sooner than one, though they meet three times
+constexpr int64_t SHARED_NUMBERS = 1 << 12;  // a thread's least part of it
+
+template <class T>
+static void all_reduce_together(Program* program, int64_t number, T* x, int64_t count) {
+    Ranks& ranks = *program->ranks;
+    Team& team = program->team;
+    for (int64_t begin = 0; begin < count; begin += ranks.piece<T>()) {
+        const int64_t size = std::min(ranks.piece<T>(), count - begin), parts = (size + SHARED_NUMBERS - 1) / SHARED_NUMBERS;
+        const auto share = [&](auto work) {
+            team.share(parts, [&](int64_t first, int64_t last) {
+                work(x + begin, first * SHARED_NUMBERS, std::min(size, last * SHARED_NUMBERS));
+            });
+        };
+        share([&](T* from, int64_t first, int64_t last) { ranks.put(from, first, last); });
+        team.share(1, [&](int64_t, int64_t) {
+            if (!ranks.meet_to_sum<T>(count)) program->lost_in = number;
+        });
+        if (program->lost_in.load(std::memory_order_relaxed) == number) return;
+        share([&](T* to, int64_t first, int64_t last) { ranks.add_up(to, first, last); });
+    }
+}
+
+// In place. One thread calls a function that is not of this library, and all wait for it.
+template <class T>
+static void add_all_reduce(Program* program, T* x, int64_t width, Reduce reduce, void* context) {
+    const bool own = reduce == reinterpret_cast<Reduce>(&ranks_all_reduce);
+    if (own) program->ranks = static_cast<Ranks*>(context);
+    program->add([=, number = int64_t(program->operations.size())] {
+        const int64_t count = program->step.num_tokens * width;
+        if (count == 0) return;
+        if (own && program->team.size() > 1 && count * int64_t(sizeof(T)) >= SHARED_BYTES)
+            return all_reduce_together(program, number, x, count);
+        program->team.share(1, [&](int64_t, int64_t) {
+            if (reduce(context, sizeof(T) == sizeof(float), x, count)) program->lost_in = number;
+        });
+    });
+}
+
 // An operation that says how many tasks it has in a step.
 template <class Operation>
 static void add_tasks(Program* program, Operation operation) {
@@ -339,7 +402,7 @@ void team_destroy(Team* team) { delete team; }
 
 int64_t team_barriers(Team* team) { return team->barriers(); }
 
-// The team must outlive the program, which one thread at a time may run.
+// The team must outlive the program, which one thread at a time may run. What `program_run` returns is Program::Outcome.
 Program* program_create(Team* team, int64_t block_size) { return new Program(*team, block_size); }
 
 void program_destroy(Program* program) { delete program; }
@@ -368,6 +431,10 @@ void program_gather(Program* program, int wide, const void* x, int64_t size, voi
 void program_norm(Program* program, int wide, const void* x, float* residual, int fresh, const float* weight, float eps,
                   int64_t size, void* out) {
     BY_TYPE(add_norm<T>, (program, as<T>(x), residual, fresh, weight, eps, size, as<T>(out)));
+}
+
+void program_all_reduce(Program* program, int wide, void* x, int64_t width, Reduce reduce, void* context) {
+    BY_TYPE(add_all_reduce<T>, (program, as<T>(x), width, reduce, context));
 }
 
 // In the order for activations of `pair` elements a lane: 1 for float32, 2 for bfloat16 and for rounded ones.

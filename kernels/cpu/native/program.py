@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.cpu.native.grouped import BLOCK, LANES, PANEL, Panels, Rows, panels_of
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.low_rank import AdaptedMatrix, PackedAdapter
+from kernels.cpu.native.reduction import Reduction
 from kernels.cpu.native.spans import NO_SPANS, Spans
 from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
 from kernels.rows.integers import joined
@@ -28,6 +29,9 @@ ROUNDED_BYTES = BLOCK + 16
 
 UNLIMITED = 1 << 40
 """A window that is never reached, in tokens."""
+
+_NOT_THERE, _RANK_LOST = 0, 2
+"""What a run may end with, in program.cpp."""
 
 _NARROW = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """What program.cpp calls the types of a cache in 8 bits; 0: the type of activations."""
@@ -336,9 +340,19 @@ class Program:
     An operation's result is in the Buffer that it returned, for as long as the caller holds that.
     """
 
-    def __init__(self, team: Team, *, block_size: int, capacity: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        team: Team,
+        *,
+        block_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        reduction: Reduction | None = None,
+    ) -> None:
+        """reduction: how ranks sum. None: there is one rank, and no operation sums over ranks."""
         self._library = load_library()
         self._team = team  # must outlive the program
+        self._reduction = reduction
         self._handle = self._library.program_create(team.handle, block_size)
         self._capacity = capacity
         self._dtype = dtype
@@ -357,10 +371,15 @@ class Program:
         Raises:
             IndexError: a token id is outside the vocabulary, a block outside the cache, a slot outside the states, a
                 row with drafts outside the rows, or a span outside its row. Nothing was computed.
+            BaseException: the reduction's own, once a rank is lost. The operations after it were not run.
         """
         assert rows.num_tokens <= self._capacity
-        if not self._library.program_run(self._handle, ctypes.byref(rows.struct)):
+        outcome = self._library.program_run(self._handle, ctypes.byref(rows.struct))
+        if outcome == _NOT_THERE:
             raise IndexError("The step names a token, block, state, row with drafts or span that is not there.")
+        if outcome == _RANK_LOST:
+            assert self._reduction is not None
+            raise self._reduction.error()
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -420,6 +439,14 @@ class Program:
             out.address,
         )
         return out
+
+    def all_reduce(self, x: Buffer) -> Buffer:
+        """Sum in place."""
+        assert self._reduction is not None, "there are no ranks to sum over"
+        wide = int(x.tensor.dtype == torch.float32)
+        function, context = self._reduction.function, self._reduction.context
+        self._library.program_all_reduce(self._handle, wide, x.address, x.stride, function, context)
+        return x
 
     def experts(self, x: Buffer, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Buffer:
         inner, outer = gate_up.weight, down.weight

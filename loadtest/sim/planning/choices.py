@@ -46,7 +46,7 @@ class Choices:
     ) -> None:
         """`config` has all other settings of an engine, and is what the values must go with. `most_values`: of more
         values of a number than this, the largest."""
-        self._config = config
+        self._config = replace(config, max_model_len=engine.max_model_len)
         tokens = [one for one in TOKENS if one <= machine.measured.tokens][-most_values:] or [TOKENS[0]]
         seats = [one for one in SEATS if one <= machine.measured.samples][-most_values:] or [SEATS[0]]
         longest_batch = max(engine.kv_tokens // engine.block_size, 1)

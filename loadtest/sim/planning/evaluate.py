@@ -77,7 +77,8 @@ class Case:
         engine, targets = self.engine, Targets(tpot_ms=settings.tpot_ms, ttft_ms=settings.ttft_ms)
         halving = engine.scheduler.chunk_halving_context
         if halving is None:
-            halving = 0 if settings.tpot_ms is not None else self.machine.halving_context()
+            in_chunks = settings.tpot_ms is None and engine.scheduler.enable_chunked_prefill
+            halving = self.machine.halving_context() if in_chunks else 0
         return engine_config(
             max_model_len=engine.max_model_len,
             block_size=engine.block_size,

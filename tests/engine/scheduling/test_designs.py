@@ -187,7 +187,8 @@ def test_every_design_has_examples() -> None:
 def test_a_design_gives_its_own_examples(example: Example) -> None:
     """Run the snippet as it is written, except for what the example changes and the memory of the machine."""
     asked = example.config()
-    core = core_from(replace(asked, max_model_len=2**17, num_kv_blocks=2**18 // asked.block_size))
+    longest = asked.max_model_len or 2**17
+    core = core_from(replace(asked, max_model_len=longest, num_kv_blocks=2**18 // asked.block_size))
     for number in range(example.num_decoding):
         core.send(f"stream {number}", [31 - number] * 64, max_tokens=60, ignore_eos=True)
     for _ in range(example.num_decoding):  # they share a step, unless its budget is small

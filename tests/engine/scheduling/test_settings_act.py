@@ -44,6 +44,9 @@ WITNESSES: dict[str, tuple[dict[str, Any], Any]] = {
     "watermark_blocks": (PROMPT_ONLY, 6),
     "max_partial_prefills": ({"long_prefill_token_threshold": 4}, 0),
     "long_prefill_token_threshold": ({}, 3),
+    "enable_chunked_prefill": ({}, False),
+    "long_prefill_defer_tokens": ({}, 8),
+    "long_prefill_defer_ms": ({"long_prefill_defer_tokens": 8}, 0.0),
     "chunk_halving_context": ({}, 12),
     "chunk_align": ({}, 1),
     "chunk_boundary": ({"max_partial_prefills": 0}, "request_local"),
@@ -100,10 +103,14 @@ LOOKUP_WITNESSES: dict[str, tuple[SpeculativeConfig, Any]] = {
 
 ENGINES: dict[str, dict[str, Any]] = {
     # Moving KV is slower than computing it, so that a victim's is moved only where the policy says so.
-    "preempt_policy": {"mover": partial(FakeMover, host_blocks=100, move_s=10.0), "enable_prefix_caching": True}
+    "preempt_policy": {"mover": partial(FakeMover, host_blocks=100, move_s=10.0), "enable_prefix_caching": True},
+    # Chunks leave all seats a token otherwise, and it is the same who takes the step's tokens first.
+    "batch_mode": {"max_prefill_tokens": 20},
 }
 HYBRID = {"recurrent_state": True, "enable_prefix_caching": True}
 """The engine of witnesses whose settings are about recurrent state: prefix hits start from snapshots."""
+ROOMY = {"max_num_batched_tokens": 88, "max_prefill_tokens": 80}
+"""An engine in which a step holds the longest prompt with its answer."""
 
 
 def plans(engine: dict[str, Any] | None = None, ends: bool = False, **settings: Any) -> list[StepPlan]:
@@ -158,7 +165,8 @@ def base_plans(
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SchedulerConfig)])
 def test_i34_a_setting_changes_a_plan(name: str) -> None:
     base, other = WITNESSES[name]
-    engine, ends = HYBRID if name.startswith("state_") else {}, name in LEARNING
+    engine = HYBRID if name.startswith("state_") else ROOMY if name == "enable_chunked_prefill" else {}
+    ends = name in LEARNING
     assert base_plans(tuple(engine.items()), tuple(base.items()), ends) != plans(engine, ends, **{**base, name: other})
 
 

@@ -255,6 +255,7 @@ async def test_load_tells_what_each_engine_runs_and_holds(make_app: MakeApp) -> 
         "graph_misses": {},
         "tiers": [],
         "num_loading": 0,
+        "rank_late_s": [],
     }
 
 

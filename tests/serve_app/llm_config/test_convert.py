@@ -110,7 +110,7 @@ NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"dtype": "half"}, Kind.CHANGED, "a CPU computes in bfloat16 or float32"),
     ({"dtype": "int3"}, Kind.NOT_SUPPORTED, "dtype: expected one of auto, bfloat16, float16, float32"),
     ({"max_logprobs": 100}, Kind.CHANGED, "a token has up to 20 alternatives"),
-    ({"enable_chunked_prefill": False}, Kind.CHANGED, "prompts are always computed in chunks"),
+    ({"enable_chunked_prefill": False}, Kind.CHANGED, "prompts are computed in chunks"),
     ({"gpu_memory_utilization": 0.9}, Kind.LEFT_OUT, "on a CPU, engine.kv_cache_memory_gib"),
     ({"max_num_seqs": 600}, Kind.CHANGED, "a step takes 1202 tokens"),
     ({"max_num_batched_tokens": 64}, Kind.CHANGED, "it also bounds max_num_seqs, which is not set: taken as 32"),

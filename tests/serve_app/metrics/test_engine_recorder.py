@@ -186,6 +186,13 @@ def test_steps_are_counted_by_the_capture_that_they_were_or_why_none() -> None:
     assert not [name for name in plain.values if name.startswith("chunkserve:graph_steps")]
 
 
+def test_the_rank_that_others_wait_for_is_named() -> None:
+    bench = Bench()
+    load = replace(bench.core.load(), rank_late_s=(0.25, 7.5))
+    found = {sample.labels: sample.value for sample in bench.recorder.samples(load) if "rank_late" in sample.name}
+    assert found == {("0",): 0.25, ("1",): 7.5}
+
+
 def test_preemptions_are_counted_for_the_engine_and_for_the_request() -> None:
     bench = Bench(num_kv_blocks=10, scheduler=SchedulerConfig(reserve_mode="prompt", watermark_blocks=0))
     for name in "ab":
@@ -420,11 +427,12 @@ def test_every_name_of_the_catalogue_is_there_before_the_first_request() -> None
     a series that appears only with its first event has lost that event.
 
     Captured steps have too many names for that, and an event of the warm-up is no loss.
-    Without adapters none are reported, nor without targets or tiers what belongs to them."""
+    Without adapters none are reported, nor without targets, tiers or several ranks what belongs to them."""
     bench = Bench()
     names = {name.partition("{")[0] for name in bench.values}
     of_tiers = {sample.name for sample in tier_samples(replace(bench.core.load(), tiers=(TierLoad(Tier.HOST),)), 4, 0)}
-    assert names == {metric.name for metric in ENGINE} - {"chunkserve:graph_steps", LORA, *OF_TARGETS, *of_tiers}
+    absent = {"chunkserve:graph_steps", "chunkserve:rank_late_seconds", LORA, *OF_TARGETS, *of_tiers}
+    assert names == {metric.name for metric in ENGINE} - absent
 
 
 def test_an_engine_with_its_threads_is_counted_exactly_under_many_requests() -> None:

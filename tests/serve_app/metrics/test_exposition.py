@@ -69,6 +69,7 @@ VLLM: dict[str, tuple[str, ...]] = {
 NEW_OF_ENGINE = {
     "chunkserve:encoded_tokens",
     "chunkserve:graph_steps",
+    "chunkserve:rank_late_seconds",
     "chunkserve:draft_tokens",
     "chunkserve:request_accepted_draft_tokens",
     "chunkserve:slo_attainment",

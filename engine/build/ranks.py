@@ -1,0 +1,78 @@
+"""Owns the start of an engine's other ranks, and how the leader's part becomes the whole model.
+Never loads weights: each rank loads its own."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from engine.build.follower import Specification
+from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.models.computed import Model
+from engine.models.description import ModelConfig, Shard
+from engine.models.shards import vocab_sizes
+from engine.parallel.leader import LeadingModel
+from engine.parallel.model_digest import model_digest
+from engine.parallel.processes import RankLauncher, RankProcess
+from engine.parallel.ranks import Ranks
+from kernels.choice import Choice
+from kernels.collectives.group import LEADER, RankLostError
+from kernels.collectives.shared_memory import SharedMemoryGroup, new_directory
+
+
+class LeadingRank:
+    """The leader's rank while an engine starts: it has started the others, which load their parts at the same time."""
+
+    def __init__(
+        self, group: SharedMemoryGroup, ranks: Ranks, model_dir: Path, vocab_sizes: list[int], block_size: int
+    ) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.shard = Shard(LEADER, group.size)
+        self._model_dir = model_dir
+        self._vocab_sizes = vocab_sizes
+        self._block_size = block_size
+
+    def lead(self, own: Model) -> LeadingModel:
+        """Return the model that all ranks are together, once every rank has loaded its part. own: this rank's.
+
+        Raises:
+            ConfigError: a rank could not.
+        """
+        try:
+            self.ranks.meet(model_digest(self._model_dir))
+        except RankLostError as error:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.group.size}, and not every rank started: {error}."
+            ) from error
+        return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)
+
+
+def start_ranks(
+    launcher: RankLauncher,
+    model_dir: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    kernels: Choice,
+) -> LeadingRank:
+    """Start the followers, which end with `LeadingRank.ranks`. model: the whole one."""
+    size, directory = config.tensor_parallel_size, new_directory()
+    with ExitStack() as undone:
+        undone.callback(shutil.rmtree, directory, ignore_errors=True)
+        group = SharedMemoryGroup(directory, rank=LEADER, size=size)
+        processes: list[RankProcess] = []
+        for rank in range(1, size):
+            specification = Specification(
+                shard=Shard(rank, size),
+                directory=directory,
+                model_dir=model_dir,
+                config=config,
+                resolved=resolved,
+                kernels=kernels,
+            )
+            processes.append(launcher.start(rank, specification.encode()))
+            undone.callback(processes[-1].kill)
+        undone.pop_all()
+    return LeadingRank(group, Ranks(group, processes), model_dir, vocab_sizes(model, size), resolved.block_size)

@@ -1,0 +1,93 @@
+"""Owns a rank that follows: it computes its part of each step that the leader tells, until the leader ends.
+Never plans, samples or answers, and never outlives its leader."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.execution.device import advancing
+from engine.models.computed import Computed, Model
+from engine.parallel.messages import Drop, End, Keep, Rewind, Score, Start, Step, decode
+from kernels.collectives.group import Group, RankLostError
+
+
+class Follower:
+    """This rank's part of a model, and its end of the group."""
+
+    def __init__(self, model: Model, group: Group, vocab_sizes: Sequence[int], digest: str) -> None:
+        """vocab_sizes: how many columns of the logits each rank has. digest: of the model's files here."""
+        self._model = model
+        self._group = group
+        self._vocab_sizes = vocab_sizes
+        self._digest = digest
+        self._computed: Computed | None = None
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Return when the leader has ended in order.
+
+        Raises:
+            RankLostError: another rank is lost.
+            Exception: this rank has failed, and the others know why.
+        """
+        try:
+            while self._follow():
+                pass
+        except RankLostError:
+            raise
+        except BaseException as error:
+            self._group.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def _follow(self) -> bool:
+        """Do what the leader says next. Return whether more may come."""
+        match decode(self._group.receive()):
+            case Step(plan=plan):
+                self._computed = None  # its memory may be needed
+                with advancing(self._model.state, plan):
+                    self._computed = self._model.forward(plan, {})
+                self._give(self._computed.logits)
+            case Score(tokens=tokens):
+                self._give(self._last.logits_at(torch.tensor(tokens)))
+            case Rewind(counts=counts):
+                assert self._last.rewind is not None, "rows of the last step had drafts"
+                self._last.rewind.to(counts)
+            case Keep(digest=digest, files=files):
+                self._keep(digest, files)
+            case Drop(digest=digest):
+                assert self._model.adapters is not None
+                self._model.adapters.drop(digest)
+            case Start(model=model):
+                self._start(model)
+            case End():
+                return False
+        return True
+
+    @property
+    def _last(self) -> Computed:
+        assert self._computed is not None, "a step came before"
+        return self._computed
+
+    def _give(self, logits: Tensor) -> None:
+        if len(logits):
+            self._group.gather(logits.float().contiguous(), self._vocab_sizes)
+
+    def _start(self, model: str) -> None:
+        if model != self._digest:
+            raise ValueError(f"its model's files have the digest {self._digest}, and the leader's have {model}")
+        self._group.all_reduce(torch.zeros(1))  # so that the leader knows
+
+    def _keep(self, digest: str, files: dict[str, bytes]) -> None:
+        assert self._model.adapters is not None
+        with tempfile.TemporaryDirectory(prefix="adapter-") as directory:
+            for name, content in files.items():
+                (Path(directory) / Path(name).name).write_bytes(content)
+            found, weights = self._model.adapters.read(directory)
+        if found != digest:
+            raise ValueError(f"an adapter has the digest {found} here, and {digest} for the leader")
+        self._model.adapters.keep(digest, weights)

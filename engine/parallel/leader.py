@@ -1,0 +1,134 @@
+"""Owns the leader's end of a model that several ranks compute: they are told each step, and their logits are joined.
+Never samples: to the executor it is one model, whose logits are those of the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.batch.inputs import check_plan
+from engine.models.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from engine.models.computed import Computed, Model
+from engine.models.computed import Rewind as LocalRewind
+from engine.models.kv_cache import KVCache
+from engine.models.recurrent_state import RecurrentState
+from engine.parallel.messages import Drop, Keep, Message, Rewind, Score, Step, bare, encode
+from engine.step import AdapterHost, ExecutorFatalError, StepPlan
+from kernels.collectives.group import Group, RankLostError
+
+
+class LeadingModel:
+    """An engine.models.computed.Model that is this rank's part and those of the group's others. A failure ends all of
+    them: the others may have computed what this rank has not."""
+
+    def __init__(self, model: Model, group: Group, vocab_sizes: Sequence[int], block_size: int) -> None:
+        """model: this rank's part. vocab_sizes: how many columns of the logits each rank has."""
+        self._model = model
+        self._group = group
+        self._vocab_sizes = vocab_sizes
+        self._block_size = block_size
+        self._adapters = None if model.adapters is None else _SharedAdapters(model.adapters)
+
+    @property
+    def cache(self) -> KVCache:
+        return self._model.cache
+
+    @property
+    def state(self) -> RecurrentState | None:
+        return self._model.state
+
+    @property
+    def adapters(self) -> AdapterHost | None:
+        return self._adapters
+
+    def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
+        # A plan that is wrong is refused before anybody was told of it.
+        check_plan(plan, self._block_size, 0 if self.state is None else self.state.num_slots)
+        with self._together():
+            for message in () if self._adapters is None else self._adapters.untold():
+                self._tell(message)
+            self._tell(Step(bare(plan, newest)))
+            computed = self._model.forward(plan, newest)
+            logits = self._joined(computed.logits)
+        rewind = None if computed.rewind is None else _SharedRewind(self, computed.rewind)
+
+        def logits_at(index: Tensor) -> Tensor:
+            with self._together():
+                self._tell(Score(index.tolist()))
+                return self._joined(computed.logits_at(index))
+
+        return replace(computed, logits=logits, logits_at=logits_at, best=None, rewind=rewind)
+
+    def rewind(self, local: LocalRewind, counts: Sequence[int]) -> None:
+        with self._together():
+            self._tell(Rewind(list(counts)))
+            local.to(counts)
+
+    def _joined(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ranks. logits: [n, own vocabulary]; # [n, vocab] float32"""
+        if not len(logits):
+            return torch.empty(0, sum(self._vocab_sizes))
+        joined = self._group.gather(logits.float().contiguous(), self._vocab_sizes)
+        assert joined is not None, "this is the leader"
+        return joined
+
+    def _tell(self, message: Message) -> None:
+        self._group.send(encode(message))
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Let no rank wait for one that has failed, and no later step run."""
+        try:
+            yield
+        except RankLostError as error:
+            raise ExecutorFatalError(f"The model's ranks cannot go on: {error}") from error
+        except Exception as error:
+            self._group.give_up(f"{type(error).__name__}: {error}")
+            raise ExecutorFatalError(f"The leader failed within a step of several ranks: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedRewind:
+    model: LeadingModel
+    local: LocalRewind
+
+    def to(self, counts: Sequence[int]) -> None:
+        self.model.rewind(self.local, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    own: Any
+    files: dict[str, bytes]
+
+
+class _SharedAdapters:
+    """An engine.step.AdapterHost. The other ranks are told before the next step, by the thread that runs the steps."""
+
+    def __init__(self, own: AdapterHost) -> None:
+        self._own = own
+        self._untold: deque[Message] = deque()
+
+    def read(self, path: str) -> tuple[str, _Adapter]:
+        digest, weights = self._own.read(path)
+        files = {name: (Path(path) / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
+        return digest, _Adapter(weights, files)
+
+    def keep(self, digest: str, weights: _Adapter) -> None:
+        self._own.keep(digest, weights.own)
+        self._untold.append(Keep(digest, weights.files))
+
+    def drop(self, digest: str) -> None:
+        self._own.drop(digest)
+        self._untold.append(Drop(digest))
+
+    def untold(self) -> Iterator[Message]:
+        while self._untold:
+            yield self._untold.popleft()

@@ -1,0 +1,98 @@
+"""Owns the start and the end of the followers' processes, and the watch over them.
+Never decides what a follower computes: it only hands over the specification that it was given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+_POLL_S = 0.5
+
+
+class RankProcess(Protocol):
+    """A follower's process."""
+
+    def poll(self) -> str | None:
+        """Say how it ended; None while it runs."""
+
+    def kill(self) -> None:
+        """End it at once. A second call does nothing."""
+
+
+class RankLauncher(Protocol):
+    """Starts followers, each in a process of its own."""
+
+    def start(self, rank: int, specification: bytes) -> RankProcess:
+        """Start a process that calls engine.build.follower.follow(specification)."""
+
+
+class SubprocessLauncher:
+    """A RankLauncher for this machine: children of this process, which end with it."""
+
+    def start(self, rank: int, specification: bytes) -> RankProcess:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-m", "engine.build.follower"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)  # logs go where ours go
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, as `poll` says
+            process.stdin.write(len(specification).to_bytes(8, "big") + specification)
+            process.stdin.flush()  # it stays open: its end tells the child that this process is gone
+        return _Child(process)
+
+
+class _Child:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def poll(self) -> str | None:
+        status = self._process.poll()
+        if status is None:
+            return None
+        return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def kill(self) -> None:
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Followers:
+    """The followers' processes, and a watch over them from a thread of its own: a dead one is known before the next
+    step needs it, and before the group has formed."""
+
+    def __init__(self, processes: Sequence[RankProcess], on_loss: Callable[[str], None]) -> None:
+        """processes: of ranks 1 and up. on_loss: called at most once, with the rank and how it ended."""
+        self._processes = processes
+        self._on_loss = on_loss
+        self._ending = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="engine-ranks", daemon=True)
+        self._watching.start()
+
+    def _watch(self) -> None:
+        while not self._ending.wait(_POLL_S):
+            for rank, process in enumerate(self._processes, start=1):
+                if (how := process.poll()) is not None:
+                    self._on_loss(f"the process of rank {rank} {how}")
+                    return
+
+    def expect_end(self) -> None:
+        """From now on, an end is no loss."""
+        self._ending.set()
+        self._watching.join()
+
+    def end(self, patience_s: float) -> None:
+        """Wait up to `patience_s` until all have ended, and kill what has not."""
+        self.expect_end()
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            time.sleep(0.02)
+        for process in self._processes:
+            process.kill()

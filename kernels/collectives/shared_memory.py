@@ -1,0 +1,194 @@
+"""Owns the group of ranks on one machine: each is a process, and all of them write and read one segment of memory.
+Never copies a tensor in Python: the native library reads and writes it where it lies."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.collectives.group import LEADER, RankLostError
+from kernels.cpu.native.library import load_library
+from kernels.cpu.native.reduction import Reduction
+
+MEMORY = Path("/dev/shm")
+MAX_RANKS = 64
+"""The same as in ranks.h."""
+
+_ALIGNMENT = 64
+_REASON_BYTES = 1024
+_DONE, _LATER = 0, 2
+_POLL_S = 0.005
+
+
+def new_directory(parent: Path = MEMORY) -> Path:
+    """Make a group's directory, which this user alone can read. The leader makes it and tells the others; it is gone
+    once all have joined. parent: in memory, or what ranks exchange is written to a disk."""
+    return Path(tempfile.mkdtemp(prefix="chunkserve-ranks-", dir=parent))
+
+
+class SharedMemoryGroup:
+    """A kernels.collectives.group.Group of the processes of one machine.
+
+    A rank lives for as long as its process does: a stopped process is not lost until others have waited `timeout_s` for
+    it, and a killed one is, even if nobody has reaped it. A process that was forked from a rank, and executed nothing
+    else, keeps it alive.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        size: int,
+        slot_bytes: int = 1 << 20,
+        message_bytes: int = 1 << 18,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Prepare to join: a pass may be recorded before the group has formed. All ranks say the same, but for their
+        rank.
+
+        directory: see new_directory. slot_bytes: the most that a rank sums or gathers at once; what is larger goes in
+        pieces. message_bytes: the same of messages. The segment takes 2 * (size * slot_bytes + message_bytes) bytes.
+
+        Raises:
+            NoLibraryError: there is no native library on this machine; ranks need gloo, then.
+        """
+        _check(rank, size, slot_bytes, message_bytes, timeout_s)
+        self._rank, self._size, self._directory = rank, size, directory
+        self._library = load_library()
+        sizes = (slot_bytes, message_bytes, int(timeout_s * 1000))
+        self._handle = self._library.ranks_create(str(directory).encode(), rank, size, *sizes)
+
+    def join(self, why_not: Callable[[], str | None] = lambda: None) -> None:
+        """Join the group, and wait until all ranks have, for as long as their loading takes. No other call may come
+        before. why_not: is asked now and then, and says why to wait no longer; None means that there is no reason.
+
+        Raises:
+            OSError: the directory does not hold the group's files, has no room for them, or another process is this
+                rank.
+            RankLostError: a rank that had joined has died, or why_not had a reason.
+        """
+        try:
+            self._join(why_not)
+        except FileExistsError:  # the directory is another group's
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            shutil.rmtree(self._directory, ignore_errors=True)  # with its memory: this group will not be
+            raise
+        if self._rank == LEADER:
+            shutil.rmtree(self._directory)
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._library.ranks_destroy(handle)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def reduction(self) -> Reduction:
+        """The sum as a recorded pass calls it, without Python."""
+        function = ctypes.cast(self._library.ranks_all_reduce, ctypes.c_void_p).value
+        assert function is not None
+        return Reduction(function, self._handle, self._lost, self)
+
+    @property
+    def late_s(self) -> list[float]:
+        """For how many seconds the others have waited for each rank alone so far, when they met it for sums or gathered
+        columns. # [size]"""
+        found = (ctypes.c_int64 * self._size)()
+        self._library.ranks_late(self._handle, found)
+        return [late_ns / 1e9 for late_ns in found]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        assert x.dtype in (torch.float32, torch.bfloat16)
+        assert x.device.type == "cpu"
+        wide = int(x.dtype == torch.float32)
+        self._check(self._library.ranks_all_reduce(self._handle, wide, x.data_ptr(), x.numel()))
+        return x
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
+        assert x.dtype == torch.float32
+        assert len(sizes) == self._size
+        assert x.shape[1] == sizes[self._rank]
+        x, leads = x.contiguous(), self._rank == LEADER
+        found = torch.empty(len(x), sum(sizes)) if leads else None
+        numbers, out = (ctypes.c_int64 * self._size)(*sizes), None if found is None else found.data_ptr()
+        self._check(self._library.ranks_gather(self._handle, x.data_ptr(), len(x), numbers, out))
+        return found
+
+    def send(self, message: bytes) -> None:
+        assert self._rank == LEADER
+        self._check(self._library.ranks_send(self._handle, message, len(message)))
+
+    def receive(self) -> bytes:
+        assert self._rank != LEADER
+        size = ctypes.c_int64()
+        while (outcome := self._library.ranks_pending(self._handle, ctypes.byref(size))) == _LATER:
+            pass  # the process has seen its signals
+        self._check(outcome)
+        message = ctypes.create_string_buffer(size.value)
+        self._check(self._library.ranks_receive(self._handle, message, size.value))
+        return message.raw
+
+    def check(self) -> None:
+        self._check(self._library.ranks_check(self._handle))
+
+    def give_up(self, reason: str) -> None:
+        self._library.ranks_give_up(self._handle, reason.encode())
+
+    def close(self) -> None:
+        """Give back what the group holds. Waits for a call in another thread, which `give_up` would end."""
+        self._library.ranks_close(self._handle)
+
+    def _join(self, why_not: Callable[[], str | None]) -> None:
+        while self._rank != LEADER and not (self._directory / "segment").exists():
+            _stop_if(why_not)
+            time.sleep(_POLL_S)
+        if (outcome := self._library.ranks_open(self._handle)) != _DONE:
+            raise (FileExistsError if outcome == _LATER else OSError)(self._reason())
+        while (outcome := self._library.ranks_join(self._handle)) == _LATER:
+            _stop_if(why_not)
+        self._check(outcome)
+
+    def _check(self, outcome: int) -> None:
+        if outcome != _DONE:
+            raise self._lost()
+
+    def _lost(self) -> RankLostError:
+        return RankLostError(self._reason())
+
+    def _reason(self) -> str:
+        reason = ctypes.create_string_buffer(_REASON_BYTES)
+        self._library.ranks_reason(self._handle, reason, _REASON_BYTES)
+        return reason.value.decode(errors="replace")
+
+
+def _check(rank: int, size: int, slot_bytes: int, message_bytes: int, timeout_s: float) -> None:
+    if not 2 <= size <= MAX_RANKS or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}: expected 2 to {MAX_RANKS} ranks, numbered from 0")
+    for name, value in (("slot_bytes", slot_bytes), ("message_bytes", message_bytes)):
+        if value <= 0 or value % _ALIGNMENT:
+            raise ValueError(f"{name} is {value}: expected a positive multiple of {_ALIGNMENT}")
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s is {timeout_s}: expected a positive number of seconds")
+
+
+def _stop_if(why_not: Callable[[], str | None]) -> None:
+    if (why := why_not()) is not None:
+        raise RankLostError(why)

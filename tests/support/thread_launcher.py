@@ -1,0 +1,44 @@
+"""Runs the followers of an engine as threads of the test's process, which start at once and share its imports.
+Never hides how a follower ended: `poll` says it, as for a process."""
+
+from __future__ import annotations
+
+import threading
+
+from engine.build.follower import follow
+
+
+class ThreadLauncher:
+    """An engine.parallel.processes.RankLauncher."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankThread] = []
+
+    def start(self, rank: int, specification: bytes) -> RankThread:
+        self.ranks.append(RankThread(rank, specification))
+        return self.ranks[-1]
+
+
+class RankThread:
+    """A RankProcess."""
+
+    def __init__(self, rank: int, specification: bytes) -> None:
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(specification,), name=f"rank-{rank}")
+        self._thread.start()
+
+    def _run(self, specification: bytes) -> None:
+        try:
+            follow(specification)
+        except BaseException as error:
+            self.error = error
+
+    def poll(self) -> str | None:
+        if self._thread.is_alive():
+            return None
+        return "ended in order" if self.error is None else f"ended with {self.error!r}"
+
+    def kill(self) -> None:
+        """A thread cannot be killed; one whose group was given up or closed ends by itself."""
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive(), "a follower goes on without its leader"
