@@ -30,7 +30,7 @@ from tests.support import tiny_gguf
 from tests.support.compiler import needs_compiler
 from tests.support.distances import is_within
 from tests.support.packed_models import FORMATS, fp8_blocks, gptq, save_packed
-from tests.support.rank_threads import Ranks
+from tests.support.rank_threads import Ranks, native
 
 
 def slow_but(fast: Sequence[str], names: Iterable[str]) -> list[Any]:
@@ -237,7 +237,20 @@ def test_columns_of_blocks_are_packed_like_a_matrix_of_their_own(tmp_path: Path)
         assert torch.equal(got, want)
 
 
-# --- the native kernels' own copy of a tied head ----------------------------------------------------------------------
+# --- the native kernels -----------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.usefixtures("gguf_shape")
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
+def test_native_ranks_compute_a_gguf_files_blocks_as_the_whole_model_does(tied: bool, tmp_path: Path) -> None:
+    directory = converted(tmp_path, tied=tied, **NESTED)
+    plain = Ranks(directory, 1).prompt(TOKENS, BLOCKS)
+    whole, ranks = (Ranks(directory, size, make=native, keep=Keep.GROUPED) for size in (1, 2))
+    want = whole.prompt(TOKENS, BLOCKS)
+    assert is_within(distance(want, plain), 1e-4)
+    assert is_within(distance(ranks.prompt(TOKENS, BLOCKS), want), 1e-4)
+    assert ranks.greedy(TOKENS[:20], BLOCKS, 6) == whole.greedy(TOKENS[:20], BLOCKS, 6)
 
 
 @needs_compiler
