@@ -22,9 +22,10 @@ from engine.models.fp8_rows import Fp8Rows
 from engine.models.gguf_rows import GgufRows
 from engine.models.integer_rows import IntegerRows
 from engine.models.narrow import InBlocks, Narrow, num_inputs, round_by_output, split_outputs, take_views
-from engine.models.packing import BYTES, FP8, INT8, SHAPE, Gguf, Packing, Part, Unpacked, widened
+from engine.models.packing import BYTES, FP8, INT8, SHAPE, Gguf, Packing, Unpacked
 from engine.models.quantization import Quantization
 from engine.models.stored_matrix import StoredMatrix
+from engine.models.stored_parts import Part, widened
 from kernels.cpu.native.grouped import Form, Rows, fitting
 from kernels.forward import Linear
 

@@ -20,12 +20,13 @@ from engine.models.computed import Model
 from engine.models.config import read_model_config
 from engine.models.decoder import Decoder
 from engine.models.description import ModelConfig, Shard
+from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
+from engine.models.native import NativeModel, torch_threads
 from engine.models.recurrent_state import RecurrentState
 from engine.models.shards import sharded
 from engine.step import ScheduledRequest, StateUse, StepPlan
 from kernels.collectives.group import LEADER, RankLostError
-from kernels.eager.forward import EagerPass
 from kernels.eager.ops import TORCH_CPU
 from tests.support.plans import chunk, decode
 
@@ -83,6 +84,14 @@ class ThreadGroup:
     def receive(self) -> bytes:
         raise NotImplementedError("these ranks are given the same plans")
 
+    @property
+    def late_s(self) -> Sequence[float]:
+        return ()
+
+    def check(self) -> None:
+        if self._meeting.barrier.broken:
+            raise RankLostError("a rank gave up")
+
     def give_up(self, reason: str) -> None:
         self._meeting.barrier.abort()
 
@@ -90,28 +99,28 @@ class ThreadGroup:
         pass
 
 
-class RankModel(AdaptedModel):
-    """An EagerModel whose passes sum over a group; None: it is whole."""
-
-    def __init__(
-        self, group: ThreadGroup | None, decoder: Decoder, cache: KVCache, state: RecurrentState | None, block_size: int
-    ) -> None:
-        super().__init__(decoder, TORCH_CPU, cache, block_size, max_rank=8)
-        self.state = state
-        self._own_group = group
-
-    def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
-        return super()._pass(rows, group=self._own_group, **step)
+Make = Callable[[ThreadGroup | None, Decoder, KVCache, RecurrentState | None], Model]
+"""Makes a rank's model: its group (None: it is whole), its decoder and its memory."""
+BLOCK_SIZE = 16
 
 
-Make = Callable[[ThreadGroup | None, Decoder, KVCache, RecurrentState | None, int], Model]
-"""Makes a rank's model: its group, its decoder, its memory, and the block size."""
+def eager(group: ThreadGroup | None, decoder: Decoder, cache: KVCache, state: RecurrentState | None) -> Model:
+    if state is not None:
+        return EagerModel(decoder, TORCH_CPU, cache, BLOCK_SIZE, state, group=group)
+    return AdaptedModel(decoder, TORCH_CPU, cache, BLOCK_SIZE, max_rank=8, group=group)
+
+
+def native(
+    group: ThreadGroup | None, decoder: Decoder, cache: KVCache, state: RecurrentState | None, **options: Any
+) -> Model:
+    size: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_threads": 1, "num_tokens": 16, "num_sampled": 4}
+    return NativeModel(decoder, cache, state, **size | options, group=group)
 
 
 class Ranks:
     """A model in parts, each on a thread of its own. Of one part, the whole model."""
 
-    def __init__(self, directory: Path, size: int, *, make: Make = RankModel, **builder: Any) -> None:
+    def __init__(self, directory: Path, size: int, *, make: Make = eager, **builder: Any) -> None:
         """builder: further fields of ModelBuilder; settings: those of EngineConfig.
 
         Raises:
@@ -132,7 +141,7 @@ class Ranks:
         config: ModelConfig = self.configs[rank]
 
         def runner(decoder: Decoder, cache: KVCache, state: RecurrentState | None) -> Model:
-            return self._make(group, decoder, cache, state, 16)
+            return self._make(group, decoder, cache, state)
 
         builder = ModelBuilder(
             model_dir=self._directory,
@@ -148,15 +157,13 @@ class Ranks:
         """Run on all ranks at the same time. Return what they return, or raise the first one's error."""
 
         def alone(rank: int) -> T:
-            torch.set_num_threads(1)
             try:
-                with torch.inference_mode():
-                    return do(rank)
+                return do(rank)
             except BaseException as error:
                 self.groups[rank].give_up(str(error))
                 raise
 
-        with ThreadPoolExecutor(self.size) as pool:
+        with torch_threads(1), ThreadPoolExecutor(self.size) as pool:
             futures = [pool.submit(alone, rank) for rank in range(self.size)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, RankLostError)):
@@ -168,6 +175,7 @@ class Ranks:
         # [num_tokens, vocab]"""
         plan = StepPlan(0, tuple(self._stateful(row) for row in rows))
 
+        @torch.inference_mode()
         def step(rank: int) -> Tensor:
             computed = self.models[rank].forward(plan, {})
             return computed.logits_at(torch.arange(plan.num_tokens)).float().clone()

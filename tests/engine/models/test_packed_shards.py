@@ -3,7 +3,9 @@ Never trusts the reader's own arithmetic: tests/support/packed_models.py writes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +24,18 @@ from kernels.cpu.native.grouped import panels_of
 from kernels.forward import Linear
 from tests.engine.models.test_gguf_rows import random_rows
 from tests.engine.models.test_integer_rows import APART, KEPT, save
-from tests.engine.models.test_shards import BLOCKS, TOKENS, distance, parts
+from tests.engine.models.test_shards import BLOCKS, TOKENS, distance, parts, values
 from tests.engine.models.test_stored_matrix import converted
 from tests.support import tiny_gguf
 from tests.support.compiler import needs_compiler
 from tests.support.distances import is_within
-from tests.support.packed_models import FORMATS, Format, fp8_blocks, gptq, save_packed
-from tests.support.rank_threads import Ranks
+from tests.support.packed_models import FORMATS, fp8_blocks, gptq, save_packed
+from tests.support.rank_threads import Ranks, native
+
+
+def slow_but(fast: Sequence[str], names: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test, of which only some run with the fast tests."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def plainly(linear: Linear) -> Tensor:
@@ -72,50 +79,56 @@ def compare_parts(packed: Path, plain: Path, size: int, keep: Keep) -> list[dict
 # --- packed by number -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [Keep.NOTHING, Keep.NARROW], ids=lambda keep: keep.value)
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_rank_has_its_part_of_what_each_format_defines(name: str, keep: Keep, tmp_path: Path) -> None:
-    """Blocks of 20 inputs do not end where heads do, so that ranks unpack some in part."""
+FIRST = ("gptq_4_ordered", "fp8_blocks")
+"""Formats that differ most in how they are cut; the others are tested by `make test-slow`."""
+
+
+@pytest.mark.parametrize("name", slow_but(FIRST, FORMATS))
+def test_a_rank_has_its_part_of_what_each_format_defines(name: str, tmp_path: Path) -> None:
+    """Three and four ranks end within integers and blocks, and unpack what is around their parts."""
     save_packed(tmp_path / "packed", tmp_path / "plain", name)
-    kept = compare_parts(tmp_path / "packed", tmp_path / "plain", 2, keep)
-    every = keep is Keep.NARROW and name != "fp8_blocks"
-    for own in kept:
-        assert own["0 qkv"] is own["0 gate_up"] is every
-        assert own["0 output"] is own["0 down"] is (every and not name.endswith("ordered"))
+    for size in (2, 3, 4):
+        compare_parts(tmp_path / "packed", tmp_path / "plain", size, Keep.NOTHING)
+        kept = compare_parts(tmp_path / "packed", tmp_path / "plain", size, Keep.NARROW)
+        every = name != "fp8_blocks"
+        for own in kept if size == 2 else ():
+            assert own["0 qkv"] is own["0 gate_up"] is every
+            assert own["0 output"] is own["0 down"] is (every and not name.endswith("ordered"))
 
 
-@pytest.mark.parametrize("size", [3, 4])
-@pytest.mark.parametrize("name", ["gptq_4", "awq", "packed_4_zeros", "float_channel", "fp8_blocks"])
-def test_parts_that_end_within_an_integer_or_a_block_are_unpacked_around_it(
-    name: str, size: int, tmp_path: Path
-) -> None:
-    save_packed(tmp_path / "packed", tmp_path / "plain", name)
-    compare_parts(tmp_path / "packed", tmp_path / "plain", size, Keep.NOTHING)
-    compare_parts(tmp_path / "packed", tmp_path / "plain", size, Keep.NARROW)
-
-
-@pytest.mark.parametrize("kind", ["phi3", "qwen3_moe", "qwen3_next", "qwen3_5"])
-@pytest.mark.parametrize("name", ["int_by_output", "fp8_blocks_16", "packed_4_zeros"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("int_by_output", kind) for kind in ("phi3", "qwen3_next")),
+        pytest.param("int_by_output", "qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("packed_4_zeros", "qwen3_5", marks=pytest.mark.slow),
+        *(pytest.param("fp8_blocks_16", kind, marks=pytest.mark.slow) for kind in ("phi3", "qwen3_moe", "qwen3_next")),
+        *(pytest.param("packed_4_zeros", kind, marks=pytest.mark.slow) for kind in ("phi3", "qwen3_moe", "qwen3_next")),
+    ],
+)
 def test_stacked_matrices_and_experts_are_cut_by_their_parts(name: str, kind: str, tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", name, kind)
     for keep in (Keep.NOTHING, Keep.BY_OUTPUT, Keep.NARROW):
         compare_parts(tmp_path / "packed", tmp_path / "plain", 2 if kind != "phi3" else 3, keep)
 
 
-@pytest.mark.parametrize("form", {**KEPT, **APART, "fp8": fp8_blocks(32, 32)}.values(), ids=[*KEPT, *APART, "fp8"])
+GROUPED = {**KEPT, **APART, "fp8": fp8_blocks(32, 32)}
+
+
+@pytest.mark.parametrize("name", slow_but(("packed, 4 bits with zero points", "fp8"), GROUPED))
 def test_groups_stay_as_stored_where_ranks_have_whole_ones(
-    form: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path, form, monkeypatch)
+    save(tmp_path, GROUPED[name], monkeypatch)
     kept = compare_parts(tmp_path / "packed", tmp_path / "plain", 2, Keep.GROUPED)
     assert kept[0] == kept[1]
-    assert kept[0]["0 down"] is (form not in APART.values())
+    assert kept[0]["0 down"] is (name not in APART)
 
 
 def test_a_group_that_two_ranks_have_halves_of_stays_in_shorter_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 8 heads of 16, the second rank's begin at input 64 of a group of 128."""
+    """The second rank's heads begin at input 64 of a group of 128."""
     save(tmp_path, gptq(4, 128, ordered=False, zeros=True), monkeypatch)
     for own in compare_parts(tmp_path / "packed", tmp_path / "plain", 2, Keep.GROUPED):
         assert own["0 output"]
@@ -125,7 +138,7 @@ def test_a_group_that_two_ranks_have_halves_of_stays_in_shorter_runs(
         assert own["0 output"] is whole, "a GPU's kernels count groups from the first input"
 
 
-@pytest.mark.parametrize("name", ["gptq_4_ordered", "awq", "int_by_output", "fp8_blocks"])
+@pytest.mark.parametrize("name", slow_but(["fp8_blocks"], FORMATS))
 def test_ranks_together_answer_as_the_whole_packed_model(name: str, tmp_path: Path) -> None:
     save_packed(tmp_path / "packed", tmp_path / "plain", name)
     want = Ranks(tmp_path / "packed", 1).prompt(TOKENS, BLOCKS)
@@ -137,9 +150,9 @@ def test_ranks_together_answer_as_the_whole_packed_model(name: str, tmp_path: Pa
 
 @pytest.fixture
 def gguf_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proportions of the default model: 9 heads of 64 with 3 KV heads, and rows that nested blocks do not divide,
-    but for those of the MLP's down projection."""
-    for name, size in {"hidden": 576, "inner": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64}.items():
+    """The default model, but smaller: 9 heads with 3 KV heads, and rows that nested blocks do not divide, but for those
+    of the MLP's down projection."""
+    for name, size in {"hidden": 288, "inner": 512, "heads": 9, "kv_heads": 3, "head_dim": 32}.items():
         monkeypatch.setitem(tiny_gguf.SHAPE, name, size)
 
 
@@ -154,13 +167,13 @@ NESTED = {
 
 
 @pytest.mark.usefixtures("gguf_shape")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_blocks_stay_as_stored_and_are_cut_between_blocks(tied: bool, tmp_path: Path) -> None:
     directory = converted(tmp_path, tied=tied, **NESTED)
     whole = matrices(load_weights(directory, read_model_config(directory), torch.float32))
     ranks = []
     for part in parts(directory, 2):
-        assert part.intermediate_size == 768
+        assert part.intermediate_size == 256
         plain = matrices(load_weights(directory, part, torch.float32))
         stored = load_weights(directory, part, torch.float32, keep=Keep.GROUPED)
         assert num_bytes(part, stored) == weight_bytes(directory, part, torch.float32, keep=Keep.GROUPED)
@@ -169,8 +182,11 @@ def test_blocks_stay_as_stored_and_are_cut_between_blocks(tied: bool, tmp_path: 
             assert torch.equal(plainly(linear), plain[name].weight), (part.shard, name)
         ranks.append(plain)
     for name, linear in whole.items():
-        found = torch.cat([own[name].weight.flatten() for own in ranks])
-        assert torch.equal(found.sort().values, linear.weight.flatten().sort().values), name
+        found = [own[name].weight for own in ranks]
+        if name.endswith(("output", "down", "head")):
+            assert torch.equal(torch.cat(found, 0 if name == "lm_head" else 1), linear.weight), name
+        else:  # each rank has some of each part
+            assert torch.equal(values(found), values([linear.weight])), name
 
 
 @pytest.mark.usefixtures("gguf_shape")
@@ -184,9 +200,9 @@ def test_ranks_together_answer_as_the_whole_model_of_a_gguf_file(tmp_path: Path)
 def test_an_output_projection_whose_blocks_two_ranks_share_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 12 heads of 64, three ranks have a block of 256 inputs each, and six have half of one."""
-    monkeypatch.setitem(tiny_gguf.SHAPE, "heads", 12)
-    monkeypatch.setitem(tiny_gguf.SHAPE, "kv_heads", 6)
+    """With 12 heads of 64, three ranks have a block of 256 inputs each, and six have half of one."""
+    for name, size in {"heads": 12, "kv_heads": 6, "head_dim": 64}.items():
+        monkeypatch.setitem(tiny_gguf.SHAPE, name, size)
     directory = converted(tmp_path, **NESTED | {"blk__0__attn_output": "Q6_K"})
     whole = load_weights(directory, read_model_config(directory), torch.float32).layers[0].output.weight
     for size, in_blocks in ((3, True), (6, False)):
@@ -221,7 +237,20 @@ def test_columns_of_blocks_are_packed_like_a_matrix_of_their_own(tmp_path: Path)
         assert torch.equal(got, want)
 
 
-# --- the native kernels' own copy of a tied head ----------------------------------------------------------------------
+# --- the native kernels -----------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.usefixtures("gguf_shape")
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
+def test_native_ranks_compute_a_gguf_files_blocks_as_the_whole_model_does(tied: bool, tmp_path: Path) -> None:
+    directory = converted(tmp_path, tied=tied, **NESTED)
+    plain = Ranks(directory, 1).prompt(TOKENS, BLOCKS)
+    whole, ranks = (Ranks(directory, size, make=native, keep=Keep.GROUPED) for size in (1, 2))
+    want = whole.prompt(TOKENS, BLOCKS)
+    assert is_within(distance(want, plain), 1e-4)
+    assert is_within(distance(ranks.prompt(TOKENS, BLOCKS), want), 1e-4)
+    assert ranks.greedy(TOKENS[:20], BLOCKS, 6) == whole.greedy(TOKENS[:20], BLOCKS, 6)
 
 
 @needs_compiler

@@ -3,6 +3,7 @@ Never starts a process: ranks are threads, with a group of the test's own."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from engine.models.description import WHOLE, ModelConfig, Shard
 from engine.models.narrow import Keep
 from engine.models.parameters import checkpoint_table, num_bytes
 from engine.models.shards import heads_of, sharded, spread, vocab_sizes
+from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import dummy_weights, load_weights, weight_bytes
+from tests.support.compiler import needs_compiler
 from tests.support.distances import is_within
-from tests.support.rank_threads import Ranks
-from tests.support.tiny_models import KINDS, VOCAB, edit_config, edit_tensors, renamed_slow, save_model
+from tests.support.rank_threads import Make, Ranks, native
+from tests.support.tiny_models import KINDS, VOCAB, edit_config, edit_tensors, save_model
+from tests.support.tiny_vision import save_vision_model
 
 TOKENS = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 BLOCKS = (9, 3, 11, 0, 7)
@@ -54,9 +58,16 @@ def values(tensors: list[Tensor]) -> Tensor:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", renamed_slow(KINDS))
+NATIVE = ("gemma3", "qwen3_moe", "mixtral", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+FIRST = ("llama_tied", "llama_biased", "gemma3", "phi3", "mixtral", "qwen3_next", "qwen3_5_moe")
+"""Models that differ most in how they are cut."""
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FIRST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_ranks_together_answer_as_the_whole_model_does(kind: str, tmp_path: Path) -> None:
-    """Of six heads with two KV heads, three ranks or more share KV heads, and four have unlike numbers of heads."""
+    """With six heads and two KV heads, four ranks share KV heads, and have unlike numbers of heads."""
     save_model(kind, tmp_path)
     whole = Ranks(tmp_path, 1)
     want, text = whole.prompt(TOKENS, BLOCKS), whole.greedy(TOKENS[:20], BLOCKS, 6)
@@ -79,6 +90,27 @@ def test_parts_may_differ_in_size_and_random_weights_are_those_of_one_model(tied
     assert is_within(distance(ranks.prompt(TOKENS, BLOCKS), want), 1e-4)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "kind", ["llama_tied", "llama_biased", *(pytest.param(kind, marks=pytest.mark.slow) for kind in NATIVE)]
+)
+def test_native_ranks_answer_as_the_whole_model_does(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path)
+    want = Ranks(tmp_path, 1, make=native).prompt(TOKENS, BLOCKS)
+    for size in (2, 4):
+        assert is_within(distance(Ranks(tmp_path, size, make=native).prompt(TOKENS, BLOCKS), want), 1e-4), size
+
+
+@needs_compiler
+def test_native_ranks_that_round_to_8_bits_round_no_more_than_the_whole_model(tmp_path: Path) -> None:
+    """A rank with some of the inputs has scales of its own, which are no larger."""
+    save_model("llama", tmp_path)
+    rounding: Make = partial(native, quantize=True)
+    want = Ranks(tmp_path, 1).prompt(TOKENS, BLOCKS)
+    whole, ranks = (distance(Ranks(tmp_path, size, make=rounding).prompt(TOKENS, BLOCKS), want) for size in (1, 2))
+    assert 0 < ranks < 1.5 * whole
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_5_moe"])
 def test_a_layer_has_two_sums(kind: str, tmp_path: Path) -> None:
     save_model(kind, tmp_path)
@@ -90,7 +122,9 @@ def test_a_layer_has_two_sums(kind: str, tmp_path: Path) -> None:
 # --- what each rank reads ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "phi3"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in ("phi3", "llama3", "yarn", "qwen2_window", "mistral", "smollm3")]
+)
 def test_each_number_of_the_checkpoint_is_read_by_exactly_one_rank_but_for_what_all_have(
     kind: str, tmp_path: Path
 ) -> None:
@@ -126,6 +160,23 @@ def test_ranks_that_share_a_key_head_read_the_same_keys_and_values_and_their_own
             assert torch.equal(values(found), values([want] * 2)), name
         elif "q_proj" in name or ("mlp" in name and not name.endswith(WHOLE_ON_EACH)):
             assert torch.equal(values(found), values([want])), name
+
+
+def test_an_image_encoder_is_whole_on_each_rank_beside_a_part_of_the_decoder(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    model = read_model_config(tmp_path)
+    assert model.vision is not None
+    found, encoders = [], []
+    for config in (model, *parts(tmp_path, 2)):
+        encoders.append(vision_table(allocate_vision(model.vision, torch.float32)))
+        weights = load_weights(tmp_path, config, torch.float32, others=encoders[-1])
+        found.append(checkpoint_table(config, weights))
+    for name, want in encoders[0].items():
+        assert all(torch.equal(encoder[name], want) for encoder in encoders), name
+    whole, *ranks = found
+    for name, want in whole.items():
+        if not name.endswith(WHOLE_ON_EACH):
+            assert torch.equal(values([own[name] for own in ranks]), values([want])), name
 
 
 def test_the_logits_columns_of_all_ranks_are_the_vocabulary_in_order(tmp_path: Path) -> None:
