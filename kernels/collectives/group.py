@@ -11,10 +11,22 @@ from torch import Tensor
 LEADER = 0
 """The rank that plans, samples and answers."""
 
+MAX_RANKS = 64
+"""The same as in kernels/cpu/native/ranks.h."""
+
 
 class RankLostError(Exception):
     """A rank has died, has given up or does not answer, so that this group can compute nothing more. The message names
     the rank."""
+
+
+def check_ranks(rank: int, size: int, join_timeout_s: float, timeout_s: float) -> None:
+    """Raise ValueError if a group cannot be of these."""
+    if not 2 <= size <= MAX_RANKS or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}: expected 2 to {MAX_RANKS} ranks, numbered from 0")
+    for name, value in (("join_timeout_s", join_timeout_s), ("timeout_s", timeout_s)):
+        if value <= 0:
+            raise ValueError(f"{name} is {value}: expected a positive number of seconds")
 
 
 class Group(Protocol):

@@ -13,14 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError
+from kernels.collectives.group import LEADER, RankLostError, check_ranks
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.reduction import Reduction
 
 MEMORY = Path("/dev/shm")
-MAX_RANKS = 64
-"""The same as in ranks.h."""
-
 _ALIGNMENT = 64
 _REASON_BYTES = 1024
 _DONE, _LATER = 0, 2
@@ -49,6 +46,7 @@ class SharedMemoryGroup:
         size: int,
         slot_bytes: int = 1 << 20,
         message_bytes: int = 1 << 18,
+        join_timeout_s: float = 60.0,
         timeout_s: float = 60.0,
     ) -> None:
         """Join the group, and wait until all ranks have. All say the same, but for their rank.
@@ -60,15 +58,16 @@ class SharedMemoryGroup:
             NoLibraryError: there is no native library on this machine; ranks need gloo, then.
             OSError: the directory does not hold the group's files, has no room for them, or another process is this
                 rank.
-            RankLostError: a rank has died, or did not join within `timeout_s`.
+            RankLostError: a rank has died, or did not join within `join_timeout_s`.
         """
-        _check(rank, size, slot_bytes, message_bytes, timeout_s)
+        check_ranks(rank, size, join_timeout_s, timeout_s)
+        _check_sizes(slot_bytes, message_bytes)
         self._rank, self._size = rank, size
         self._library = load_library()
-        sizes = (slot_bytes, message_bytes, int(timeout_s * 1000))
-        self._handle = self._library.ranks_create(str(directory).encode(), rank, size, *sizes)
+        limits = (slot_bytes, message_bytes, int(join_timeout_s * 1000), int(timeout_s * 1000))
+        self._handle = self._library.ranks_create(str(directory).encode(), rank, size, *limits)
         try:
-            self._join(directory, timeout_s)
+            self._join(directory, join_timeout_s)
         except FileExistsError:  # the directory is another group's
             self.close()
             raise
@@ -173,11 +172,7 @@ class SharedMemoryGroup:
         return reason.value.decode(errors="replace")
 
 
-def _check(rank: int, size: int, slot_bytes: int, message_bytes: int, timeout_s: float) -> None:
-    if not 2 <= size <= MAX_RANKS or not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of {size}: expected 2 to {MAX_RANKS} ranks, numbered from 0")
+def _check_sizes(slot_bytes: int, message_bytes: int) -> None:
     for name, value in (("slot_bytes", slot_bytes), ("message_bytes", message_bytes)):
         if value <= 0 or value % _ALIGNMENT:
             raise ValueError(f"{name} is {value}: expected a positive multiple of {_ALIGNMENT}")
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s is {timeout_s}: expected a positive number of seconds")

@@ -64,7 +64,7 @@ _SIGNATURES = {  # of the functions that the C++ exports: (result, arguments), o
     "program_delta_rule": ("", "piplplplpplllllppp"),
     "program_gated_norm": ("", "pipplpfllp"),
     "program_keep_drafted": ("", "pipl"),
-    "ranks_create": ("p", "piilll"),
+    "ranks_create": ("p", "piillll"),
     "ranks_destroy": ("", "p"),
     "ranks_open": ("i", "p"),
     "ranks_join": ("i", "p"),

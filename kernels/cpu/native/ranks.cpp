@@ -4,8 +4,9 @@
 
 extern "C" {
 
-Ranks* ranks_create(const char* directory, int rank, int size, int64_t slot_bytes, int64_t message_bytes, int64_t timeout_ms) {
-    return new Ranks(directory, rank, size, slot_bytes, message_bytes, timeout_ms);
+Ranks* ranks_create(const char* directory, int rank, int size, int64_t slot_bytes, int64_t message_bytes,
+                    int64_t join_timeout_ms, int64_t timeout_ms) {
+    return new Ranks(directory, rank, size, slot_bytes, message_bytes, join_timeout_ms, timeout_ms);
 }
 
 void ranks_destroy(Ranks* ranks) { delete ranks; }

@@ -16,6 +16,7 @@
 #include <cerrno>
 #include <chrono>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -60,9 +61,10 @@ class Ranks {
     static constexpr int LEADER = 0;
     static constexpr int64_t POLL_NS = 200'000'000;  // so often, a caller that waits without end sees its signals
 
-    Ranks(std::string directory, int rank, int size, int64_t slot_bytes, int64_t message_bytes, int64_t timeout_ms)
+    Ranks(std::string directory, int rank, int size, int64_t slot_bytes, int64_t message_bytes, int64_t join_timeout_ms,
+          int64_t timeout_ms)
         : directory_(std::move(directory)), rank_(rank), size_(size), slot_bytes_(slot_bytes), message_bytes_(message_bytes),
-          timeout_ns_(timeout_ms * 1'000'000), locks_(size, -1) {}
+          join_timeout_ns_(join_timeout_ms * 1'000'000), timeout_ns_(timeout_ms * 1'000'000), locks_(size, -1) {}
 
     ~Ranks() { close(); }
 
@@ -194,7 +196,7 @@ class Ranks {
         int64_t first = 0;
         do {
             const Outcome found = wait(segment_->sent, [&] { return segment_->sent.load() != received_; }, timeout_ns_);
-            if (found != DONE) return found == LOST ? LOST : fail(LEADER, "did not finish its message within " + timeout_text());
+            if (found != DONE) return found == LOST ? LOST : fail(LEADER, "did not finish its message within " + seconds_text(timeout_ns_));
             const int64_t size = segment_->pieces[received_ & 1].size;
             std::copy_n(message_slot(received_), size, out + first);
             own().received.store(++received_);
@@ -264,9 +266,10 @@ class Ranks {
 
     static std::string error_text() { return std::strerror(errno); }
 
-    std::string timeout_text() const {
-        const int64_t ms = timeout_ns_ / 1'000'000;
-        return ms % 1000 ? std::to_string(ms) + " ms" : std::to_string(ms / 1000) + " s";
+    static std::string seconds_text(int64_t ns) {
+        char text[32];
+        std::snprintf(text, sizeof text, "%g s", double(ns) / 1e9);
+        return text;
     }
 
     RankLine& own() { return segment_->lines[rank_]; }
@@ -445,15 +448,15 @@ class Ranks {
             return -1;
         };
         const Outcome found = wait(segment_->joins, [&] { return missing() < 0; }, POLL_NS);
-        if (found != LATER || now_ns() - begun_ns_ < timeout_ns_) return found;
+        if (found != LATER || now_ns() - begun_ns_ < join_timeout_ns_) return found;
         const int rank = missing();
-        return rank < 0 ? DONE : fail(rank, "did not join within " + timeout_text());
+        return rank < 0 ? DONE : fail(rank, "did not join within " + seconds_text(join_timeout_ns_));
     }
 
     bool wait_for_room(int rank) {
         std::atomic<uint32_t>& received = segment_->lines[rank].received;
         const Outcome found = wait(received, [&] { return sent_ - received.load() < 2; }, timeout_ns_);
-        if (found == LATER) fail(rank, "did not receive a message within " + timeout_text());
+        if (found == LATER) fail(rank, "did not receive a message within " + seconds_text(timeout_ns_));
         return found == DONE;
     }
 
@@ -474,7 +477,7 @@ class Ranks {
         }
         const auto complete = [&] { return int32_t(segment_->arrivals.load(std::memory_order_acquire) - all) >= 0; };
         const Outcome found = wait(segment_->arrivals, complete, timeout_ns_);
-        if (found == LATER) fail(missing(number), "did not arrive within " + timeout_text());
+        if (found == LATER) fail(missing(number), "did not arrive within " + seconds_text(timeout_ns_));
         return found == DONE && agree(asked);
     }
 
@@ -529,7 +532,7 @@ class Ranks {
 
     const std::string directory_;
     const int rank_, size_;
-    const int64_t slot_bytes_, message_bytes_, timeout_ns_;
+    const int64_t slot_bytes_, message_bytes_, join_timeout_ns_, timeout_ns_;
     const pid_t process_ = getpid();
     std::vector<int> locks_;  // [size] files: this rank's own, locked, and the others'
     Segment* segment_ = nullptr;
