@@ -20,9 +20,6 @@ from kernels.collectives.star import Star, accept_ranks, reach_leader
 
 _dist: Any = torch.distributed  # its types do not have what groups besides the default one are made of
 
-_NEWS_S = 1.0
-"""How long a broken connection waits for the news of who broke it."""
-
 
 class GlooGroup:
     """A kernels.collectives.group.Group over TCP.
@@ -154,7 +151,7 @@ class GlooGroup:
         assert self._star is not None
         if self._star.reason is None and time.monotonic() - begun >= self._timeout_s:
             self._star.lose(f"Rank {rank} did not arrive within {self._timeout_s:g} s.")
-        self._star.wait_for_reason(_NEWS_S)
+        self._star.wait_for_reason()
         self._star.lose(f"Rank {rank} broke its connection.")
         return RankLostError(self._star.reason or "This rank has closed its group.")
 

@@ -20,6 +20,9 @@ _UNRECEIVED = 2
 """How many messages a rank may be behind before the leader waits for it."""
 
 
+_NEWS_S = 1.0
+
+
 class Star:
     """One rank's end: the leader has a connection to each other rank, and those to the leader alone.
 
@@ -37,6 +40,7 @@ class Star:
         self._changed = threading.Condition()
         self._unreceived = dict.fromkeys(peers, 0)
         self._leaving: set[int] = set()
+        self._untold: set[int] = set()
         self._reason: str | None = None
         self._closed = False
         self._writing = {rank: threading.Lock() for rank in peers}
@@ -50,22 +54,33 @@ class Star:
         """Why no call can succeed any more. None: no rank is lost."""
         return self._reason
 
-    def wait_for_reason(self, seconds: float) -> None:
+    def wait_for_reason(self) -> None:
+        """Give a connection that broke time for the news of who broke it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._reason is not None, seconds)
+            self._changed.wait_for(lambda: self._reason is not None, _NEWS_S)
 
-    def lose(self, reason: str, told_by: int | None = None) -> None:
+    def lose(self, reason: str) -> None:
         """Keep the reason unless there is one, and tell the others. Any thread."""
+        self._keep(reason, tell=True)
+
+    def _keep(self, reason: str, *, tell: bool) -> None:
         with self._changed:
-            if self._reason is not None or self._closed:
-                return
-            self._reason = reason
-            self._changed.notify_all()
-        for rank in self._peers:
-            if rank != told_by:
-                self._try_to_write(rank, _LOST, reason.encode())
-        self._messages.put(None)
-        self._on_lost()
+            first = self._reason is None and not self._closed
+            if first:
+                self._reason = reason
+                self._untold = set(self._peers)
+                self._changed.notify_all()
+        if tell:
+            self._tell()  # before connections break, which is no news of who is lost
+        if first:
+            self._messages.put(None)
+            self._on_lost()
+
+    def _tell(self) -> None:
+        with self._changed:
+            untold, self._untold = self._untold, set()
+        for rank in untold:
+            self._try_to_write(rank, _LOST, (self._reason or "").encode())
 
     def send(self, message: bytes) -> None:
         """To all peers; see Group.send."""
@@ -81,6 +96,7 @@ class Star:
             try:
                 self._write(rank, _MESSAGE, message)
             except OSError as error:
+                self.wait_for_reason()
                 self.lose(f"Rank {rank} broke its connection: {error}.")
                 raise RankLostError(self._reason) from error
 
@@ -98,6 +114,7 @@ class Star:
         if self._closed:
             raise RankLostError("This rank has closed its group.")
         if self._reason is not None:
+            self._tell()
             raise RankLostError(self._reason)
 
     def close(self) -> None:
@@ -106,6 +123,8 @@ class Star:
                 return
             self._closed = True
         for rank, peer in self._peers.items():
+            if self._reason is not None:  # the reader may be about to tell it
+                self._try_to_write(rank, _LOST, self._reason.encode())
             self._try_to_write(rank, _LEAVES)
             with suppress(OSError):  # the other end may have gone first
                 peer.shutdown(socket.SHUT_RDWR)  # which ends the reader, too
@@ -141,7 +160,15 @@ class Star:
                         self._take(rank, *_frame(self._peers[rank]))
                     except OSError:
                         ready.unregister(self._peers[rank])
-                        self.lose(f"Rank {rank} has {'left' if rank in self._leaving else 'died'}.")
+                        self._end_of(rank)
+
+    def _end_of(self, rank: int) -> None:
+        """A rank that has left may have done its part of what the others are about to do. So they are told once this
+        rank needs it again."""
+        if rank in self._leaving:
+            self._keep(f"Rank {rank} has left.", tell=False)
+        else:
+            self.lose(f"Rank {rank} has died.")
 
     def _take(self, rank: int, kind: int, content: bytes) -> None:
         if kind == _MESSAGE:
@@ -151,7 +178,7 @@ class Star:
                 self._unreceived[rank] -= 1
                 self._changed.notify_all()
         elif kind == _LOST:
-            self.lose(content.decode(errors="replace"), told_by=rank)
+            self.lose(content.decode(errors="replace"))
         else:
             self._leaving.add(rank)
 
