@@ -3,7 +3,7 @@ Never moves a byte: a group of shared memory, gloo or NCCL does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,10 +11,32 @@ from torch import Tensor
 LEADER = 0
 """The rank that plans, samples and answers."""
 
+MAX_RANKS = 64
+"""The same as in kernels/cpu/native/ranks.h."""
+
 
 class RankLostError(Exception):
     """A rank has died, has given up or does not answer, so that this group can compute nothing more. The message names
     the rank."""
+
+
+def check_ranks(rank: int, size: int, timeout_s: float) -> None:
+    """Raise ValueError if a group cannot be of these."""
+    if not 2 <= size <= MAX_RANKS or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size}: expected 2 to {MAX_RANKS} ranks, numbered from 0")
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s is {timeout_s}: expected a positive number of seconds")
+
+
+def no_reason() -> str | None:
+    """Say that there is no reason to wait no longer."""
+    return None
+
+
+def stop_if(why_not: Callable[[], str | None]) -> None:
+    """Raise RankLostError if there is a reason."""
+    if (why := why_not()) is not None:
+        raise RankLostError(why)
 
 
 class Group(Protocol):
@@ -36,6 +58,15 @@ class Group(Protocol):
     def late_s(self) -> Sequence[float]:
         """Seconds that the others have waited for each rank so far: the last to arrive is charged with what it came
         after the one before it. Empty if the group does not measure it. Any thread."""
+
+    def join(self, why_not: Callable[[], str | None] = no_reason) -> None:
+        """Join, and wait until all ranks have. A rank may have weights to load before, which takes its time; a pass may
+        be recorded before, too. No other call but `close` comes before. why_not: is asked now and then, and says why to
+        wait no longer; None: there is no reason.
+
+        Raises:
+            RankLostError: a rank that had joined has died, or why_not had a reason.
+        """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place, and return x: [...] contiguous, float32 or bfloat16, of the same size on all.

@@ -13,14 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError
+from kernels.collectives.group import LEADER, RankLostError, check_ranks, no_reason, stop_if
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.reduction import Reduction
 
 MEMORY = Path("/dev/shm")
-MAX_RANKS = 64
-"""The same as in ranks.h."""
-
 _ALIGNMENT = 64
 _REASON_BYTES = 1024
 _DONE, _LATER = 0, 2
@@ -60,20 +57,17 @@ class SharedMemoryGroup:
         Raises:
             NoLibraryError: there is no native library on this machine; ranks need gloo, then.
         """
-        _check(rank, size, slot_bytes, message_bytes, timeout_s)
+        check_ranks(rank, size, timeout_s)
+        _check_sizes(slot_bytes, message_bytes)
         self._rank, self._size, self._directory = rank, size, directory
         self._library = load_library()
         sizes = (slot_bytes, message_bytes, int(timeout_s * 1000))
         self._handle = self._library.ranks_create(str(directory).encode(), rank, size, *sizes)
 
-    def join(self, why_not: Callable[[], str | None] = lambda: None) -> None:
-        """Join the group, and wait until all ranks have, for as long as their loading takes. No other call may come
-        before. why_not: is asked now and then, and says why to wait no longer; None means that there is no reason.
-
-        Raises:
+    def join(self, why_not: Callable[[], str | None] = no_reason) -> None:
+        """Raises also:
             OSError: the directory does not hold the group's files, has no room for them, or another process is this
                 rank.
-            RankLostError: a rank that had joined has died, or why_not had a reason.
         """
         try:
             self._join(why_not)
@@ -158,12 +152,12 @@ class SharedMemoryGroup:
 
     def _join(self, why_not: Callable[[], str | None]) -> None:
         while self._rank != LEADER and not (self._directory / "segment").exists():
-            _stop_if(why_not)
+            stop_if(why_not)
             time.sleep(_POLL_S)
         if (outcome := self._library.ranks_open(self._handle)) != _DONE:
             raise (FileExistsError if outcome == _LATER else OSError)(self._reason())
         while (outcome := self._library.ranks_join(self._handle)) == _LATER:
-            _stop_if(why_not)
+            stop_if(why_not)
         self._check(outcome)
 
     def _check(self, outcome: int) -> None:
@@ -179,16 +173,7 @@ class SharedMemoryGroup:
         return reason.value.decode(errors="replace")
 
 
-def _check(rank: int, size: int, slot_bytes: int, message_bytes: int, timeout_s: float) -> None:
-    if not 2 <= size <= MAX_RANKS or not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of {size}: expected 2 to {MAX_RANKS} ranks, numbered from 0")
+def _check_sizes(slot_bytes: int, message_bytes: int) -> None:
     for name, value in (("slot_bytes", slot_bytes), ("message_bytes", message_bytes)):
         if value <= 0 or value % _ALIGNMENT:
             raise ValueError(f"{name} is {value}: expected a positive multiple of {_ALIGNMENT}")
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s is {timeout_s}: expected a positive number of seconds")
-
-
-def _stop_if(why_not: Callable[[], str | None]) -> None:
-    if (why := why_not()) is not None:
-        raise RankLostError(why)

@@ -43,7 +43,10 @@ class Ranks:
         """Return the next thing that a rank tells or returns."""
         if not self._pipes[rank].poll(timeout_s):
             raise TimeoutError(f"Rank {rank} told nothing within {timeout_s} s.")
-        kind, value = pickle.loads(self._pipes[rank].recv_bytes())
+        try:
+            kind, value = pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            raise AssertionError(f"Rank {rank} has ended without a word.") from None
         assert kind != "failed", value
         return value
 
@@ -63,8 +66,9 @@ def ranks(make: MakeGroup, size: int, job: Job, *arguments: Any) -> Iterator[Ran
         _context.Process(target=_run, args=(pipes[rank][1], make, rank, size, job, arguments)) for rank in range(size)
     ]
     try:
-        for process in processes:
+        for process, pipe in zip(processes, pipes, strict=True):
             process.start()
+            pipe[1].close()  # or its end would not be seen here
         yield Ranks([process.pid or 0 for process in processes], [pipe[0] for pipe in pipes])
     finally:
         for process in processes:

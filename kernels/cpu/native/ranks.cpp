@@ -4,7 +4,8 @@
 
 extern "C" {
 
-Ranks* ranks_create(const char* directory, int rank, int size, int64_t slot_bytes, int64_t message_bytes, int64_t timeout_ms) {
+Ranks* ranks_create(const char* directory, int rank, int size, int64_t slot_bytes, int64_t message_bytes,
+                    int64_t timeout_ms) {
     return new Ranks(directory, rank, size, slot_bytes, message_bytes, timeout_ms);
 }
 

@@ -16,6 +16,7 @@
 #include <cerrno>
 #include <chrono>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -193,7 +194,7 @@ class Ranks {
         int64_t first = 0;
         do {
             const Outcome found = wait(segment_->sent, [&] { return segment_->sent.load() != received_; }, timeout_ns_);
-            if (found != DONE) return found == LOST ? LOST : fail(LEADER, "did not finish its message within " + timeout_text());
+            if (found != DONE) return found == LOST ? LOST : fail(LEADER, "did not finish its message within " + seconds_text(timeout_ns_));
             const int64_t size = segment_->pieces[received_ & 1].size;
             std::copy_n(message_slot(received_), size, out + first);
             own().received.store(++received_);
@@ -263,9 +264,10 @@ class Ranks {
 
     static std::string error_text() { return std::strerror(errno); }
 
-    std::string timeout_text() const {
-        const int64_t ms = timeout_ns_ / 1'000'000;
-        return ms % 1000 ? std::to_string(ms) + " ms" : std::to_string(ms / 1000) + " s";
+    static std::string seconds_text(int64_t ns) {
+        char text[32];
+        std::snprintf(text, sizeof text, "%g s", double(ns) / 1e9);
+        return text;
     }
 
     RankLine& own() { return segment_->lines[rank_]; }
@@ -448,7 +450,7 @@ class Ranks {
     bool wait_for_room(int rank) {
         std::atomic<uint32_t>& received = segment_->lines[rank].received;
         const Outcome found = wait(received, [&] { return sent_ - received.load() < 2; }, timeout_ns_);
-        if (found == LATER) fail(rank, "did not receive a message within " + timeout_text());
+        if (found == LATER) fail(rank, "did not receive a message within " + seconds_text(timeout_ns_));
         return found == DONE;
     }
 
@@ -469,7 +471,7 @@ class Ranks {
         }
         const auto complete = [&] { return int32_t(segment_->arrivals.load(std::memory_order_acquire) - all) >= 0; };
         const Outcome found = wait(segment_->arrivals, complete, timeout_ns_);
-        if (found == LATER) fail(missing(number), "did not arrive within " + timeout_text());
+        if (found == LATER) fail(missing(number), "did not arrive within " + seconds_text(timeout_ns_));
         return found == DONE && agree(asked);
     }
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from kernels.collectives.shared_memory import new_directory
-from tests.kernels.collectives.jobs import SLOT_BYTES, in_memory
+from loadtest.server import free_port
+from tests.kernels.collectives.jobs import SLOT_BYTES, in_memory, over_tcp
+from tests.support.compiler import needs_compiler
 from tests.support.ranks import MakeGroup
 
 Make = Callable[..., MakeGroup]
@@ -27,3 +29,14 @@ def memory() -> Iterator[Make]:
 
     yield make
     assert not [directory for directory in made if directory.exists()]
+
+
+def _gloo(timeout_s: float = 30) -> MakeGroup:
+    return partial(over_tcp, f"127.0.0.1:{free_port()}", timeout_s)
+
+
+@pytest.fixture(params=[pytest.param("memory", marks=needs_compiler), "gloo"])
+def group(request: pytest.FixtureRequest) -> Make:
+    """Groups of each kind."""
+    made: Make = _gloo if request.param == "gloo" else request.getfixturevalue("memory")
+    return made

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import LEADER, Group, RankLostError
 from kernels.collectives.reduction import reduction_of
 from kernels.collectives.shared_memory import SharedMemoryGroup
@@ -36,6 +37,16 @@ def in_memory(directory: Path, timeout_s: float, slot_bytes: int, rank: int, siz
     return joined(
         directory, rank=rank, size=size, slot_bytes=slot_bytes, message_bytes=MESSAGE_BYTES, timeout_s=timeout_s
     )
+
+
+def over_tcp(address: str, timeout_s: float, rank: int, size: int) -> GlooGroup:
+    return joined_over_tcp(address, rank=rank, size=size, timeout_s=timeout_s)
+
+
+def joined_over_tcp(address: str, **how: Any) -> GlooGroup:
+    group = GlooGroup(address, **how)
+    group.join()
+    return group
 
 
 def numbers_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -129,7 +140,7 @@ def listen_until_lost(group: Group, tell: Tell) -> None:
     group.receive()
 
 
-def check_until_lost(group: SharedMemoryGroup, tell: Tell) -> None:
+def check_until_lost(group: Group, tell: Tell) -> None:
     group.all_reduce(torch.ones(4))
     tell("runs")
     if group.rank != LEADER:

@@ -4,7 +4,6 @@ Never depends on time: a limit is far longer than what it limits."""
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from tests.kernels.collectives import jobs
 from tests.kernels.collectives.conftest import Make
 from tests.kernels.collectives.jobs import joined
 from tests.support.compiler import needs_compiler
-from tests.support.ranks import LostResult, ranks, run_ranks
+from tests.support.ranks import LostResult, run_ranks
+from tests.support.seeds import next_seed
 
 pytestmark = needs_compiler
 
 
-def pair(directory: Path, **other: int) -> tuple[SharedMemoryGroup, SharedMemoryGroup]:
+def pair(directory: Path) -> tuple[SharedMemoryGroup, SharedMemoryGroup]:
     """Both ends of a group, in this process."""
     found: list[SharedMemoryGroup] = []
     follower = threading.Thread(target=lambda: found.append(joined(directory, rank=1, size=2, **other)))
@@ -142,7 +142,7 @@ def test_too_large_a_segment_is_refused_and_not_a_crash_later() -> None:
         ({"rank": 0, "size": 65}, "rank 0 of 65"),
         ({"rank": 0, "size": 2, "slot_bytes": 100}, "slot_bytes is 100: expected a positive multiple of 64"),
         ({"rank": 0, "size": 2, "message_bytes": 0}, "message_bytes is 0"),
-        ({"rank": 0, "size": 2, "timeout_s": 0}, "timeout_s is 0: expected a positive number"),
+        ({"rank": 0, "size": 2, "timeout_s": 0}, "^timeout_s is 0: expected a positive number"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused_by_the_field(wrong: dict[str, int], message: str, tmp_path: Path) -> None:
@@ -155,12 +155,16 @@ def test_a_rank_that_nobody_has_reaped_is_dead(memory: Make) -> None:
     assert (found, other) == ("Rank 1 has died.", "Z")
 
 
-def test_an_idle_leader_learns_by_a_check_that_a_rank_has_died(memory: Make) -> None:
-    with ranks(memory(), 2, jobs.check_until_lost) as started:
-        started.told(0)
-        started.told(1)
-        started.signal(1, signal.SIGKILL)
-        assert started.told(0) == LostResult("Rank 1 has died.")
+def test_thousands_of_rounds_in_memory_neither_stop_nor_mix(memory: Make) -> None:
+    assert run_ranks(memory(), 4, jobs.many_rounds, 2000, next_seed() % 1000) == [0] * 4
+
+
+def test_ranks_that_sum_different_things_are_stopped(memory: Make) -> None:
+    found = run_ranks(memory(), 3, jobs.sum_different_things)
+    assert all(isinstance(message, LostResult) for message in found)
+    assert len(set(found)) == 1
+    assert "sums 5 float32" in found[0]
+    assert "sums 4 float32" in found[0]
 
 
 def test_the_rank_that_the_others_wait_for_is_charged(memory: Make) -> None:

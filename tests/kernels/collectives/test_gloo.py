@@ -1,0 +1,106 @@
+"""The group over TCP: its start, and who may be in it.
+Never needs a second machine: addresses are this one's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.collectives.gloo import GlooGroup
+from kernels.collectives.group import RankLostError
+from kernels.collectives.star import accept_ranks, reach_leader
+from loadtest.server import free_port
+
+
+def pair(address: str) -> tuple[GlooGroup, GlooGroup]:
+    """Both ends of a group, in this process."""
+    found: list[GlooGroup] = []
+    follower = threading.Thread(target=lambda: found.append(joined_over_tcp(address, rank=1, size=2)))
+    follower.start()
+    leader = joined_over_tcp(address, rank=0, size=2)
+    follower.join()
+    return leader, found[0]
+
+
+def test_a_group_ends_by_itself_and_its_address_is_free_again() -> None:
+    before = threading.active_count()
+    address = f"127.0.0.1:{free_port()}"
+    for _ in range(2):
+        leader, follower = pair(address)
+        leader.send(b"message")
+        assert follower.receive() == b"message"
+        leader.close()
+        with pytest.raises(RankLostError, match="Rank 0 has left"):
+            follower.receive()
+        follower.close()
+        follower.close()
+        for closed in (leader, follower):
+            with pytest.raises(RankLostError, match=r"closed its group|Rank 0 has left"):
+                closed.all_reduce(torch.ones(4))
+        del leader, follower, closed
+    assert threading.active_count() == before
+
+
+def test_giving_up_ends_the_call_that_another_rank_is_in() -> None:
+    leader, follower = pair(f"127.0.0.1:{free_port()}")
+    messages: list[str] = []
+
+    def sum_alone() -> None:
+        with pytest.raises(RankLostError) as lost:
+            leader.all_reduce(torch.ones(4))
+        messages.append(str(lost.value))
+
+    thread = threading.Thread(target=sum_alone)
+    thread.start()
+    follower.give_up("the engine ends")
+    thread.join()
+    assert messages == ["Rank 1 gave up: the engine ends."]
+    leader.close()
+    follower.close()
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(RankLostError, match=r"Rank 1 did not join within 0.3 s"):
+        joined_over_tcp(address, rank=0, size=2, join_timeout_s=0.3)
+    with pytest.raises(RankLostError, match=rf"Rank 0 did not listen on {address} within 1 s"):
+        joined_over_tcp(address, rank=1, size=2, join_timeout_s=1)
+
+
+def test_a_leader_whose_port_is_taken_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be listened on"):
+            joined_over_tcp(f"127.0.0.1:{port}", rank=0, size=2, join_timeout_s=1)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:0", "host:70000"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="expected host:port"):
+        GlooGroup(address, rank=0, size=2)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_who_does_not_know_the_token_is_no_rank(listener: socket.socket) -> None:
+    port, token = listener.getsockname()[1], b"t" * 16
+    said_nothing = socket.create_connection(("127.0.0.1", port))
+    said_nothing.close()
+    wrong_token = reach_leader("127.0.0.1", port, b"x" * 16, 1, 5)
+    no_such_rank = reach_leader("127.0.0.1", port, token, 2, 5)
+    rank = reach_leader("127.0.0.1", port, token, 1, 5)
+    found = accept_ranks(listener, token, 2, 5)
+    assert list(found) == [1]
+    found[1].sendall(b"!")
+    assert rank[0].recv(1) == b"!"
+    for peers in (wrong_token, no_such_rank, rank, found):
+        for peer in peers.values():
+            peer.close()
