@@ -15,6 +15,7 @@ from tests.support.ranks import LostResult, ranks, run_ranks
 from tests.support.seeds import next_seed
 
 IN_A_SLOT = jobs.SLOT_BYTES // 4
+SIZES = [pytest.param(2, marks=pytest.mark.slow), 4]
 SHAPES = [
     (1,),
     (15,),
@@ -57,7 +58,7 @@ def test_a_number_s_sum_is_the_same_wherever_it_lies(group: Make) -> None:
         assert len(set(sums.view(torch.int16).tolist())) == 1
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_the_leader_gets_the_columns_of_all_ranks_beside_each_other(group: Make, size: int) -> None:
     wide = IN_A_SLOT + 3
     cases = [(1, [1] * size), (3, [5, 2, 7, 1][:size]), (2, [wide, 1, 2 * wide, 9][:size]), (0, [3] * size)]
@@ -70,7 +71,7 @@ def test_the_leader_gets_the_columns_of_all_ranks_beside_each_other(group: Make,
         assert all(others[number] is None for others in found[1:])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_messages_of_any_size_arrive_whole_and_in_order(group: Make, size: int) -> None:
     large = jobs.MESSAGE_BYTES
     sizes = [0, 1, 100, large - 1, large, large + 1, 0, 10 * large + 7, 3]
@@ -84,13 +85,13 @@ def test_a_message_does_not_wait_until_the_one_before_was_received(group: Make, 
     assert received == [b"first", b"second"]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("rounds", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rounds", [100, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_rounds_with_random_delays_neither_stop_nor_mix(group: Make, size: int, rounds: int) -> None:
     assert run_ranks(group(), size, jobs.many_rounds, rounds, next_seed() % 1000) == [0] * size
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_ranks_that_are_left_name_the_rank_that_was_killed(group: Make, size: int) -> None:
     for lost in range(size):
         with ranks(group(), size, jobs.sums_until_lost) as started:
