@@ -53,16 +53,14 @@ class GlooGroup:
 
     def join(self, why_not: Callable[[], str | None] = no_reason) -> None:
         """Raises also:
-            OSError: the leader cannot listen on the port.
-            RankLostError: a rank did not join in time.
+        OSError: the leader cannot listen on the port.
+        RankLostError: a rank did not join in time.
         """
         (host, port), rank, limit_s = self._address, self._rank, self._join_timeout_s
         store = _store(host, port, rank, self._size, limit_s)
         try:
             leads = rank == LEADER
-            peers = (
-                _lead(store, host, self._size, limit_s, why_not) if leads else _follow(store, host, rank, limit_s)
-            )
+            peers = _lead(store, host, self._size, limit_s, why_not) if leads else _follow(store, host, rank, limit_s)
             own_host = next(iter(peers.values())).getsockname()[0]
             self._star = Star(peers, self._timeout_s, self._end)
             self._gloo = _process_group(store, own_host, rank, self._size, self._timeout_s)

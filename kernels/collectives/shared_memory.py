@@ -66,8 +66,8 @@ class SharedMemoryGroup:
 
     def join(self, why_not: Callable[[], str | None] = no_reason) -> None:
         """Raises also:
-            OSError: the directory does not hold the group's files, has no room for them, or another process is this
-                rank.
+        OSError: the directory does not hold the group's files, has no room for them, or another process is this
+            rank.
         """
         try:
             self._join(why_not)

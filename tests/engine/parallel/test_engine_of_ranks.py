@@ -24,11 +24,14 @@ from engine.step import (
     StepOutput,
     StepPlan,
 )
+from tests.golden.vision import forced_logits as forced_logits_with_images
+from tests.golden.vision import vision_prompts
 from tests.support.compiler import needs_compiler
 from tests.support.plans import chunk, decode, forced_logits, forced_logits_together, greedy, greedy_text, stateful
 from tests.support.thread_launcher import ThreadLauncher
 from tests.support.tiny_adapters import ATTENTION, MLP, save_adapter
 from tests.support.tiny_models import KINDS, VOCAB, renamed_slow, save_model
+from tests.support.tiny_vision import save_vision_model
 
 TOKENS = torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(5)).tolist()
 BLOCKS = (9, 3, 11, 0, 7)
@@ -91,6 +94,17 @@ def test_every_family_has_the_log_probabilities_of_one_engine(
         got = log_probabilities(several.executor)
     for own, wanted in zip(got, want, strict=True):
         torch.testing.assert_close(own, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_images_are_encoded_on_every_rank(kernels: str, tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    found = []
+    for ranks in (1, 2):
+        with engine_of(ranks, tmp_path, kernels=kernels, num_kv_blocks=64) as engine:
+            logits = forced_logits_with_images(engine.executor, vision_prompts()[0], None)
+            found.append(logits.log_softmax(-1))
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -14,6 +14,7 @@ from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import RankLostError
 from kernels.collectives.star import accept_ranks, reach_leader
 from loadtest.server import free_port
+from tests.kernels.collectives.jobs import joined_over_tcp
 
 
 def pair(address: str) -> tuple[GlooGroup, GlooGroup]:

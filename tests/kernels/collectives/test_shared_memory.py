@@ -25,9 +25,9 @@ pytestmark = needs_compiler
 def pair(directory: Path) -> tuple[SharedMemoryGroup, SharedMemoryGroup]:
     """Both ends of a group, in this process."""
     found: list[SharedMemoryGroup] = []
-    follower = threading.Thread(target=lambda: found.append(joined(directory, rank=1, size=2, **other)))
+    follower = threading.Thread(target=lambda: found.append(joined(directory, rank=1, size=2)))
     follower.start()
-    leader = joined(directory, rank=0, size=2, **other)
+    leader = joined(directory, rank=0, size=2)
     follower.join()
     return leader, found[0]
 
