@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, MutableSequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.async_engine import AsyncEngine
 from engine.batch.grammar import Grammars, MaskLimits
@@ -28,6 +28,9 @@ from engine.multimodal_inputs import InputKind
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.step import Executor
 
+if TYPE_CHECKING:
+    from engine.parallel.processes import RankLauncher
+
 logger = logging.getLogger(__name__)
 
 # The fake executor's vocabulary: one token per byte, then the byte-level tokenizer's special tokens.
@@ -45,10 +48,17 @@ FAKE_EMBEDDING_BYTES = 1024
 _FAKE_ALPHABET = tuple(b"abcdefghijklmnopqrstuvwxyz ")
 
 
-def build_engine(model: str, config: EngineConfig, engines: int = 1, *, progress: bool = True) -> AsyncEngine:
+def build_engine(
+    model: str,
+    config: EngineConfig,
+    engines: int = 1,
+    *,
+    progress: bool = True,
+    launcher: RankLauncher | None = None,
+) -> AsyncEngine:
     """Start an engine for `model`, a name or directory that `prepare_model` takes; the fake executor ignores it.
     engines: how many share this machine's memory; see engine.host.shares. progress: show on standard error how the
-    model is prepared.
+    model is prepared. launcher: starts the engine's other ranks, if it has several; None: as children of this process.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -58,7 +68,7 @@ def build_engine(model: str, config: EngineConfig, engines: int = 1, *, progress
         executor, resolved = _build_fake(config)
         step_times = fake_step_times(config) if resolved.targets.any else None
     else:
-        executor, resolved, step_times = _build_torch(model, config, engines, progress=progress)
+        executor, resolved, step_times = _build_torch(model, config, engines, progress, launcher)
     logger.info("engine resolved: %s", resolved)
     for setting, reason in resolved.reasons.items():
         logger.info("%s: %s", setting, reason)
@@ -80,7 +90,7 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
 
 
 def _build_torch(
-    model: str, config: EngineConfig, engines: int, *, progress: bool
+    model: str, config: EngineConfig, engines: int, progress: bool, launcher: RankLauncher | None
 ) -> tuple[Executor, ResolvedConfig, StepTimeModel | None]:
     # torch reads this once, when it is loaded. By default its threads spin while they wait, which takes cores from the
     # server and the proxy: on two busy cores a step of 16 streams took 900 to 2,500 ms, and 400 ms without spinning.
@@ -89,7 +99,7 @@ def _build_torch(
     from engine.build.executor import create_executor
 
     model_dir = _prepared(model, config, progress=progress)
-    executor, resolved = create_executor(model_dir, config, engines)
+    executor, resolved = create_executor(model_dir, config, engines, launcher)
     step_times = measured_step_times(executor, model_dir, config, resolved) if resolved.targets.any else None
     return executor, resolved, step_times
 

@@ -11,8 +11,6 @@ from engine.execution.device import choose_device
 from engine.execution.executor import ModelExecutor
 from engine.parallel.processes import RankLauncher, SubprocessLauncher
 
-THIS_MACHINE = SubprocessLauncher()
-
 
 class Start(Protocol):
     """An engine that is ready to start on a device: everything is checked and chosen, but no weight has been read."""
@@ -28,17 +26,18 @@ class Start(Protocol):
 
 
 def create_executor(
-    model_dir: Path, config: EngineConfig, engines: int = 1, launcher: RankLauncher = THIS_MACHINE
+    model_dir: Path, config: EngineConfig, engines: int = 1, launcher: RankLauncher | None = None
 ) -> tuple[ModelExecutor, ResolvedConfig]:
     """Load the checkpoint in `model_dir` (with load_format `dummy`, only its config.json) and make it ready to run.
-    engines: how many share this machine's memory. launcher: starts the engine's other ranks, if it has several.
+    engines: how many share this machine's memory. launcher: starts the engine's other ranks, if it has several;
+    None: as children of this process.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
         ModelError: the draft model cannot be found or read.
         ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
-    return _start(model_dir, config, engines, launcher).build()
+    return _start(model_dir, config, engines, launcher or SubprocessLauncher()).build()
 
 
 def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
@@ -46,7 +45,7 @@ def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> R
 
     Raises: as create_executor.
     """
-    start = _start(model_dir, config, engines, THIS_MACHINE)
+    start = _start(model_dir, config, engines, SubprocessLauncher())
     start.release()
     return start.resolved
 

@@ -20,7 +20,8 @@ from engine.models.shards import sharded, vocab_sizes
 from engine.parallel.follower import Follower
 from engine.parallel.model_digest import model_digest
 from kernels.choice import NATIVE, Choice
-from kernels.collectives.group import RankLostError
+from kernels.collectives.gloo import GlooGroup
+from kernels.collectives.group import Group, RankLostError
 from kernels.collectives.shared_memory import SharedMemoryGroup
 
 
@@ -29,8 +30,8 @@ class Specification:
     """What a follower needs in order to load its part and to join."""
 
     shard: Shard
-    directory: Path
-    """Of the group; see SharedMemoryGroup."""
+    place: Path | str
+    """Where the group meets: see `group_at`."""
     model_dir: Path
     config: EngineConfig
     resolved: ResolvedConfig
@@ -38,6 +39,13 @@ class Specification:
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
+
+
+def group_at(place: Path | str, shard: Shard) -> Group:
+    """Return a rank's end of the group. place: the directory of ranks on one machine, or host:port of the leader."""
+    if isinstance(place, Path):
+        return SharedMemoryGroup(place, rank=shard.rank, size=shard.size)
+    return GlooGroup(place, rank=shard.rank, size=shard.size)
 
 
 def follow(specification: bytes) -> None:
@@ -48,7 +56,7 @@ def follow(specification: bytes) -> None:
         Exception: this rank has failed; the others know why, once they have met.
     """
     own: Specification = pickle.loads(specification)
-    group = SharedMemoryGroup(own.directory, rank=own.shard.rank, size=own.shard.size)
+    group = group_at(own.place, own.shard)
     try:
         whole = read_model_config(own.model_dir)
         model = sharded(whole, own.shard)

@@ -4,10 +4,11 @@ Never loads weights: each rank loads its own."""
 from __future__ import annotations
 
 import shutil
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine.build.follower import Specification
+from engine.build.follower import Specification, group_at
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.models.computed import Model
 from engine.models.description import ModelConfig, Shard
@@ -17,16 +18,15 @@ from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import RankLauncher, RankProcess
 from engine.parallel.ranks import Ranks
 from kernels.choice import Choice
-from kernels.collectives.group import LEADER, RankLostError
-from kernels.collectives.shared_memory import SharedMemoryGroup, new_directory
+from kernels.collectives.group import LEADER, Group, RankLostError
+from kernels.collectives.shared_memory import new_directory
+from kernels.cpu.native.library import NoLibraryError, load_library
 
 
 class LeadingRank:
     """The leader's rank while an engine starts: it has started the others, which load their parts at the same time."""
 
-    def __init__(
-        self, group: SharedMemoryGroup, ranks: Ranks, model_dir: Path, vocab_sizes: list[int], block_size: int
-    ) -> None:
+    def __init__(self, group: Group, ranks: Ranks, model_dir: Path, vocab_sizes: list[int], block_size: int) -> None:
         self.group = group
         self.ranks = ranks
         self.shard = Shard(LEADER, group.size)
@@ -57,15 +57,16 @@ def start_ranks(
     kernels: Choice,
 ) -> LeadingRank:
     """Start the followers, which end with `LeadingRank.ranks`. model: the whole one."""
-    size, directory = config.tensor_parallel_size, new_directory()
+    size, place = config.tensor_parallel_size, _place(launcher)
     with ExitStack() as undone:
-        undone.callback(shutil.rmtree, directory, ignore_errors=True)
-        group = SharedMemoryGroup(directory, rank=LEADER, size=size)
+        if isinstance(place, Path):
+            undone.callback(shutil.rmtree, place, ignore_errors=True)
+        group = group_at(place, Shard(LEADER, size))
         processes: list[RankProcess] = []
         for rank in range(1, size):
             specification = Specification(
                 shard=Shard(rank, size),
-                directory=directory,
+                place=place,
                 model_dir=model_dir,
                 config=config,
                 resolved=resolved,
@@ -75,3 +76,24 @@ def start_ranks(
             undone.callback(processes[-1].kill)
         undone.pop_all()
     return LeadingRank(group, Ranks(group, processes), model_dir, vocab_sizes(model, size), resolved.block_size)
+
+
+def _place(launcher: RankLauncher) -> Path | str:
+    """Return where the ranks meet: in memory if they are on one machine that has the native library."""
+    if launcher.remote_host is not None or not _has_library():
+        return f"{launcher.remote_host or '127.0.0.1'}:{_free_port()}"
+    return new_directory()
+
+
+def _has_library() -> bool:
+    try:
+        load_library()
+    except NoLibraryError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

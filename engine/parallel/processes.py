@@ -19,7 +19,7 @@ class RankProcess(Protocol):
     """A follower's process."""
 
     def poll(self) -> str | None:
-        """Say how it ended; None while it runs."""
+        """Say which rank it was and how it ended; None while it runs."""
 
     def kill(self) -> None:
         """End it at once. A second call does nothing."""
@@ -28,12 +28,18 @@ class RankProcess(Protocol):
 class RankLauncher(Protocol):
     """Starts followers, each in a process of its own."""
 
+    @property
+    def remote_host(self) -> str | None:
+        """This machine's name or address for ranks on other machines; None: all ranks are on this one."""
+
     def start(self, rank: int, specification: bytes) -> RankProcess:
         """Start a process that calls engine.build.follower.follow(specification), and do not wait for it."""
 
 
 class SubprocessLauncher:
     """A RankLauncher for this machine: children of this process, which end with it."""
+
+    remote_host: str | None = None
 
     def start(self, rank: int, specification: bytes) -> Child:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -43,21 +49,23 @@ class SubprocessLauncher:
         with suppress(BrokenPipeError):  # it has ended, as `poll` says
             process.stdin.write(len(specification).to_bytes(8, "big") + specification)
             process.stdin.flush()  # it stays open: its end tells the child that this process is gone
-        return Child(process)
+        return Child(rank, process)
 
 
 class Child:
     """A RankProcess of this machine."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.pid = process.pid
+        self._rank = rank
         self._process = process
 
     def poll(self) -> str | None:
         status = self._process.poll()
         if status is None:
             return None
-        return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return f"the process of rank {self._rank} ended {how}"
 
     def kill(self) -> None:
         if self._process.stdin is not None:
@@ -72,7 +80,8 @@ class Followers:
     step needs it, and before the group has formed."""
 
     def __init__(self, processes: Sequence[RankProcess], on_loss: Callable[[str], None]) -> None:
-        """processes: of ranks 1 and up. on_loss: called at most once, with the rank and how it ended."""
+        """processes: of ranks 1 and up. on_loss: called at most once, with which rank ended and
+        how."""
         self._processes = processes
         self._on_loss = on_loss
         self._ending = threading.Event()
@@ -81,9 +90,9 @@ class Followers:
 
     def _watch(self) -> None:
         while not self._ending.wait(_POLL_S):
-            for rank, process in enumerate(self._processes, start=1):
+            for process in self._processes:
                 if (how := process.poll()) is not None:
-                    self._on_loss(f"the process of rank {rank} {how}")
+                    self._on_loss(how)
                     return
 
     def expect_end(self) -> None:

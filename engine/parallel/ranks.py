@@ -10,8 +10,7 @@ import torch
 
 from engine.parallel.messages import End, Start, encode
 from engine.parallel.processes import Followers, RankProcess
-from kernels.collectives.group import RankLostError
-from kernels.collectives.shared_memory import SharedMemoryGroup
+from kernels.collectives.group import Group, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ _END_S = 10.0
 class Ranks:
     """All ranks of an engine but this one, the leader."""
 
-    def __init__(self, group: SharedMemoryGroup, processes: Sequence[RankProcess]) -> None:
+    def __init__(self, group: Group, processes: Sequence[RankProcess]) -> None:
         """processes: of ranks 1 and up."""
         self._group = group
         self._lost: str | None = None

@@ -81,6 +81,11 @@ class GlooGroup:
     def size(self) -> int:
         return self._size
 
+    @property
+    def late_s(self) -> tuple[float, ...]:
+        """Not measured: machines have no common clock."""
+        return ()
+
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         assert x.dtype in (torch.float32, torch.bfloat16)

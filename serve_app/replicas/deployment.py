@@ -34,6 +34,7 @@ from serve_app.metrics.values import ReplicaSamples, encode
 from serve_app.replicas.cluster import RayCluster
 from serve_app.replicas.interpreter import spare_garbage_collections, take_short_turns
 from serve_app.replicas.model import OpenModel, open_model
+from serve_app.replicas.ranks import launcher_here
 from serve_app.replicas.room_maker import RoomMaker, Sleepy
 from serve_app.replicas.served_model import read_text_side, share_threads, warm_up
 from serve_app.replicas.sleeper import EngineSleeper, meet_in_time
@@ -70,7 +71,8 @@ class EngineReplica:
         """`num_sharing`: the most engines of all models, which may share this machine."""
         log_as_serve_does()
         engine = share_threads(settings.replica_engine, num_sharing)
-        self._engine = await asyncio.to_thread(build_engine, settings.model, engine, num_sharing)
+        launcher = launcher_here(settings.num_ranks, settings.engine_resources, settings.tensor_parallel_placement)
+        self._engine = await asyncio.to_thread(build_engine, settings.model, engine, num_sharing, launcher=launcher)
         await warm_up(self._engine)
         self._adapters = NamedAdapters(self._engine)
         await self._adapters.load_all(settings.lora_adapters)

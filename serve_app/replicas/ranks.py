@@ -4,6 +4,7 @@ Never knows what a rank computes: it hands on bytes, starts and ends processes, 
 from __future__ import annotations
 
 import logging
+import os
 from importlib import import_module
 
 import ray
@@ -12,8 +13,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-FOLLOWER = "engine.parallel.follower"
-"""The module whose `run(spec)` is a rank, until the leader ends."""
+from serve_app.settings.ranks import ONE_NODE, Placement
+
+FOLLOWER = "engine.build.follower"
+"""The module whose `follow(specification)` is a rank, until the leader ends."""
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +26,8 @@ class Follower:
 
     def run(self, module: str, spec: bytes) -> None:
         """Be a rank until its leader ends. The module is imported here, because it brings torch."""
-        import_module(module).run(spec)
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch reads it once; engine.build.engine says why
+        import_module(module).follow(spec)
 
 
 class RayRankProcess:
@@ -68,9 +72,15 @@ class RayRankLauncher:
     """Starts the followers of this replica's engine, rank i in bundle i of its placement group. The replica itself is
     rank 0, in the first bundle."""
 
-    def __init__(self, group: PlacementGroup, options: dict[str, float | str], module: str = FOLLOWER) -> None:
+    def __init__(
+        self, group: PlacementGroup, options: dict[str, float | str], placement: Placement, module: str = FOLLOWER
+    ) -> None:
         """`options`: resources of each rank, as of a Ray actor; see serve_app.settings.ranks.rank_options."""
-        self._group, self._options, self._module = group, options, module
+        self._group, self._options, self._placement, self._module = group, options, placement, module
+
+    @property
+    def remote_host(self) -> str | None:
+        return None if self._placement == ONE_NODE else ray.util.get_node_ip_address()
 
     def start(self, rank: int, spec: bytes) -> RayRankProcess:
         """Start a follower; returns before it runs.
@@ -88,7 +98,9 @@ class RayRankLauncher:
         return RayRankProcess(rank, actor, actor.run.remote(self._module, spec))
 
 
-def launcher_here(size: int, options: dict[str, float | str], module: str = FOLLOWER) -> RayRankLauncher | None:
+def launcher_here(
+    size: int, options: dict[str, float | str], placement: Placement, module: str = FOLLOWER
+) -> RayRankLauncher | None:
     """Return what starts the followers of this replica; None where its engine has a single rank.
 
     Raises:
@@ -99,4 +111,4 @@ def launcher_here(size: int, options: dict[str, float | str], module: str = FOLL
     group = get_current_placement_group()
     if group is None:
         raise RuntimeError(f"an engine of {size} ranks, but this replica is in no placement group")
-    return RayRankLauncher(group, options, module)
+    return RayRankLauncher(group, options, placement, module)

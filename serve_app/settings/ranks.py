@@ -16,7 +16,7 @@ KIND_SHARE = 0.001
 
 def ranks_of(config: EngineConfig) -> int:
     """Return how many ranks compute an engine's model together."""
-    return 1
+    return config.tensor_parallel_size
 
 
 def check_ranks(size: int, num_gpus: float, placement: Placement) -> None:

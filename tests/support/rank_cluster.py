@@ -57,7 +57,7 @@ class Leader:
     """Stands where EngineReplica is."""
 
     def __init__(self, options: dict[str, float | str]) -> None:
-        launcher = launcher_here(SIZE, options, FOLLOWER)
+        launcher = launcher_here(SIZE, options, ONE_NODE, FOLLOWER)
         assert launcher is not None
         self._launcher = launcher
         self._process: RayRankProcess | None = None
@@ -86,7 +86,7 @@ class Served:
     """Stands where EngineReplica is, in Serve's own hands."""
 
     def __init__(self, options: dict[str, float | str], spec: bytes) -> None:
-        launcher = launcher_here(SIZE, options, FOLLOWER)
+        launcher = launcher_here(SIZE, options, ONE_NODE, FOLLOWER)
         assert launcher is not None
         self._process = launcher.start(1, spec)
 

@@ -9,7 +9,7 @@ import os
 import ray
 
 
-def run(spec: bytes) -> None:
+def follow(spec: bytes) -> None:
     """`spec`: the paths of the pipes, `{"up": ..., "down": ...}`. The word `fail` is an error of the rank's own."""
     pipes = json.loads(spec)
     here = ray.get_runtime_context()

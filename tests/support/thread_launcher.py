@@ -11,6 +11,8 @@ from engine.build.follower import follow
 class ThreadLauncher:
     """An engine.parallel.processes.RankLauncher."""
 
+    remote_host: str | None = None
+
     def __init__(self) -> None:
         self.ranks: list[RankThread] = []
 
@@ -24,6 +26,7 @@ class RankThread:
 
     def __init__(self, rank: int, specification: bytes) -> None:
         self.error: BaseException | None = None
+        self._rank = rank
         self._thread = threading.Thread(target=self._run, args=(specification,), name=f"rank-{rank}")
         self._thread.start()
 
@@ -36,7 +39,7 @@ class RankThread:
     def poll(self) -> str | None:
         if self._thread.is_alive():
             return None
-        return "ended in order" if self.error is None else f"ended with {self.error!r}"
+        return f"rank {self._rank} ended " + ("in order" if self.error is None else f"with {self.error!r}")
 
     def kill(self) -> None:
         """A thread cannot be killed; one whose group was given up or closed ends by itself."""

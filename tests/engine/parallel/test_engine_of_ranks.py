@@ -64,7 +64,7 @@ def engine_of(ranks: int, directory: Path, **settings: Any) -> Iterator[Ranks]:
         yield found
     finally:
         found.executor.shutdown()
-    assert [rank.poll() for rank in found.launcher.ranks] == ["ended in order"] * (ranks - 1)
+    assert [rank.poll() for rank in found.launcher.ranks] == [f"rank {rank} ended in order" for rank in range(1, ranks)]
 
 
 @pytest.fixture(scope="module")

@@ -54,10 +54,10 @@ def test_the_first_process_that_ends_is_told_with_its_rank() -> None:
 
     processes = [Scripted(), Scripted()]
     followers = Followers(processes, on_loss)
-    processes[1].how = "ended by signal 9"
+    processes[1].how = "rank 2 is gone"
     assert known.wait(WAIT_S)
     followers.end(0.0)
-    assert told == ["the process of rank 2 ended by signal 9"]
+    assert told == ["rank 2 is gone"]
     assert [process.kills for process in processes] == [1, 1]
 
 

@@ -21,6 +21,7 @@ import pytest
 from loadtest.server import ended
 from serve_app.replicas import ranks
 from serve_app.replicas.ranks import RayRankLauncher, launcher_here
+from serve_app.settings.ranks import ONE_NODE
 
 ROOT = Path(__file__).parents[3]
 Ask = Callable[[str], dict[str, Any]]
@@ -30,13 +31,13 @@ Ask = Callable[[str], dict[str, Any]]
 
 
 def test_an_engine_of_one_rank_starts_none() -> None:
-    assert launcher_here(1, {"num_cpus": 1}) is None
+    assert launcher_here(1, {"num_cpus": 1}, ONE_NODE) is None
 
 
 def test_several_ranks_outside_of_a_placement_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "get_current_placement_group", lambda: None)
     with pytest.raises(RuntimeError, match="an engine of 2 ranks, but this replica is in no placement group"):
-        launcher_here(2, {"num_cpus": 1})
+        launcher_here(2, {"num_cpus": 1}, ONE_NODE)
 
 
 @pytest.mark.parametrize("rank", [0, 2, -1])
@@ -44,7 +45,7 @@ def test_a_rank_without_a_bundle_is_refused(rank: int) -> None:
     """Rank 0 is the replica; a bundle index of -1 would be any bundle."""
     group: Any = SimpleNamespace(bundle_count=2)
     with pytest.raises(ValueError, match=f"rank is {rank}: the replica's placement group has bundles for ranks 1 to 1"):
-        RayRankLauncher(group, {"num_cpus": 1}).start(rank, b"")
+        RayRankLauncher(group, {"num_cpus": 1}, ONE_NODE).start(rank, b"")
 
 
 # --- with Ray ---------------------------------------------------------------------------------------------------------
