@@ -26,10 +26,10 @@ from tests.engine.models.test_gguf_rows import random_rows
 from tests.engine.models.test_integer_rows import APART, KEPT, save
 from tests.engine.models.test_shards import BLOCKS, TOKENS, distance, parts, values
 from tests.engine.models.test_stored_matrix import converted
-from tests.support import tiny_gguf
+from tests.support import packed_models, tiny_gguf, tiny_models
 from tests.support.compiler import needs_compiler
 from tests.support.distances import is_within
-from tests.support.packed_models import FORMATS, fp8_blocks, gptq, save_packed
+from tests.support.packed_models import FORMATS, fp8_blocks, gptq, pack_quantized, save_packed
 from tests.support.rank_threads import Ranks, native
 
 
@@ -136,6 +136,20 @@ def test_a_group_that_two_ranks_have_halves_of_stays_in_shorter_runs(
         compare_parts(tmp_path / "packed", tmp_path / "plain", 2, Keep.NARROW), (True, False), strict=True
     ):
         assert own["0 output"] is whole, "a GPU's kernels count groups from the first input"
+
+
+def test_runs_are_as_short_as_a_parts_first_input_needs_and_not_only_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three ranks has 128 inputs, as many as a group, and they begin in the middle of one."""
+    shape = {"hidden_size": 224, "num_attention_heads": 28, "num_key_value_heads": 7, "num_hidden_layers": 1}
+    for name, size in shape.items():
+        monkeypatch.setitem(tiny_models.SHAPE, name, size)
+    monkeypatch.setitem(packed_models.FORMATS, "this", pack_quantized(4, 128, zeros=True))
+    save_packed(tmp_path / "packed", tmp_path / "plain", "this")
+    assert [part.num_heads * part.head_dim for part in parts(tmp_path / "packed", 3)] == [192, 128, 128]
+    for own in compare_parts(tmp_path / "packed", tmp_path / "plain", 3, Keep.GROUPED):
+        assert own["0 output"]
 
 
 @pytest.mark.parametrize("name", slow_but(["fp8_blocks"], FORMATS))
@@ -256,8 +270,11 @@ def test_native_ranks_compute_a_gguf_files_blocks_as_the_whole_model_does(tied: 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["plain", "gguf"])
 @pytest.mark.usefixtures("gguf_shape")
-def test_packing_a_ranks_tied_head_leaves_the_embedding_readable(kind: str, tmp_path: Path) -> None:
-    """The library packs in place: a head that shares the embedding's memory must be copied."""
+def test_packing_a_ranks_tied_head_leaves_the_embedding_readable(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library packs whole panels in place: a head that shares the embedding's memory must be copied."""
+    monkeypatch.setitem(tiny_gguf.SHAPE, "vocab", 256)
     directory = converted(tmp_path, **NESTED if kind == "gguf" else dict.fromkeys(NESTED, None))
     for part in parts(directory, 2):
         weights = load_weights(directory, part, torch.float32, keep=Keep.GROUPED)
