@@ -37,7 +37,7 @@ def leaders(server: Server) -> list[int]:
 
 
 def followers(server: Server) -> list[int]:
-    return [pid for pid in members_of(server.process.pid) if "engine.build.follower" in command_of(pid)]
+    return [pid for pid in members_of(server.process.pid) if "ray::Follower" in command_of(pid)]
 
 
 async def until_both_answer(server: Server) -> None:
