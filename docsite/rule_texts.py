@@ -41,6 +41,8 @@ BEHAVIOURS = {
     "S5-B3": "Running answers reserve a share of the tokens that they may still generate.",
     "S5-B4": "Answers that are admitted in this step are reserved in full.",
     "S5-B5": "A request is admitted if its prompt and these reserves fit into the free blocks.",
+    "S5-B6": "A step's budgets are charged whole blocks.",
+    "S5-B7": "A chunk that leaves part of its prompt has whole blocks.",
     "S5-B8": "The partly computed prompt goes first, then new ones; decoding runs only in steps without prefill.",
     "S5-B10": "When memory runs out, the shortest answer is retracted first, and of equal ones the longest prompt.",
     "S5-B11": "After a retraction the share is that of the remaining answers' real use.",

@@ -1,4 +1,4 @@
-"""Owns the interface between scheduling and execution: what one step computes, and what it returns.
+"""Owns the interface between scheduling and execution: what one step computes, and what it returns. Long: every part.
 Never holds a tensor or a reference to a live request: a plan is a frozen snapshot that later changes cannot affect."""
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ class Capabilities:
     kv_mover: KvMover | None = None
     """Moves KV between the device and lower tiers. None: there are no lower tiers."""
     ranks: RankStatus | None = None
-    """Of the ranks that compute the model. None: there is one."""
+    """How the ranks fare that compute the model. None: there is one."""
     lockstep: bool = False
     """Makes the exchanges of `StepPlan.joint`, with rows or without."""
 

@@ -35,7 +35,7 @@ from engine.models.matrix_counts import count_matrices
 from engine.models.recurrent_state import state_bytes
 from engine.models.shards import sharded
 from engine.models.stored_forms import in_integers
-from engine.parallel.processes import RankLauncher
+from engine.parallel.processes import RankLauncher, SubprocessLauncher
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
@@ -161,10 +161,14 @@ class CpuStart:
 
 
 def start_on_cpu(
-    model_dir: Path, config: EngineConfig, device: tuple[Device, str], engines: int, launcher: RankLauncher
+    model_dir: Path,
+    config: EngineConfig,
+    device: tuple[Device, str],
+    engines: int,
+    launcher: RankLauncher | None = None,
 ) -> CpuStart:
     """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
-    launcher: starts the engine's other ranks, if it has several.
+    launcher: starts the engine's other ranks, if it has several; None: as children of this process.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -195,7 +199,7 @@ def start_on_cpu(
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, launcher, claim)
+    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, launcher or SubprocessLauncher(), claim)
 
 
 def _missing() -> Facts:

@@ -9,7 +9,7 @@ from typing import Protocol
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import choose_device
 from engine.execution.executor import ModelExecutor
-from engine.parallel.processes import RankLauncher, SubprocessLauncher
+from engine.parallel.processes import RankLauncher
 
 
 class Start(Protocol):
@@ -37,7 +37,7 @@ def create_executor(
         ModelError: the draft model cannot be found or read.
         ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
     """
-    return _start(model_dir, config, engines, launcher or SubprocessLauncher()).build()
+    return _start(model_dir, config, engines, launcher).build()
 
 
 def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
@@ -45,12 +45,12 @@ def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> R
 
     Raises: as create_executor.
     """
-    start = _start(model_dir, config, engines, SubprocessLauncher())
+    start = _start(model_dir, config, engines)
     start.release()
     return start.resolved
 
 
-def _start(model_dir: Path, config: EngineConfig, engines: int, launcher: RankLauncher) -> Start:
+def _start(model_dir: Path, config: EngineConfig, engines: int, launcher: RankLauncher | None = None) -> Start:
     device, reason = choose_device(config)
     if device.capability is not None:
         from engine.build.gpu import start_on_device

@@ -3,6 +3,7 @@ Never resolves a setting or claims memory: the leader has done both for all rank
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import pickle
@@ -73,6 +74,10 @@ def follow(specification: bytes) -> None:
 
 def main() -> None:
     """Follow as the specification on standard input says, in a process that ends with the one that started it."""
+    argparse.ArgumentParser(
+        prog="python -m engine.build.follower",
+        description="Be a rank of an engine. The leader starts this, and writes on its standard input what to load.",
+    ).parse_args()
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
         size = int.from_bytes(_exactly(pipe, 8), "big")
         specification = _exactly(pipe, size)

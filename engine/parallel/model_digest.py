@@ -9,7 +9,7 @@ from pathlib import Path
 
 _SAMPLE_BYTES = 4096
 _SAMPLES = 256
-"""Of each file, evenly spaced. Training changes nearly all weights."""
+"""How many a file has, evenly spaced. Training changes nearly all weights."""
 
 
 def model_digest(model_dir: Path) -> str:

@@ -6,6 +6,7 @@ The leader is an actor in the first bundle of a placement group, as Serve starts
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import json
 import os
@@ -168,6 +169,7 @@ class Orders:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description="Run a cluster of two nodes, and obey orders on standard input.").parse_args()
     faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     head = {"num_cpus": NUM_CPUS, "include_dashboard": False, "dashboard_port": free_port()}
     cluster = Cluster(initialize_head=True, head_node_args=head)

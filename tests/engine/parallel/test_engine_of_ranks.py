@@ -75,7 +75,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log_probabilities(executor: TorchExecutor) -> list[torch.Tensor]:
-    """Of a sequence by itself in chunks of 16, and beside a shorter one."""
+    """Return those of a sequence by itself in chunks of 16, and beside a shorter one."""
     alone = forced_logits(executor, TOKENS, BLOCKS, 16)
     together = forced_logits_together(executor, [TOKENS, TOKENS[:33]], [BLOCKS, OTHER_BLOCKS], 17)
     return [logits.log_softmax(-1) for logits in (alone, *together)]
