@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine import features
 from engine.batch.grammar import read_grammars
 from engine.build.cpu_model import cpu_builder, threads_of_rank
@@ -238,6 +240,8 @@ def _claimed(
     drafts, draft_cost = None if draft is None else draft.checkpoint.model, None
     native = kernels.name == NATIVE
     use = host_use(model_dir, model, config, dtype, native=native)
+    if config.tensor_parallel_size > 1:
+        use = replace(use, weights=use.weights + _shared_by_ranks(model_dir, model, config, dtype, native=native))
     if draft is not None:
         beside = draft.checkpoint.directory, draft.checkpoint.model, draft.config, dtype
         draft_native = draft.kernels.name == NATIVE
@@ -249,6 +253,15 @@ def _claimed(
         resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost)
         cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts) + state_bytes(model, config, dtype)
         return resolved, shared.claim(use.total + cache)
+
+
+def _shared_by_ranks(
+    model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: torch.dtype, *, native: bool
+) -> int:
+    """Return the bytes of weights that all ranks together have beyond one model: each has the whole embedding."""
+    ranks = (Shard(rank, config.tensor_parallel_size) for rank in range(config.tensor_parallel_size))
+    parts = (weights_on_host(model_dir, sharded(model, rank), config, dtype, native=native) for rank in ranks)
+    return sum(parts) - weights_on_host(model_dir, model, config, dtype, native=native)
 
 
 def _keep_freed_memory() -> None:

@@ -102,7 +102,9 @@ def identity(model_dir: Path, served: ResolvedConfig) -> dict[str, Any]:
 
 def _key(model_dir: Path, config: EngineConfig, served: ResolvedConfig) -> str:
     """Hash what step times depend on: the machine, the model's shape and the settings."""
-    asked = (served.quantize, config.activations, config.attention, config.cuda_graphs)
+    asked: tuple[Any, ...] = (served.quantize, config.activations, config.attention, config.cuda_graphs)
+    if config.tensor_parallel_size > 1:
+        asked = (*asked, config.tensor_parallel_size)
     document = [_FORMAT, *identity(model_dir, served).values(), *asked]
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:32]
 

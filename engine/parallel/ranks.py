@@ -25,6 +25,7 @@ class Ranks:
         """processes: of ranks 1 and up."""
         self._group = group
         self._lost: str | None = None
+        self._have_met = False
         self._followers = Followers(processes, self._lose)
 
     def _lose(self, why: str) -> None:
@@ -46,16 +47,22 @@ class Ranks:
             RankLostError: a rank has ended, or its model's files are others.
         """
         self._group.join(self.why_lost)
+        self._have_met = True
         self._group.send(encode(Start(digest)))
         self._group.all_reduce(torch.zeros(1))
 
     def end(self) -> None:
         """End the other ranks, and give back what the group holds."""
         self._followers.expect_end()
-        told = True
+        self._followers.end(_END_S if self._tell_end() else 0.0)
+        self._group.close()
+
+    def _tell_end(self) -> bool:
+        """Return whether the other ranks know that they are to end."""
+        if not self._have_met:
+            return False
         try:
             self._group.send(encode(End()))
-        except RankLostError:
-            told = False  # those that are left see it, too
-        self._followers.end(_END_S if told else 0.0)
-        self._group.close()
+        except RankLostError:  # those that are left see it, too
+            return False
+        return True

@@ -14,22 +14,24 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from engine.config import EngineConfig
 from loadtest.server import free_port
 from serve_app.replicas.ranks import RayRankProcess, launcher_here
-from serve_app.settings.ranks import ONE_NODE, placement_options, rank_options
+from serve_app.settings.ranks import ONE_NODE, Placement, placement_options, rank_options
 
 FOLLOWER = "tests.support.rank_follower"
 SIZE = 2
 NUM_NODES, NUM_CPUS = 2, 2
 """Each node has room for both ranks."""
+PROMPT = list(range(5, 25))
 PATIENCE_S = 30.0
 LONGEST_S = 300.0
 """A pipe that nobody opens must not hold a test for ever."""
@@ -83,6 +85,24 @@ class Leader:
         self._process.kill()
 
 
+class EngineLeader:
+    """Stands where EngineReplica is, with an engine."""
+
+    def greedy(self, model_dir: str, placement: Placement, options: dict[str, float | str]) -> dict[str, Any]:
+        """Return some tokens of an engine whose ranks are placed so."""
+        from engine.build.executor import create_executor
+        from tests.support.plans import greedy_text
+
+        launcher = launcher_here(SIZE, options, placement)
+        assert launcher is not None
+        config = EngineConfig(tensor_parallel_size=SIZE, dtype="float32", num_kv_blocks=12, num_threads=1)
+        executor, _ = create_executor(Path(model_dir), config, launcher=launcher)
+        try:
+            return {"tokens": greedy_text(executor, PROMPT, range(4), 20)}
+        finally:
+            executor.shutdown()
+
+
 class Served:
     """Stands where EngineReplica is, in Serve's own hands."""
 
@@ -105,6 +125,20 @@ def serve_it(folder: Path) -> Pipes:
     served = serve.deployment(health_check_period_s=0.5, ray_actor_options=dict(options), **keywords)(Served)
     serve.run(served.bind(options, pipes.spec), route_prefix=None)
     return pipes
+
+
+def run_engine(placement: str, model_dir: str) -> dict[str, Any]:
+    options = rank_options(SIZE, 2.0, 0.0, None)
+    reserved = placement_options(SIZE, options, cast(Placement, placement))
+    group = placement_group(reserved["placement_group_bundles"], strategy=reserved["placement_group_strategy"])
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    leader = ray.remote(EngineLeader).options(**options, scheduling_strategy=place).remote()
+    try:
+        found = dict(ray.get(leader.greedy.remote(model_dir, placement, options), timeout=LONGEST_S))
+        return found | {"nodes": len({*placement_group_table(group)["bundles_to_node_id"].values()})}
+    finally:
+        ray.kill(leader)
+        remove_placement_group(group)
 
 
 class Replica:
@@ -155,6 +189,8 @@ class Orders:
         if order == "next":
             assert self._served is not None
             return {"follower": self._served.hear()}
+        if order.startswith("engine "):
+            return run_engine(*order.split()[1:])
         if order.startswith("start") or order == "serve":
             if self._replica is not None:
                 self._replica.remove()

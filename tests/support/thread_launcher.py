@@ -11,9 +11,8 @@ from engine.build.follower import follow
 class ThreadLauncher:
     """An engine.parallel.processes.RankLauncher."""
 
-    remote_host: str | None = None
-
-    def __init__(self) -> None:
+    def __init__(self, remote_host: str | None = None) -> None:
+        self.remote_host = remote_host
         self.ranks: list[RankThread] = []
 
     def start(self, rank: int, specification: bytes) -> RankThread:

@@ -44,10 +44,11 @@ KERNELS = [pytest.param("auto", marks=needs_compiler), "torch_cpu"]
 class Ranks:
     """An executor whose followers are threads."""
 
-    def __init__(self, ranks: int, directory: Path, **settings: Any) -> None:
+    def __init__(self, ranks: int, directory: Path, host: str | None = None, **settings: Any) -> None:
+        """host: of ranks that meet over TCP; None: in memory."""
         defaults: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 12, "num_threads": 1}
         config = EngineConfig(**defaults | settings, tensor_parallel_size=ranks)
-        self.launcher = ThreadLauncher()
+        self.launcher = ThreadLauncher(host)
         executor, self.resolved = create_executor(directory, config, launcher=self.launcher)
         assert isinstance(executor, TorchExecutor)
         self.executor = executor
@@ -58,8 +59,8 @@ class Ranks:
 
 
 @contextmanager
-def engine_of(ranks: int, directory: Path, **settings: Any) -> Iterator[Ranks]:
-    found = Ranks(ranks, directory, **settings)
+def engine_of(ranks: int, directory: Path, host: str | None = None, **settings: Any) -> Iterator[Ranks]:
+    found = Ranks(ranks, directory, host, **settings)
     try:
         yield found
     finally:
@@ -112,6 +113,16 @@ def test_greedy_text_is_that_of_one_engine(kernels: str, checkpoint: Path) -> No
     texts = []
     for ranks in (1, 2):
         with engine_of(ranks, checkpoint, kernels=kernels) as engine:
+            texts.append(greedy_text(engine.executor, TOKENS[:20], BLOCKS, 30, chunk_size=7))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_ranks_that_share_no_memory_answer_alike(kernels: str, checkpoint: Path) -> None:
+    """On the native kernels, a sum over TCP is a call of Python within the step's one call."""
+    texts = []
+    for host in (None, "127.0.0.1"):
+        with engine_of(2, checkpoint, host, kernels=kernels) as engine:
             texts.append(greedy_text(engine.executor, TOKENS[:20], BLOCKS, 30, chunk_size=7))
     assert texts[0] == texts[1]
 

@@ -22,6 +22,7 @@ from loadtest.server import ended
 from serve_app.replicas import ranks
 from serve_app.replicas.ranks import RayRankLauncher, launcher_here
 from serve_app.settings.ranks import ONE_NODE
+from tests.support.tiny_models import save_model
 
 ROOT = Path(__file__).parents[3]
 Ask = Callable[[str], dict[str, Any]]
@@ -119,6 +120,14 @@ class TestWithRay:
         with _process(pid) as gone:
             cluster("kill the leader")
             assert gone()
+
+    def test_an_engine_answers_alike_with_its_ranks_on_one_node_and_on_two(self, cluster: Ask, tmp_path: Path) -> None:
+        """On two nodes the ranks meet over TCP."""
+        save_model("llama", tmp_path)
+        found = {placement: cluster(f"engine {placement} {tmp_path}") for placement in ("strict_pack", "spread")}
+        assert [found[placement]["nodes"] for placement in found] == [1, 2]
+        assert len(found["spread"]["tokens"]) == 20
+        assert found["spread"]["tokens"] == found["strict_pack"]["tokens"]
 
     def test_serve_starts_a_replica_anew_whose_rank_was_killed(self, cluster: Ask) -> None:
         """With another rank, in a placement group of Serve's own making."""
