@@ -46,6 +46,7 @@ class EngineSettings(TypedDict, total=False):
     max_loras: int
     max_lora_rank: int
     num_threads: int | None
+    tensor_parallel_size: int
     executor: Literal["torch", "fake"]
     load_format: Literal["auto", "dummy"]
     block_size: int

@@ -41,7 +41,7 @@ async def start_replica(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) ->
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stalls"))
     monkeypatch.setattr(deployment, "log_as_serve_does", lambda: None)
     monkeypatch.setattr(deployment.serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(deployment, "build_engine", lambda model, config, engines: engine)
+    monkeypatch.setattr(deployment, "build_engine", lambda *_, **__: engine)
     monkeypatch.setattr(deployment, "warm_up", warm_already)
     replica = EngineReplica.__new__(EngineReplica)
     await replica.__init__(AppSettings(), 1)  # type: ignore[misc]  # Serve does so, too
