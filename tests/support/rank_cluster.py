@@ -127,7 +127,15 @@ def serve_it(folder: Path) -> Pipes:
     return pipes
 
 
+def wait_until_free() -> None:
+    """Wait until all that was removed has given its CPUs back: ranks are spread only where there is room."""
+    deadline = time.monotonic() + PATIENCE_S
+    while ray.available_resources().get("CPU", 0) < NUM_NODES * NUM_CPUS and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 def run_engine(placement: str, model_dir: str) -> dict[str, Any]:
+    wait_until_free()
     options = rank_options(SIZE, 2.0, 0.0, None)
     reserved = placement_options(SIZE, options, cast(Placement, placement))
     group = placement_group(reserved["placement_group_bundles"], strategy=reserved["placement_group_strategy"])
@@ -189,11 +197,12 @@ class Orders:
         if order == "next":
             assert self._served is not None
             return {"follower": self._served.hear()}
-        if order.startswith("engine "):
-            return run_engine(*order.split()[1:])
-        if order.startswith("start") or order == "serve":
+        if order.startswith(("engine", "start", "serve")):
             if self._replica is not None:
                 self._replica.remove()
+                self._replica = None
+            if order.startswith("engine"):
+                return run_engine(*order.split()[1:])
             folder = Path(tempfile.mkdtemp(dir=os.environ["RAY_TMPDIR"]))
             if order == "serve":
                 self._served = serve_it(folder)
