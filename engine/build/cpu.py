@@ -190,6 +190,7 @@ def start_on_cpu(
     config, why_bits = settle_quantize(model_dir, model, config, kernels)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
     reasons = why_bits | (draft.reasons if draft is not None else {}) | tier_reasons(config, tiers)
+    reasons |= _rank_reasons(config, resolved)
     resolved = replace(resolved, reasons=resolved.reasons | reasons)
     try:
         if model.vision is not None:
@@ -253,6 +254,13 @@ def _claimed(
         resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost)
         cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts) + state_bytes(model, config, dtype)
         return resolved, shared.claim(use.total + cache)
+
+
+def _rank_reasons(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, str]:
+    if config.tensor_parallel_size == 1:
+        return {}
+    threads = threads_of_rank(resolved.num_threads, config.tensor_parallel_size)
+    return {"tensor_parallel_size": f"asked for; of num_threads {resolved.num_threads}, each rank has {threads}"}
 
 
 def _shared_by_ranks(

@@ -42,7 +42,7 @@ class LeadingRank:
         """
         try:
             self.ranks.meet(model_digest(self._model_dir))
-        except RankLostError as error:
+        except (RankLostError, OSError) as error:  # such as no room in /dev/shm
             setting = f"tensor_parallel_size is {self.group.size}"
             raise ConfigError(f"{setting}, and not every rank could start: {error}") from error
         return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)

@@ -127,6 +127,20 @@ def test_ranks_that_share_no_memory_answer_alike(kernels: str, checkpoint: Path)
     assert texts[0] == texts[1]
 
 
+@needs_compiler
+def test_answers_are_the_same_bits_in_any_batch_where_that_is_asked_for(checkpoint: Path) -> None:
+    with engine_of(2, checkpoint, kernels="native", batch_invariant=True) as engine:
+        alone = forced_logits(engine.executor, TOKENS[:33], BLOCKS)
+        together = forced_logits_together(engine.executor, [TOKENS, TOKENS[:33]], [OTHER_BLOCKS, BLOCKS], 17)
+    assert torch.equal(together[1], alone)
+
+
+def test_ranks_divide_the_engines_threads(checkpoint: Path) -> None:
+    with engine_of(2, checkpoint, num_threads=1) as engine:
+        reasons = engine.resolved.reasons
+    assert reasons["tensor_parallel_size"] == "asked for; of num_threads 1, each rank has 1"
+
+
 def test_a_token_in_flight_is_what_the_leader_sampled(checkpoint: Path) -> None:
     """With overlap a plan has PENDING_TOKEN, and followers never see what was sampled."""
     with engine_of(2, checkpoint) as engine:

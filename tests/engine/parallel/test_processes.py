@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +103,18 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
     monkeypatch.setattr("engine.build.follower.cpu_builder", fail)
     with pytest.raises(ConfigError, match=r"rank 1 ended with MemoryError.*no room for these weights"):
         create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=ThreadLauncher())
+
+
+def test_memory_without_room_for_the_group_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("llama", tmp_path)
+    missing = tmp_path / "shm"
+    missing.mkdir()
+    monkeypatch.setattr("engine.build.ranks.new_directory", lambda: missing / "gone")
+    process = Scripted()
+    launcher = SimpleNamespace(remote_host=None, start=lambda rank, specification: process)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and not every rank could start: .*No such file"):
+        create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=launcher)
+    assert process.kills
 
 
 def test_more_ranks_than_heads_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
