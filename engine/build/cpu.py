@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from engine import features
 from engine.batch.grammar import read_grammars
 from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
-from engine.build.host_fit import HostBudget, host_use, weights_on_host
+from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
 from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
-from engine.build.resolve import block_bytes, resolve, resolve_dtype
+from engine.build.resolve import all_state_bytes, block_bytes, resolve, resolve_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
@@ -32,10 +30,8 @@ from engine.host.shares import Claim, shares
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
-from engine.models.description import Shard
 from engine.models.matrix_counts import count_matrices
-from engine.models.recurrent_state import state_bytes
-from engine.models.shards import sharded
+from engine.models.shards import parts_of, sharded
 from engine.models.stored_forms import in_integers
 from engine.parallel.processes import RankLauncher, SubprocessLauncher
 from engine.tiers.copier import BlockFiles
@@ -182,8 +178,7 @@ def start_on_cpu(
     check_key(config)
     model = read_model_config(model_dir)
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
-    for rank in range(config.tensor_parallel_size if config.tensor_parallel_size > 1 else 0):
-        sharded(model, Shard(rank, config.tensor_parallel_size))  # which refuses what cannot be cut
+    parts_of(model, config.tensor_parallel_size)  # which refuses what cannot be cut
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
@@ -240,9 +235,8 @@ def _claimed(
     dtype, _ = resolve_dtype(config, device[0])
     drafts, draft_cost = None if draft is None else draft.checkpoint.model, None
     native = kernels.name == NATIVE
-    use = host_use(model_dir, model, config, dtype, native=native)
-    if config.tensor_parallel_size > 1:
-        use = replace(use, weights=use.weights + _shared_by_ranks(model_dir, model, config, dtype, native=native))
+    parts = parts_of(model, config.tensor_parallel_size)
+    use = together(host_use(model_dir, part, config, dtype, native=native) for part in parts)
     if draft is not None:
         beside = draft.checkpoint.directory, draft.checkpoint.model, draft.config, dtype
         draft_native = draft.kernels.name == NATIVE
@@ -252,7 +246,8 @@ def _claimed(
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))
         resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost)
-        cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts) + state_bytes(model, config, dtype)
+        states = all_state_bytes(model, config, dtype)
+        cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts) + states
         return resolved, shared.claim(use.total + cache)
 
 
@@ -261,15 +256,6 @@ def _rank_reasons(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, s
         return {}
     threads = threads_of_rank(resolved.num_threads, config.tensor_parallel_size)
     return {"tensor_parallel_size": f"asked for; of num_threads {resolved.num_threads}, each rank has {threads}"}
-
-
-def _shared_by_ranks(
-    model_dir: Path, model: ModelConfig, config: EngineConfig, dtype: torch.dtype, *, native: bool
-) -> int:
-    """Return the bytes of weights that all ranks together have beyond one model: each has the whole embedding."""
-    ranks = (Shard(rank, config.tensor_parallel_size) for rank in range(config.tensor_parallel_size))
-    parts = (weights_on_host(model_dir, sharded(model, rank), config, dtype, native=native) for rank in ranks)
-    return sum(parts) - weights_on_host(model_dir, model, config, dtype, native=native)
 
 
 def _keep_freed_memory() -> None:

@@ -72,7 +72,11 @@ def build_engine(
     logger.info("engine resolved: %s", resolved)
     for setting, reason in resolved.reasons.items():
         logger.info("%s: %s", setting, reason)
-    return AsyncEngine(EngineCore(executor, resolved, step_times=step_times))
+    try:
+        return AsyncEngine(EngineCore(executor, resolved, step_times=step_times))
+    except BaseException:
+        executor.shutdown()
+        raise
 
 
 def check_engine(model: str, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
@@ -100,7 +104,11 @@ def _build_torch(
 
     model_dir = _prepared(model, config, progress=progress)
     executor, resolved = create_executor(model_dir, config, engines, launcher)
-    step_times = measured_step_times(executor, model_dir, config, resolved) if resolved.targets.any else None
+    try:
+        step_times = measured_step_times(executor, model_dir, config, resolved) if resolved.targets.any else None
+    except BaseException:
+        executor.shutdown()
+        raise
     return executor, resolved, step_times
 
 

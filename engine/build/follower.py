@@ -12,6 +12,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import TorchThreads
@@ -24,6 +26,7 @@ from kernels.choice import NATIVE, Choice
 from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import Group, RankLostError
 from kernels.collectives.shared_memory import SharedMemoryGroup
+from kernels.cpu.native.library import identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,18 @@ def group_at(place: Path | str, shard: Shard) -> Group:
     return GlooGroup(place, rank=shard.rank, size=shard.size)
 
 
+def what_computes(model_dir: Path, kernels: Choice) -> str:
+    """Say what must be the same on all ranks: the model, and instructions that give the same bits. Each rank chooses a
+    token's experts by itself, and all must choose the same.
+
+    Raises:
+        OSError: a file of the model cannot be read.
+    """
+    torchs = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    by = identity() if kernels.name == NATIVE else torchs
+    return f"the model {model_digest(model_dir)}, computed by {kernels.name} ({by})"
+
+
 def follow(specification: bytes) -> None:
     """Follow the leader until it ends. specification: Specification.encode, from the leader alone.
 
@@ -62,10 +77,10 @@ def follow(specification: bytes) -> None:
         whole = read_model_config(own.model_dir)
         model = sharded(whole, own.shard)
         builder = cpu_builder(own.model_dir, model, own.config, own.resolved, own.kernels, group)
-        digest = model_digest(own.model_dir)
+        here = what_computes(own.model_dir, own.kernels)
         threads = 1 if own.kernels.name == NATIVE else threads_of_rank(own.resolved.num_threads, own.shard.size)
         TorchThreads(threads).use()
-        follower = Follower(builder.build(), group, vocab_sizes(whole, own.shard.size), digest)
+        follower = Follower(builder.build(), group, vocab_sizes(whole, own.shard.size), here)
         group.join()
         follower.run()
     finally:

@@ -3,7 +3,8 @@ Never allocates: sizes come from tensors on torch's `meta` device, which has no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -72,6 +73,12 @@ class HostUse:
             "buffers for kv_tiers.disk_path": self.disk_buffers,
         }
         return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+
+
+def together(uses: Iterable[HostUse]) -> HostUse:
+    """Return what all ranks of an engine take."""
+    found = list(uses)
+    return HostUse(**{part.name: sum(getattr(use, part.name) for use in found) for part in fields(HostUse)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

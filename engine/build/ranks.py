@@ -8,13 +8,12 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from engine.build.follower import Specification, group_at
+from engine.build.follower import Specification, group_at, what_computes
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.models.computed import Model
 from engine.models.description import ModelConfig, Shard
 from engine.models.shards import vocab_sizes
 from engine.parallel.leader import LeadingModel
-from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import RankLauncher, RankProcess
 from engine.parallel.ranks import Ranks
 from kernels.choice import Choice
@@ -26,13 +25,22 @@ from kernels.cpu.native.library import NoLibraryError, load_library
 class LeadingRank:
     """The leader's rank while an engine starts: it has started the others, which load their parts at the same time."""
 
-    def __init__(self, group: Group, ranks: Ranks, model_dir: Path, vocab_sizes: list[int], block_size: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        ranks: Ranks,
+        model_dir: Path,
+        vocab_sizes: list[int],
+        block_size: int,
+        kernels: Choice,
+    ) -> None:
         self.group = group
         self.ranks = ranks
         self.shard = Shard(LEADER, group.size)
         self._model_dir = model_dir
         self._vocab_sizes = vocab_sizes
         self._block_size = block_size
+        self._kernels = kernels
 
     def lead(self, own: Model) -> LeadingModel:
         """Return the model that all ranks are together, once every rank has loaded its part. own: this rank's.
@@ -41,7 +49,7 @@ class LeadingRank:
             ConfigError: a rank could not.
         """
         try:
-            self.ranks.meet(model_digest(self._model_dir))
+            self.ranks.meet(what_computes(self._model_dir, self._kernels))
         except (RankLostError, OSError) as error:  # such as no room in /dev/shm
             setting = f"tensor_parallel_size is {self.group.size}"
             raise ConfigError(f"{setting}, and not every rank could start: {error}") from error
@@ -75,7 +83,9 @@ def start_ranks(
             processes.append(launcher.start(rank, specification.encode()))
             undone.callback(processes[-1].kill)
         undone.pop_all()
-    return LeadingRank(group, Ranks(group, processes), model_dir, vocab_sizes(model, size), resolved.block_size)
+    return LeadingRank(
+        group, Ranks(group, processes), model_dir, vocab_sizes(model, size), resolved.block_size, kernels
+    )
 
 
 def _place(launcher: RankLauncher) -> Path | str:

@@ -19,6 +19,7 @@ from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.narrow import Keep, Narrow
 from engine.models.packing import Packing
 from engine.models.recurrent_state import memory_summary, state_bytes
+from engine.models.shards import parts_of
 from engine.models.stored_forms import in_integers, why_unpacked
 from kernels.choice import NATIVE, Choice
 from kernels.cpu.native.library import byte_products, vector_level
@@ -127,9 +128,16 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
 
 
 def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
-    """Return the bytes of a KV block, including the draft model's block of the same number."""
+    """Return the bytes of a KV block on all ranks, some of which may have the same KV heads, and of the draft model's
+    block of the same number."""
     kept = cache_dtype(config.kv_cache_dtype, dtype)
-    return sum(bytes_per_block(shape, config.block_size, kept) for shape in (model, draft) if shape is not None)
+    shapes = [*parts_of(model, config.tensor_parallel_size), *([] if draft is None else [draft])]
+    return sum(bytes_per_block(shape, config.block_size, kept) for shape in shapes)
+
+
+def all_state_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of recurrent states on all ranks."""
+    return sum(state_bytes(part, config, dtype) for part in parts_of(model, config.tensor_parallel_size))
 
 
 def _num_blocks(
@@ -143,7 +151,7 @@ def _num_blocks(
     size = block_bytes(model, config, dtype, draft)
     drafts = size - block_bytes(model, config, dtype, None)
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
-    blocks, reason = memory.blocks(config, size, state_bytes(model, config, dtype), most)
+    blocks, reason = memory.blocks(config, size, all_state_bytes(model, config, dtype), most)
     return blocks, f"{reason}, {drafts} of them the draft model's" if drafts else reason
 
 

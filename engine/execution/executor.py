@@ -4,8 +4,8 @@ Never schedules. Of a request it keeps only the newest token, K and V in the pla
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -31,7 +31,7 @@ from engine.host.shares import Claim
 from engine.kv_tiers import KvMover
 from engine.models.computed import Computed, Model
 from engine.protocol import TokenLogprobs
-from engine.step import Capabilities, Executor, RankStatus, StepOutput, StepPlan
+from engine.step import Capabilities, Executor, ExecutorFatalError, RankStatus, StepOutput, StepPlan
 
 
 class ModelExecutor(Executor, Protocol):
@@ -99,13 +99,24 @@ class TorchExecutor:
 
         Raises:
             ValueError: the plan breaks the contract of engine.step.
+            ExecutorFatalError: the same and all others, for a model with recurrent state on several ranks.
             ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens.
             StateLostError: the same, for a model with recurrent state.
         """
         with device_faults():
-            with advancing(self.model.state, plan):
+            with advancing(self.model.state, plan), self._all_ranks_advance():
                 output = self._run(plan)
             self._outputs.append(output)
+
+    @contextmanager
+    def _all_ranks_advance(self) -> Iterator[None]:
+        """The states of this rank may have moved on, and those of others not, or the other way round."""
+        try:
+            yield
+        except Exception as error:
+            if self._ranks is None or self.model.state is None or isinstance(error, ExecutorFatalError):
+                raise
+            raise ExecutorFatalError(f"A step failed, and ranks may have different states: {error}") from error
 
     def _run(self, planned: StepPlan) -> StepOutput:
         if self._draft_model is not None:

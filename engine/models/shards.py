@@ -52,6 +52,11 @@ def sharded(config: ModelConfig, shard: Shard) -> ModelConfig:
     )
 
 
+def parts_of(config: ModelConfig, size: int) -> list[ModelConfig]:
+    """Return the part of each of `size` ranks. Raises: as sharded."""
+    return [sharded(config, Shard(rank, size)) for rank in range(size)]
+
+
 def vocab_sizes(config: ModelConfig, size: int) -> list[int]:
     """Return of how many tokens each of `size` ranks computes the logits. The first rank's tokens come first."""
     return [len(spread(config.vocab_size, rank, size)) for rank in range(size)]

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.execution.device import advancing
 from engine.models.computed import Computed, Model
 from engine.parallel.messages import Drop, End, Keep, Rewind, Score, Start, Step, decode
+from engine.step import StepPlan
 from kernels.collectives.group import Group, RankLostError
 
 
@@ -20,11 +20,13 @@ class Follower:
     """This rank's part of a model, and its end of the group."""
 
     def __init__(self, model: Model, group: Group, vocab_sizes: Sequence[int], digest: str) -> None:
-        """vocab_sizes: how many columns of the logits each rank has. digest: of the model's files here."""
+        """vocab_sizes: how many columns of the logits each rank has. digest: of the model's files, and of what
+        computes them here."""
         self._model = model
         self._group = group
         self._vocab_sizes = vocab_sizes
         self._digest = digest
+        self._plan: StepPlan | None = None
         self._computed: Computed | None = None
 
     @torch.inference_mode()
@@ -48,15 +50,13 @@ class Follower:
         """Do what the leader says next. Return whether more may come."""
         match decode(self._group.receive()):
             case Step(plan=plan):
-                self._computed = None  # its memory may be needed
-                with advancing(self._model.state, plan):
-                    self._computed = self._model.forward(plan, {})
-                self._give(self._computed.logits)
+                self._step(plan)
             case Score(tokens=tokens):
                 self._give(self._last.logits_at(torch.tensor(tokens)))
             case Rewind(counts=counts):
                 assert self._last.rewind is not None, "rows of the last step had drafts"
                 self._last.rewind.to(counts)
+                self._save()
             case Keep(digest=digest, files=files):
                 self._keep(digest, files)
             case Drop(digest=digest):
@@ -67,6 +67,20 @@ class Follower:
             case End():
                 return False
         return True
+
+    def _step(self, plan: StepPlan) -> None:
+        state = self._model.state
+        self._computed, self._plan = None, plan  # its memory may be needed
+        if state is not None:
+            state.place(plan)
+        self._computed = self._model.forward(plan, {})
+        self._give(self._computed.logits)
+        if self._computed.rewind is None:  # else states have not moved on yet
+            self._save()
+
+    def _save(self) -> None:
+        if self._model.state is not None and self._plan is not None:
+            self._model.state.save(self._plan)
 
     @property
     def _last(self) -> Computed:
@@ -79,7 +93,7 @@ class Follower:
 
     def _start(self, model: str) -> None:
         if model != self._digest:
-            raise ValueError(f"its model's files have the digest {self._digest}, and the leader's have {model}")
+            raise ValueError(f"it has {self._digest}, and the leader has {model}")
         self._group.all_reduce(torch.zeros(1))  # so that the leader knows
 
     def _keep(self, digest: str, files: dict[str, bytes]) -> None:

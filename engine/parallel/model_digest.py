@@ -7,6 +7,7 @@ import hashlib
 import os
 from pathlib import Path
 
+_SETTINGS = ("config.json", "model.safetensors.index.json")
 _SAMPLE_BYTES = 4096
 _SAMPLES = 256
 """How many a file has, evenly spaced. Training changes nearly all weights."""
@@ -20,7 +21,7 @@ def model_digest(model_dir: Path) -> str:
         OSError: a file cannot be read.
     """
     digest = hashlib.sha256()
-    for path in sorted(path for path in model_dir.iterdir() if path.name == "config.json" or _has_weights(path)):
+    for path in sorted(path for path in model_dir.iterdir() if path.name in _SETTINGS or _has_weights(path)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -60,6 +60,7 @@ class SharedMemoryGroup:
         check_ranks(rank, size, timeout_s)
         _check_sizes(slot_bytes, message_bytes)
         self._rank, self._size, self._directory = rank, size, directory
+        self._owns_directory = rank == LEADER
         self._library = load_library()
         sizes = (slot_bytes, message_bytes, int(timeout_s * 1000))
         self._handle = self._library.ranks_create(str(directory).encode(), rank, size, *sizes)
@@ -71,15 +72,17 @@ class SharedMemoryGroup:
         """
         try:
             self._join(why_not)
-        except FileExistsError:  # the directory is another group's
+        except FileExistsError:
+            self._owns_directory = False  # another group does
             self.close()
             raise
         except BaseException:
             self.close()
             shutil.rmtree(self._directory, ignore_errors=True)  # with its memory: this group will not be
             raise
-        if self._rank == LEADER:
+        if self._owns_directory:
             shutil.rmtree(self._directory)
+        self._owns_directory = False
 
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
@@ -149,6 +152,8 @@ class SharedMemoryGroup:
     def close(self) -> None:
         """Give back what the group holds. Waits for a call in another thread, which `give_up` would end."""
         self._library.ranks_close(self._handle)
+        if self._owns_directory:  # nobody will need it
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _join(self, why_not: Callable[[], str | None]) -> None:
         while self._rank != LEADER and not (self._directory / "segment").exists():

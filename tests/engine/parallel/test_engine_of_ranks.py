@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.build.executor import create_executor
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.execution.executor import TorchExecutor
 from engine.step import (
     PENDING_TOKEN,
@@ -166,6 +166,45 @@ def test_drafts_are_verified_and_states_taken_back_on_all_ranks(tmp_path: Path) 
         assert first == (want[1],), "the draft is rejected"
         again = stateful(engine.executor, decode("b", want[1], 21, OTHER_BLOCKS), slot=1)
         assert engine.step(again).sampled == ((want[2],),)
+
+
+def test_a_state_that_is_saved_after_drafts_is_the_state_after_them_on_all_ranks(tmp_path: Path) -> None:
+    """Regression: a follower saved before it was told how many drafts were right; a prefix hit went on from there."""
+    save_model("qwen3_next", tmp_path)
+    snapshots = SchedulerConfig(state_snapshot_tokens=16, state_snapshots=2)
+    with engine_of(2, tmp_path, scheduler=snapshots) as engine:
+        want = greedy_text_with_state(engine, TOKENS[:20], 5)
+        last = decode("a", want[4], 24, BLOCKS)._replace(sampling=greedy(0), state=StateUse(0))
+        expected = engine.step(last)
+        engine.step(stateful(engine.executor, chunk("b", TOKENS[:20], 0, 20, OTHER_BLOCKS), slot=1))
+        drafted = decode("b", want[0], 20, OTHER_BLOCKS)._replace(token_ids=tuple(want[:4]), state=StateUse(1, None, 0))
+        assert engine.step(drafted).sampled == (tuple(want[1:5]),), "all drafts are right"
+        hit = ScheduledRequest("c", RowKind.LAST, 24, (want[4],), OTHER_BLOCKS, greedy(0), state=StateUse(2, 0))
+        found = engine.step(hit)
+    assert found.sampled == expected.sampled
+    assert found.logprobs[0][0].logprob == pytest.approx(expected.logprobs[0][0].logprob, abs=1e-4)
+
+
+def test_a_step_that_fails_where_states_move_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("qwen3_next", tmp_path)
+    engine = Ranks(2, tmp_path)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no tokens today")
+
+    monkeypatch.setattr(engine.executor, "_sample", fail)
+    with pytest.raises(ExecutorFatalError, match="ranks may have different states: no tokens today"):
+        engine.step(stateful(engine.executor, chunk("a", TOKENS[:20], 0, 20, BLOCKS)))
+    engine.executor.shutdown()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_memory_is_that_of_all_ranks_where_several_have_the_same_heads(ranks: int, checkpoint: Path) -> None:
+    with engine_of(ranks, checkpoint) as engine:
+        one = engine.executor.model.cache.blocks
+        assert one is not None
+        share = one.nbytes // engine.resolved.num_kv_blocks
+        assert engine.resolved.kv_block_bytes >= share * ranks * 0.9
 
 
 def greedy_text_with_state(engine: Ranks, prompt: list[int], count: int) -> list[int]:
