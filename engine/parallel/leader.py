@@ -20,7 +20,7 @@ from engine.models.computed import Rewind as LocalRewind
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.parallel.messages import Drop, Keep, Message, Rewind, Score, Step, bare, encode
-from engine.step import AdapterHost, ExecutorFatalError, StepPlan
+from engine.step import AdapterError, AdapterHost, ExecutorFatalError, StepPlan
 from kernels.collectives.group import Group, RankLostError
 
 
@@ -119,6 +119,8 @@ class _SharedAdapters:
     def read(self, path: str) -> tuple[str, _Adapter]:
         digest, weights = self._own.read(path)
         files = {name: (Path(path) / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
+        if self._own.read(path)[0] != digest:  # the others would find another adapter than this rank
+            raise AdapterError(f"{path} was changed while it was read; load it again")
         return digest, _Adapter(weights, files)
 
     def keep(self, digest: str, weights: _Adapter) -> None:
@@ -127,6 +129,13 @@ class _SharedAdapters:
 
     def drop(self, digest: str) -> None:
         self._own.drop(digest)
+        kept = next((one for one in self._untold.copy() if isinstance(one, Keep) and one.digest == digest), None)
+        try:
+            if kept is not None:
+                self._untold.remove(kept)  # whole files, of which nobody needs to know any more
+                return
+        except ValueError:
+            pass  # the others have just been told
         self._untold.append(Drop(digest))
 
     def untold(self) -> Iterator[Message]:

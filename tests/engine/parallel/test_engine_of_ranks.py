@@ -14,6 +14,8 @@ import torch
 from engine.build.executor import create_executor
 from engine.config import EngineConfig, SchedulerConfig
 from engine.execution.executor import TorchExecutor
+from engine.parallel.leader import _SharedAdapters
+from engine.parallel.messages import Drop
 from engine.step import (
     PENDING_TOKEN,
     ExecutorFatalError,
@@ -253,6 +255,23 @@ def test_an_adapter_adds_on_every_rank(kernels: str, tmp_path: Path) -> None:
     for one, several in zip(*found, strict=True):
         torch.testing.assert_close(several.log_softmax(-1), one.log_softmax(-1), **CLOSE)
     assert not torch.allclose(found[1][0], found[1][1]), "the adapter changes something"
+
+
+def test_an_adapter_that_no_step_saw_is_not_told_to_followers(tmp_path: Path) -> None:
+    """Its files would lie in memory until the next step."""
+    checkpoint = tmp_path / "model"
+    save_adapter(save_model("llama", checkpoint), tmp_path / "adapter", modules=ATTENTION, seed=3)
+    with engine_of(2, checkpoint, max_loras=1) as engine:
+        host = engine.executor.capabilities.adapters
+        assert isinstance(host, _SharedAdapters)
+        digest, weights = host.read(str(tmp_path / "adapter"))
+        host.keep(digest, weights)
+        host.drop(digest)
+        assert list(host.untold()) == []
+        host.keep(digest, weights)
+        engine.step(chunk("a", TOKENS[:20], 0, 20, BLOCKS))
+        host.drop(digest)
+        assert list(host.untold()) == [Drop(digest)]
 
 
 def test_a_plan_that_is_refused_leaves_the_ranks_in_step(checkpoint: Path) -> None:

@@ -86,9 +86,9 @@ def test_a_digest_says_which_weights_a_directory_has_and_not_where_it_lies(tmp_p
 
 def test_a_rank_with_other_weights_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model("llama", tmp_path)
-    monkeypatch.setattr("engine.build.follower.what_computes", lambda *_: "another version")
+    monkeypatch.setattr("engine.build.ranks.what_computes", lambda *_: "another version")
     launcher = ThreadLauncher()
-    with pytest.raises(ConfigError, match=r"not every rank could start: .*it has another version"):
+    with pytest.raises(ConfigError, match=r"not every rank could start: .*the leader has another version"):
         create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=launcher)
     assert all(rank.poll() is not None for rank in launcher.ranks)
 
