@@ -79,6 +79,11 @@ class _Scaling:
     scale: float
 
 
+def digest_of(config: bytes, weights: bytes) -> str:
+    """Return the digest of an adapter's two files."""
+    return blake2b(len(config).to_bytes(8, "little") + config + weights, digest_size=16).hexdigest()
+
+
 def read_adapter(directory: Path, model: ModelConfig, dtype: torch.dtype, max_rank: int) -> tuple[str, Deltas]:
     """Read an adapter; return (the digest of its files, its deltas). max_rank: the highest rank that is allowed.
 
@@ -98,7 +103,7 @@ def read_factors(directory: Path, model: ModelConfig, max_rank: int) -> tuple[st
     if not os.path.isdir(directory):  # Path.is_dir raises for names that are too long
         raise AdapterError("There is no such directory on the engine's machine: expected an adapter there.")
     config, weights = _bytes_of(directory / CONFIG_FILE), _bytes_of(directory / WEIGHTS_FILE)
-    digest = blake2b(len(config).to_bytes(8, "little") + config + weights, digest_size=16).hexdigest()
+    digest = digest_of(config, weights)
     scaling = _read_config(config, max_rank)
     try:
         tensors = load(weights)

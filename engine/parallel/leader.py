@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.inputs import check_plan
-from engine.models.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from engine.models.adapter_files import CONFIG_FILE, WEIGHTS_FILE, digest_of
 from engine.models.computed import Computed, Model
 from engine.models.computed import Rewind as LocalRewind
 from engine.models.kv_cache import KVCache
@@ -119,7 +119,7 @@ class _SharedAdapters:
     def read(self, path: str) -> tuple[str, _Adapter]:
         digest, weights = self._own.read(path)
         files = {name: (Path(path) / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
-        if self._own.read(path)[0] != digest:  # the others would find another adapter than this rank
+        if digest_of(files[CONFIG_FILE], files[WEIGHTS_FILE]) != digest:  # the others would find another adapter
             raise AdapterError(f"{path} was changed while it was read; load it again")
         return digest, _Adapter(weights, files)
 

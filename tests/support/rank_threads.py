@@ -99,6 +99,12 @@ class ThreadGroup:
         pass
 
 
+def make_thread_groups(size: int) -> list[ThreadGroup]:
+    """Return each rank's end of one group."""
+    meeting = Meeting(size)
+    return [ThreadGroup(rank, meeting) for rank in range(size)]
+
+
 Make = Callable[[ThreadGroup | None, Decoder, KVCache, RecurrentState | None], Model]
 """Makes a rank's model: its group (None: it is whole), its decoder and its memory."""
 BLOCK_SIZE = 16
@@ -132,8 +138,7 @@ class Ranks:
         self._directory, self._make, self._builder = directory, make, builder
         whole = read_model_config(directory)
         self.configs = [sharded(whole, Shard(rank, size)) for rank in range(size)]
-        meeting = Meeting(size)
-        self.groups = [ThreadGroup(rank, meeting) for rank in range(size)]
+        self.groups = make_thread_groups(size)
         self.models: list[Any] = self.on_each(self._build)
 
     def _build(self, rank: int) -> Model:

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -22,8 +21,9 @@ from engine.lockstep.threads import make_thread_ranks
 from engine.protocol import Failed, SamplingParams, Token
 from engine.step import Capabilities, ExecutorFatalError, StepOutput, StepPlan
 from kernels.collectives.experts import NUM_SUMS, exchange_experts, held_experts
+from kernels.collectives.group import RankLostError
 from kernels.forward import Routing
-from tests.support.thread_sums import ThreadSums, make_thread_sums
+from tests.support.rank_threads import ThreadGroup, make_thread_groups
 from tests.support.tiny_models import save_model
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +34,7 @@ PROMPTS = [tuple(range(3, 3 + length)) for length in (5, 11, 1, 20)]
 class MixtureRank:
     """Runs plans on a CPU executor of which this rank's part of the experts is used, and exchanges the rest."""
 
-    def __init__(self, executor: Any, ranks: ThreadSums | None, fails_on: int | None) -> None:
+    def __init__(self, executor: Any, ranks: ThreadGroup | None, fails_on: int | None) -> None:
         self.executor, self._ranks = executor, ranks
         self._fails_on = fails_on
         decoder = executor.model.decoder
@@ -57,7 +57,7 @@ class MixtureRank:
         held = gate_up[own.start : own.stop], down[own.start : own.stop]
         try:
             return exchange_experts(self._ranks, x, self._most, router, *held, routing)
-        except BrokenBarrierError as error:
+        except RankLostError as error:
             raise ExecutorFatalError("a rank has gone") from error
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ class MixtureRank:
 
     def shutdown(self) -> None:
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.give_up("the rank ends")
         self.executor.shutdown()
 
 
@@ -103,10 +103,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engines(checkpoint: Path) -> Iterator[Any]:
     made: list[AsyncEngine] = []
 
-    def make(size: int, fails_on: int | None = None, **settings: Any) -> list[tuple[AsyncEngine, ThreadSums | None]]:
+    def make(size: int, fails_on: int | None = None, **settings: Any) -> list[tuple[AsyncEngine, ThreadGroup | None]]:
         """`fails_on`: the launch of the last rank that fails, counted from 1."""
         ranks: list[Any] = [None] if size == 1 else make_thread_ranks(size)
-        sums: list[Any] = [None] if size == 1 else make_thread_sums(size)
+        sums: list[Any] = [None] if size == 1 else make_thread_groups(size)
         engines = []
         for number, (end, group) in enumerate(zip(ranks, sums, strict=True)):
             asked = {"dtype": "float32", "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1, "max_model_len": 64}
@@ -135,8 +135,8 @@ async def test_ranks_answer_as_an_engine_with_all_experts_does(make_engines: Any
     asked = [answer(first, PROMPTS[0]), *(answer(second, prompt) for prompt in PROMPTS[1:])]
     assert await asyncio.gather(*asked) == wanted
     assert await answer(first, PROMPTS[1]) == wanted[1], "the other rank has no request"
-    assert sums.num_sums == others.num_sums
-    assert not sums.num_sums % (2 * NUM_SUMS), "two layers of three have experts"
+    assert sums.num_calls == others.num_calls
+    assert not sums.num_calls % (2 * NUM_SUMS), "two layers of three have experts"
 
 
 async def test_a_rank_that_fails_between_two_layers_makes_the_rest_of_its_exchanges(make_engines: Any) -> None:
@@ -146,4 +146,4 @@ async def test_a_rank_that_fails_between_two_layers_makes_the_rest_of_its_exchan
     assert good == await answer(alone, PROMPTS[3])
     assert isinstance(bad, Failed)
     assert await answer(second, PROMPTS[1]) == await answer(alone, PROMPTS[1])
-    assert sums.num_sums == others.num_sums
+    assert sums.num_calls == others.num_calls

@@ -18,6 +18,7 @@ from engine.parallel.leader import _SharedAdapters
 from engine.parallel.messages import Drop
 from engine.step import (
     PENDING_TOKEN,
+    AdapterError,
     ExecutorFatalError,
     PromptScoring,
     RowKind,
@@ -255,6 +256,25 @@ def test_an_adapter_adds_on_every_rank(kernels: str, tmp_path: Path) -> None:
     for one, several in zip(*found, strict=True):
         torch.testing.assert_close(several.log_softmax(-1), one.log_softmax(-1), **CLOSE)
     assert not torch.allclose(found[1][0], found[1][1]), "the adapter changes something"
+
+
+def test_an_adapter_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers would find another digest, which ends the engine."""
+    checkpoint, adapter = tmp_path / "model", tmp_path / "adapter"
+    save_adapter(save_model("llama", checkpoint), adapter, modules=ATTENTION, seed=3)
+    with engine_of(2, checkpoint, max_loras=1) as engine:
+        host = engine.executor.capabilities.adapters
+        assert isinstance(host, _SharedAdapters)
+        read = host._own.read
+
+        def read_and_change(path: str) -> Any:
+            found = read(path)
+            (adapter / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text() + " ")
+            return found
+
+        monkeypatch.setattr(host._own, "read", read_and_change)
+        with pytest.raises(AdapterError, match="was changed while it was read; load it again"):
+            host.read(str(adapter))
 
 
 def test_an_adapter_that_no_step_saw_is_not_told_to_followers(tmp_path: Path) -> None:

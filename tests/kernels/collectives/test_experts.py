@@ -13,7 +13,7 @@ from kernels import reference
 from kernels.collectives.experts import NUM_SUMS, exchange_experts, held_experts
 from kernels.forward import Routing
 from tests.kernels.experts_case import experts_case
-from tests.support.thread_sums import ThreadSums, make_thread_sums
+from tests.support.rank_threads import ThreadGroup, make_thread_groups
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -34,15 +34,15 @@ def test_ranks_with_different_numbers_of_tokens_get_what_one_with_all_experts_co
     x, router, gate_up, down = experts_case(sum(counts) + 1, num_experts, dtype=dtype)
     parts = torch.split(x[: sum(counts)], counts)
 
-    def exchange(ranks: ThreadSums) -> Tensor:
+    def exchange(ranks: ThreadGroup) -> Tensor:
         own = held_experts(num_experts, ranks.rank, size)
         held = gate_up[own.start : own.stop], down[own.start : own.stop]
         return exchange_experts(ranks, parts[ranks.rank], max(counts) + 1, router, *held, routing)
 
     with ThreadPoolExecutor(size) as pool:
-        ends = make_thread_sums(size)
+        ends = make_thread_groups(size)
         results = list(pool.map(exchange, ends))
-    assert [end.num_sums for end in ends] == [NUM_SUMS] * size
+    assert [end.num_calls for end in ends] == [NUM_SUMS] * size
     for part, got in zip(parts, results, strict=True):
         want = reference.experts(part, router, gate_up, down, routing)
         torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
