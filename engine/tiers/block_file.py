@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from engine.tiers.cipher import MAX_DIGEST_BYTES, SALT_BYTES, Seal
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Rises with any change of the header, of a seal or of names. Files of another version are not read."""
 
 _MAGIC = b"CHUNKKV\n"

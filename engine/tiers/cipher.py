@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,8 @@ MAX_DIGEST_BYTES = 32
 SALT_BYTES = 28
 """Random bytes in a header: 16 choose the file's key, 12 are its nonce."""
 
-_TAG_BYTES = 16
+_TAG_BYTES, _NONCE_BYTES = 16, 12
+_CIPHERS = "hazmat.primitives.ciphers.aead"
 
 
 def read_key(path: Path) -> bytes:
@@ -115,27 +116,39 @@ class Seal(Protocol):
 
 
 class Checksum:
-    """A seal without a key: SHA-256 of header and payload. It is for faults of a disk and mixed-up files, and no
-    defence against those who may write to the directory.
+    """A seal without a secret: the tag that AES-GCM makes of header and payload under a key that everybody knows. It is
+    for faults of a disk and mixed-up files, and no defence against those who may write to the directory.
 
-    Of what hashlib has and nobody can collide, SHA-256 is the fastest where a processor has instructions for it: 1,700
-    MB/s on the two-core machine where BLAKE2b did 920.
+    A random fault goes unnoticed once in 2**128 / blocks. Processors have instructions for it: 22 GB/s on the two-core
+    machine where SHA-256 did 1.8 GB/s, and its time was that of the file's write.
     """
 
     kind = 0
-    tail_bytes = 32
+    tail_bytes = 16
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            ConfigError: the package `cryptography` is not installed.
+        """
+        self._tag = _package(_CIPHERS).AESGCM(bytes(KEY_BYTES)).encrypt
 
     def salt(self) -> bytes:
         return bytes(SALT_BYTES)
 
     def close(self, header: bytes, salt: bytes, payload: memoryview) -> list[bytes | memoryview]:
-        return [payload, _sha256(header, payload)]
+        return [payload, self._check(header, payload)]
 
     def buffers(self, into: memoryview) -> list[memoryview]:
         return [into, memoryview(bytearray(self.tail_bytes))]
 
     def open(self, header: bytes, salt: bytes, buffers: list[memoryview], into: memoryview) -> bool:
-        return _sha256(header, into) == bytes(buffers[1])
+        return self._check(header, into) == bytes(buffers[1])
+
+    def _check(self, header: bytes, payload: memoryview) -> bytes:
+        """Return the tag alone: the header is what is encrypted, since the payload is not to be copied."""
+        tag: bytes = self._tag(bytes(_NONCE_BYTES), header, payload)[-self.tail_bytes :]
+        return tag
 
 
 class Aes256Gcm:
@@ -152,14 +165,8 @@ class Aes256Gcm:
         Raises:
             ConfigError: the package `cryptography` is not installed.
         """
-        try:
-            aead = import_module("cryptography.hazmat.primitives.ciphers.aead")
-            self._no_tag: type[Exception] = import_module("cryptography.exceptions").InvalidTag
-        except ImportError as error:
-            raise ConfigError(
-                f"kv_tiers.disk_key_file is set, and encryption needs the Python package cryptography: {error}."
-            ) from error
-        self._aead: Callable[[bytes], Any] = aead.AESGCM
+        self._aead: Callable[[bytes], Any] = _package(_CIPHERS).AESGCM
+        self._no_tag: type[Exception] = _package("exceptions").InvalidTag
         self._key = key
 
     def salt(self) -> bytes:
@@ -182,7 +189,15 @@ class Aes256Gcm:
         return self._aead(derive(self._key, b"kv file key", salt[:16]))
 
 
-def _sha256(header: bytes, payload: memoryview) -> bytes:
-    digest = sha256(header)
-    digest.update(payload)  # without the interpreter's lock
-    return digest.digest()
+def _package(module: str) -> Any:
+    """Import a module of `cryptography`, which an engine without files does not need.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        return import_module(f"cryptography.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            f"kv_tiers.disk_path is set, and its files need the Python package cryptography: {error}."
+        ) from error

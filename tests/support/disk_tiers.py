@@ -94,7 +94,7 @@ def files(path: Path) -> list[Path]:
 
 def all_files(path: Path) -> list[Path]:
     """List the files of blocks, those of a reset included, while a tier's thread may be removing them."""
-    walked = [Path(folder, name) for folder, _, names in os.walk(path / "v1") for name in names]
+    walked = [Path(folder, name) for folder, _, names in os.walk(path / "v2") for name in names]
     return sorted(found for found in walked if len(found.relative_to(path).parts) == 4)
 
 
@@ -109,12 +109,12 @@ def file_of(path: Path, tier: DiskTier, number: int) -> Path:
 def path_of(tier: DiskTier, number: int) -> Path:
     """Return the path that a block's file has or would have."""
     name = tier._names.encode(digest(number)).hex()
-    return tier.path / "v1" / tier._names.space.hex() / name[:2] / name
+    return tier.path / "v2" / tier._names.space.hex() / name[:2] / name
 
 
 def bytes_on_disk(path: Path) -> int:
     """Count what all files of all blocks take, whole or under way, trash included."""
-    return FILE_BYTES * (len(all_files(path)) + len(list((path / "v1/writing").glob("*.*"))))
+    return FILE_BYTES * (len(all_files(path)) + len(list((path / "v2/writing").glob("*.*"))))
 
 
 class Watch:

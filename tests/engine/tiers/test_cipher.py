@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import ConfigError
-from engine.tiers.cipher import KEY_BYTES, MAX_DIGEST_BYTES, Aes256Gcm, Names, derive, read_key
+from engine.tiers.cipher import KEY_BYTES, MAX_DIGEST_BYTES, Aes256Gcm, Checksum, Names, derive, read_key
 from tests.support.disk_tiers import digest
 
 KEY, OTHER_KEY = b"k" * 32, b"l" * 32
@@ -98,10 +98,11 @@ def test_a_key_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> No
         read_key(tmp_path / "missing")
 
 
-def test_encryption_without_its_package_is_refused_and_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_their_package_are_refused_and_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(ConfigError, match="disk_key_file is set, and encryption needs the Python package cryptography"):
-        Aes256Gcm(KEY)
+    for make in (Checksum, lambda: Aes256Gcm(KEY)):
+        with pytest.raises(ConfigError, match="disk_path is set, and its files need the Python package cryptography"):
+            make()
 
 
 def test_each_file_has_a_key_and_a_nonce_of_its_own() -> None:

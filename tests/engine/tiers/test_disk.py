@@ -37,7 +37,7 @@ def test_a_block_is_read_as_it_was_written_and_another_is_not_there(tmp_path: Pa
     with opened(tmp_path / "kv", key=key) as tier:
         assert tier.write(digest(1), memoryview(content(digest(1)))) == FILE_BYTES
         assert loaded(tier, 1) == content(digest(1))
-        with pytest.raises(TierFault, match=r"kv/v1/.* cannot be opened: No such file"):
+        with pytest.raises(TierFault, match=r"kv/v2/.* cannot be opened: No such file"):
             loaded(tier, 2)
 
 
@@ -216,7 +216,7 @@ def test_after_its_end_a_tier_neither_reads_nor_writes_and_its_thread_is_gone(tm
         with pytest.raises(TierFault, match="is closed"):
             use()
     tier.close()
-    assert list((tmp_path / "v1/writing").iterdir()) == []
+    assert list((tmp_path / "v2/writing").iterdir()) == []
 
 
 def test_a_tier_ends_while_it_lists_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,12 @@ MINUTE_NS = 60_000_000_000
 def test_what_others_are_writing_counts_and_a_block_that_finds_no_room_is_not_written(tmp_path: Path) -> None:
     with opened(tmp_path, capacity_bytes=4 * FILE_BYTES) as tier:
         store(tier, 1, 2)
-        other = Writing(tmp_path / "v1/writing")
+        other = Writing(tmp_path / "v2/writing")
         other.enter()
         for _ in range(4):
             descriptor, _ = other.create(BLOCK_BYTES)
             os.close(descriptor)
-        (tmp_path / "v1/lock").unlink()  # so that it is counted anew
+        (tmp_path / "v2/lock").unlink()  # so that it is counted anew
         with pytest.raises(TierFault, match="has no room yet"):
             store(tier, 3)
         assert sorted(tier.take_changes()) == sorted([(digest(1), False), (digest(2), False)])
@@ -180,7 +180,7 @@ def test_the_empty_directories_of_models_that_nobody_has_used_for_long_go(tmp_pa
                 used_at(space, 100_000.0)
     with opened(tmp_path) as tier:
         store(tier, 1)
-    left = {path.name for path in (tmp_path / "v1").iterdir() if len(path.name) == 32}
+    left = {path.name for path in (tmp_path / "v2").iterdir() if len(path.name) == 32}
     assert left == {Names(tier._key, model).space.hex() for model in (b"used", b"new", MODEL)}
 
 
@@ -198,8 +198,8 @@ def test_an_engine_whose_empty_directory_another_removed_makes_it_again(tmp_path
 def test_files_of_another_version_count_and_leave_and_are_not_read(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         path = file_of(tmp_path, tier, 1)
-    (tmp_path / "v1").rename(tmp_path / "v2")
-    moved = tmp_path / "v2" / path.relative_to(tmp_path / "v1")
+    (tmp_path / "v2").rename(tmp_path / "v3")
+    moved = tmp_path / "v3" / path.relative_to(tmp_path / "v2")
     used_at(moved, 1000.0)
     with opened(tmp_path, capacity_bytes=2 * FILE_BYTES) as tier:
         assert tier.take_changes() == []

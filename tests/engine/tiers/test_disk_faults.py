@@ -248,7 +248,7 @@ def test_a_lock_that_a_stopped_process_keeps_costs_stores_and_nothing_else(
     monkeypatch.setattr("engine.tiers.ledger.LOCK_S", 0.01)
     with opened(tmp_path) as tier:
         store(tier, 1, 2)
-        holder = Ledger(tmp_path / "v1/lock")
+        holder = Ledger(tmp_path / "v2/lock")
         with holder.hold():
             with pytest.raises(TierFault, match=r"locked by another process for 0.01 s"):
                 store(tier, 3)
@@ -277,7 +277,7 @@ def test_where_nothing_can_be_written_a_reset_says_so_and_nothing_is_read_any_mo
     assert "could not be reset" in caplog.text
 
 
-@pytest.mark.parametrize("below", [".", "v1"])
+@pytest.mark.parametrize("below", [".", "v2"])
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_directory_that_somebody_emptied_is_made_again(tmp_path: Path, below: str, reset: bool) -> None:
     path = tmp_path / "kv"
@@ -297,7 +297,7 @@ def test_a_directory_that_somebody_emptied_is_made_again(tmp_path: Path, below: 
     with opened(path) as tier:
         assert is_right(tier, 3)
         assert bytes_on_disk(path) == tier.sizes()[1] == FILE_BYTES
-        assert (path.stat().st_mode & 0o777, (path / "v1").stat().st_mode & 0o777) == (0o700, 0o700)
+        assert (path.stat().st_mode & 0o777, (path / "v2").stat().st_mode & 0o777) == (0o700, 0o700)
 
 
 def stored(tier: DiskTier, number: int) -> bool:

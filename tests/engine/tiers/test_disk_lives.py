@@ -170,7 +170,7 @@ class Lives(RuleBasedStateMachine):
             assert there == self.expected
         self.expected = set(there)
         assert bytes_on_disk(self.path) <= self.capacity
-        assert not list(self.path.glob("v1/writing/*.*"))
+        assert not list(self.path.glob("v2/writing/*.*"))
 
     def teardown(self) -> None:
         for stack in self.open:

@@ -49,7 +49,7 @@ def test_a_reset_removes_all_blocks_of_the_model_and_none_of_another(tmp_path: P
         assert tier.reset() == 0
         assert there(other) == [9]
         until(lambda: len(all_files(tmp_path)) == 1)
-        until(lambda: not list((tmp_path / "v1").glob("trash-*")))
+        until(lambda: not list((tmp_path / "v2").glob("trash-*")))
         store(tier, 1)
         assert there(tier) == [1]
         assert tier.sizes()[1] == 2 * FILE_BYTES
@@ -105,7 +105,7 @@ def test_a_reset_leaves_no_descriptor_open(tmp_path: Path) -> None:
             store(tier, number)
             tier.refresh()
             tier.reset()
-        until(lambda: not list((tmp_path / "v1").glob("trash-*")))
+        until(lambda: not list((tmp_path / "v2").glob("trash-*")))
         tier.refresh()  # so that what it has seen of the trash is gone, too
         assert len(os.listdir("/proc/self/fd")) <= before + 2, "what the tier's thread has open right now"
 
@@ -131,8 +131,8 @@ def test_what_a_killed_engines_reset_left_is_removed_by_the_next(tmp_path: Path)
     with opened(tmp_path) as tier:
         store(tier, 1, 2)
         space = files(tmp_path)[0].parents[1]
-    space.rename(tmp_path / "v1/trash-of-a-killed-engine")
+    space.rename(tmp_path / "v2/trash-of-a-killed-engine")
     with opened(tmp_path) as tier:
         assert there(tier) == []
-        assert [path.name for path in (tmp_path / "v1").iterdir() if path.name.startswith("trash")] == []
+        assert [path.name for path in (tmp_path / "v2").iterdir() if path.name.startswith("trash")] == []
         assert tier.sizes()[1] == 0

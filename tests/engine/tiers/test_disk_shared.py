@@ -115,7 +115,7 @@ def test_a_write_that_does_not_know_of_anothers_reset_yet_is_discarded_and_the_n
     with opened(tmp_path) as tier, opened(tmp_path) as other:
         store(tier, 1)
         assert other.reset() == 0, "it has not looked since"
-        until(lambda: not list((tmp_path / "v1").glob("trash-*")))
+        until(lambda: not list((tmp_path / "v2").glob("trash-*")))
         with pytest.raises(TierFault, match="was reset"):
             store(tier, 2)
         store(tier, 3)
@@ -140,7 +140,7 @@ def test_three_engines_that_write_at_once_hold_one_bound(tmp_path: Path) -> None
     capacity, blocks = 40 * FILE_BYTES, []
     with opened(tmp_path, capacity_bytes=capacity):
         pass
-    ledger = Ledger(tmp_path / "v1/lock")
+    ledger = Ledger(tmp_path / "v2/lock")
     with (
         process(WRITER, tmp_path, capacity, 0) as first,
         process(WRITER, tmp_path, capacity, 1000) as second,
@@ -180,5 +180,5 @@ def test_what_a_killed_engine_wrote_is_right_and_what_it_was_writing_is_gone(
         assert not [number for number in written if not is_right(tier, number)], "a write that had ended was lost"
         found = [number for kill in range(kills) for number in range(10_000 * kill, 10_000 * kill + 5_000)]
         assert sum(is_right(tier, number) for number in found) == len(files(tmp_path)), "and nothing else is there"
-        assert not list((tmp_path / "v1/writing").glob("*.*"))
+        assert not list((tmp_path / "v2/writing").glob("*.*"))
         assert bytes_on_disk(tmp_path) == tier.sizes()[1]

@@ -54,7 +54,7 @@ def test_a_directory_that_others_may_write_to_is_refused_with_its_mode(tmp_path:
         store(tier, 1)
     with opened(path) as tier:
         store(tier, 1)
-    assert (path / "v1").stat().st_mode & 0o777 == 0o700, "others see nothing of it"
+    assert (path / "v2").stat().st_mode & 0o777 == 0o700, "others see nothing of it"
 
 
 def test_a_directory_of_somebody_else_is_refused_with_both_users(
@@ -98,7 +98,7 @@ def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     with broken_disk("ENOSPC"):
         refused(tmp_path, "kv_tiers.disk_path .* cannot be written: No space left on device")
     assert files(tmp_path) == []
-    assert not list(tmp_path.glob("v1/writing/*.*"))
+    assert not list(tmp_path.glob("v2/writing/*.*"))
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
@@ -121,8 +121,8 @@ def test_a_directory_that_cannot_be_written_is_read_and_one_line_says_that_nothi
 def test_a_damaged_key_of_the_directory_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         store(tier, 1)
-    (tmp_path / "v1/key").write_bytes(b"short")
-    refused(tmp_path, r"kv_tiers.disk_path: .*v1/key has 5 bytes, expected 32. Remove .*v1")
+    (tmp_path / "v2/key").write_bytes(b"short")
+    refused(tmp_path, r"kv_tiers.disk_path: .*v2/key has 5 bytes, expected 32. Remove .*v2")
 
 
 def test_engines_that_start_at_once_have_one_key(tmp_path: Path) -> None:
@@ -152,15 +152,15 @@ def test_where_there_are_no_hard_links_the_key_of_the_directory_is_made_all_the_
 ) -> None:
     def link(*_: Any) -> None:
         if together:  # another engine has just made the file, and writes to it while this one reads it
-            (tmp_path / "v1/key").touch()
-            threading.Timer(0.05, lambda: (tmp_path / "v1/key").write_bytes(KEY)).start()
+            (tmp_path / "v2/key").touch()
+            threading.Timer(0.05, lambda: (tmp_path / "v2/key").write_bytes(KEY)).start()
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
     with opened(tmp_path) as tier:
         store(tier, 1)
-    assert [path.name for path in (tmp_path / "v1").glob("key*")] == ["key"]
-    assert (tmp_path / "v1/key").stat().st_size == len(KEY)
+    assert [path.name for path in (tmp_path / "v2").glob("key*")] == ["key"]
+    assert (tmp_path / "v2/key").stat().st_size == len(KEY)
     with opened(tmp_path) as tier:
         assert is_right(tier, 1)
         assert not together or tier._key == KEY
@@ -170,7 +170,7 @@ def test_where_there_are_no_hard_links_the_key_of_the_directory_is_made_all_the_
 def test_what_is_no_engines_among_files_that_are_written_is_left_alone(tmp_path: Path, name: str) -> None:
     with opened(tmp_path):
         pass
-    foreign = tmp_path / "v1/writing" / name
+    foreign = tmp_path / "v2/writing" / name
     foreign.write_bytes(b"")
     with opened(tmp_path, fingerprint=b"another model", capacity_bytes=4 * FILE_BYTES) as tier:
         store(tier, *range(6))
@@ -181,7 +181,7 @@ def test_what_is_no_engines_among_files_that_are_written_is_left_alone(tmp_path:
 def test_what_a_killed_engine_was_writing_is_removed_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         store(tier, 1)
-    dead, alive = Writing(tmp_path / "v1/writing"), Writing(tmp_path / "v1/writing")
+    dead, alive = Writing(tmp_path / "v2/writing"), Writing(tmp_path / "v2/writing")
     for writing in (dead, alive):
         writing.enter()
         descriptor, _ = writing.create(BLOCK_BYTES)
@@ -189,13 +189,13 @@ def test_what_a_killed_engine_was_writing_is_removed_and_what_a_living_one_write
         os.close(descriptor)
     os.close(dead._descriptor or -1)  # and so its lock
     dead._descriptor = None
-    before = {path.name.partition(".")[0] for path in (tmp_path / "v1/writing").iterdir()}
+    before = {path.name.partition(".")[0] for path in (tmp_path / "v2/writing").iterdir()}
     with opened(tmp_path) as tier:
         assert tier.sizes()[1] == 2 * FILE_BYTES
-        names = [path.name for path in (tmp_path / "v1/writing").glob("*.*")]
+        names = [path.name for path in (tmp_path / "v2/writing").glob("*.*")]
         assert [name.partition(".")[0] for name in names] == [alive._token]
         assert before == {dead._token, alive._token}
-        assert dead._token not in os.listdir(tmp_path / "v1/writing")
+        assert dead._token not in os.listdir(tmp_path / "v2/writing")
         assert is_right(tier, 1)
     alive.leave()
 
@@ -204,7 +204,7 @@ def test_what_a_killed_engine_was_writing_is_removed_and_what_a_living_one_write
 def test_a_count_that_is_missing_damaged_or_wrong_is_corrected(tmp_path: Path, text: str | None) -> None:
     with opened(tmp_path) as tier:
         store(tier, 1, 2, 3)
-    lock = tmp_path / "v1/lock"
+    lock = tmp_path / "v2/lock"
     if text is None:
         lock.unlink()
     else:
@@ -258,13 +258,13 @@ def test_a_lock_that_somebody_keeps_does_not_keep_an_engine_from_starting(
     monkeypatch.setattr("engine.tiers.ledger.LOCK_S", 0.02)
     with opened(tmp_path / "kv") as tier:
         store(tier, 1)
-    (tmp_path / "empty/v1").mkdir(mode=0o700, parents=True)
+    (tmp_path / "empty/v2").mkdir(mode=0o700, parents=True)
     for name in ("kv", "empty"):
         (tmp_path / name).chmod(0o700)
-        holder = Ledger(tmp_path / name / "v1/lock")
+        holder = Ledger(tmp_path / name / "v2/lock")
         with holder.hold():
             if name == "empty":
-                refused(tmp_path / name, r"cannot be written: .*v1/lock has been locked by another process for 0.02 s")
+                refused(tmp_path / name, r"cannot be written: .*v2/lock has been locked by another process for 0.02 s")
             else:
                 with opened(tmp_path / name) as tier:
                     assert is_right(tier, 1)
