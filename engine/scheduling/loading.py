@@ -3,6 +3,7 @@ Never decides that a load is worth it: a plan does."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Loads:
         self._timeout_s = timeout_s
         self._under_way: dict[int, _Load] = {}  # by move id
         self._move_of: dict[bytes, int] = {}
+        self._last_end = -math.inf  # of a load, in seconds
 
     @property
     def next_deadline(self) -> float | None:
@@ -99,6 +101,7 @@ class Loads:
         load = self._under_way.pop(result.move.move_id, None)
         if load is None:
             return []  # cancelled
+        self._last_end = now
         del self._move_of[load.move.digest]
         if not result.error:
             self._blocks.publish(load.move.block_id, load.move.digest)
@@ -119,15 +122,25 @@ class Loads:
         """Put back the requests for which no block came in too long, to be computed, and return them."""
         late = []
         for request in list(self.requests.values()):
-            assert request.loading is not None
-            if request.loading.until > now:
+            loading = request.loading
+            assert loading is not None
+            if loading.until > now:
                 continue
-            tiers = Counter(self._under_way[move_id].move.tier for move_id in request.loading.awaited)
+            loading.until = self._patience(loading)
+            if loading.until > now:
+                continue
+            tiers = Counter(self._under_way[move_id].move.tier for move_id in loading.awaited)
             self._tiers.note_late(tiers, self._timeout_s, now)
             self.put_back(request)
             request.num_loads = MOST_LOADS
             late.append(request)
         return late
+
+    def _patience(self, loading: Loading) -> float:
+        """Return until when a request waits. Loads that wait for others to end are not late, as long as others end."""
+        begun = self._tiers.begun_at(loading.awaited)
+        since = self._last_end if begun is None else begun
+        return max(loading.until, since + self._timeout_s)
 
     def put_back(self, request: Request) -> None:
         """Let a request wait for a seat without what it has not loaded yet."""

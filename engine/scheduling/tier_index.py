@@ -20,7 +20,7 @@ from engine.scheduling.tier_rates import TierRates
 RETENTIONS: Mapping[str, type[ByValue] | type[LeastRecent]] = {"value": ByValue, "lru": LeastRecent}
 UNKNOWN = BlockFacts(0)
 """What is known of a block that another engine stored."""
-LOAD_SHARE = 0.1
+LOAD_SHARE = 0.25
 """Loads beside a step may take this share of its time: 500 at once stretched a step of 15 ms to 300 ms on two cores."""
 LEAST_LOADING, MOST_LOADING = 4, 64
 """Loads that may be under way in any case, and if nothing else runs."""
@@ -41,6 +41,13 @@ class Moves(NamedTuple):
     drops: tuple[tuple[Tier, bytes], ...] = ()
     cancelled: tuple[int, ...] = ()
     """Loads that must have ended before a row of the step writes."""
+
+
+class _UnderWay(NamedTuple):
+    """A load that the mover has."""
+
+    move: BlockMove
+    since: float
 
 
 @dataclass(slots=True)
@@ -78,7 +85,7 @@ class TierIndex:
         self._now = 0.0  # of the last commit
         self._moves: list[BlockMove] = []
         self._queued: dict[int, BlockMove] = {}  # loads that are not under way yet
-        self._under_way: dict[int, BlockMove] = {}  # loads that the mover has
+        self._under_way: dict[int, _UnderWay] = {}  # loads that the mover has
         self._drops: list[tuple[Tier, bytes]] = []
         self._cancelled: list[int] = []
         self._held: set[bytes] = set()  # by loads, in the host tier
@@ -235,15 +242,21 @@ class TierIndex:
         """Hand loads to the mover: as many as take a share of a step's time, if requests run."""
         left_s, most = self.rates.step_s * LOAD_SHARE, MOST_LOADING
         if beside_rows:
-            each = map(self._load_s, chain(self._under_way.values(), self._queued.values()))
+            begun = (load.move for load in self._under_way.values())
+            each = map(self._load_s, chain(begun, self._queued.values()))
             most = max(LEAST_LOADING, sum(1 for _ in takewhile(lambda spent: spent <= left_s, accumulate(each))))
         while self._queued and len(self._under_way) < most:
             move_id = next(iter(self._queued))
-            self._under_way[move_id] = move = self._queued.pop(move_id)
+            move = self._queued.pop(move_id)
+            self._under_way[move_id] = _UnderWay(move, self._now)
             self._moves.append(move)
 
     def _load_s(self, move: BlockMove) -> float:
         return max(self.rates.move_s(MoveKind.LOAD, move.tier, self._now), LEAST_BLOCK_S)
+
+    def begun_at(self, move_ids: Iterable[int]) -> float | None:
+        """Return when the mover got the first of these loads that it still has; None if it has none."""
+        return min((self._under_way[move_id].since for move_id in move_ids if move_id in self._under_way), default=None)
 
     def cancel_load(self, move: BlockMove) -> None:
         self._let_go(move.digest)

@@ -496,6 +496,49 @@ def test_loads_beside_rows_come_in_portions() -> None:
     assert engine.events["loads"][0] == Scheduled("loads", 28)
 
 
+def begin_to_load(*prompts: Sequence[int]) -> Engine:
+    """Return an engine with a running request and requests that load these prompts, in portions. Moves are held."""
+    late = KvTiersConfig(host_memory_gib=1.0, load_timeout_s=2.0)
+    engine = core(tiers(host_blocks=90, held=True), num_kv_blocks=60, max_num_seqs=4, kv_tiers=late)
+    prepare_lost(engine)
+    engine.send("runs", NEW, max_tokens=60, ignore_eos=True)
+    engine.keep(engine.step())
+    assert engine.mover is not None
+    engine.mover.release(100)  # its stores
+    for number, prompt in enumerate(prompts):
+        engine.send(f"loads {number}", prompt, max_tokens=2, ignore_eos=True)
+    engine.keep(engine.step())
+    assert engine.load().num_loading == len(prompts)
+    return engine
+
+
+def test_loads_that_wait_for_those_of_others_are_not_late() -> None:
+    """Regression: half of the streams that moved with their KV were computed again: their loads had to wait until those
+    before them were done, for longer than a load may take, while the tier answered all the time."""
+    engine = begin_to_load(LONG, OTHER)
+    assert engine.mover is not None
+    while engine.load().num_loading:
+        engine.now += 0.9
+        engine.mover.release(2)
+        engine.keep(engine.step())
+    settle(engine)
+    assert [engine.events[f"loads {number}"][0] for number in (0, 1)] == [
+        Scheduled("loads 0", 28),
+        Scheduled("loads 1", 28),
+    ]
+    assert engine.load().tiers[0].late_loads == 0
+
+
+def test_loads_that_wait_for_those_of_others_are_late_once_the_tier_answers_no_more() -> None:
+    engine = begin_to_load(LONG, OTHER)
+    began = engine.now
+    while engine.load().num_loading:
+        assert engine.now < began + 2.5
+        engine.now += 0.1
+        engine.keep(engine.step())
+    assert engine.load().tiers[0].late_loads == 2
+
+
 def test_short_rests_of_prompts_do_not_hide_what_prefill_costs() -> None:
     """Regression: a step of 8 tokens takes a twentieth of one of 8,192, and the mean of both rates was far too high."""
     rates = TierRates()
