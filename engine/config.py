@@ -559,7 +559,8 @@ class KvTiersConfig:
     )
     load_timeout_s: float = setting(
         5.0,
-        "How long a request waits for KV from a lower tier before its prompt is computed instead, in seconds.",
+        "How long a request waits for KV from a lower tier that does not answer, before its prompt is computed "
+        "instead, in seconds.",
         expert=True,
         gt=0,
     )

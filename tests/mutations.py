@@ -1890,6 +1890,14 @@ MUTATIONS = (
         (TIERS,),
     ),
     Mutation(
+        "I-37 queued",
+        "Loads that wait for those of others are late while the tier answers.",
+        "engine/scheduling/loading.py",
+        "            loading.until = self._patience(loading)\n",
+        "",
+        (TIERS,),
+    ),
+    Mutation(
         "I-37 abort",
         "A request that ends while it loads keeps its blocks.",
         "engine/scheduling/scheduler.py",
