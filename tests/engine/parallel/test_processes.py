@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +26,7 @@ from engine.protocol import EngineError, ErrorCode
 from engine.step import ExecutorFatalError, StepPlan
 from loadtest.server import ROOT
 from tests.support.plans import chunk
-from tests.support.thread_launcher import ThreadLauncher
+from tests.support.thread_launcher import RankThread, ThreadLauncher
 from tests.support.tiny_models import save_model, save_tokenizer
 
 WAIT_S = 60.0
@@ -115,6 +117,36 @@ def test_memory_without_room_for_the_group_is_told(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and not every rank could start: .*No such file"):
         create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=launcher)
     assert process.kills
+
+
+def test_the_port_that_ranks_are_told_is_held_before_they_start(tmp_path: Path) -> None:
+    """Regression: another process could take it while weights were loaded."""
+    save_model("llama", tmp_path)
+    refused: list[str] = []
+
+    class Rival(ThreadLauncher):
+        def start(self, rank: int, specification: bytes) -> RankThread:
+            port = int(str(pickle.loads(specification).place).rpartition(":")[2])
+            with pytest.raises(OSError, match="Address already in use") as error:
+                socket.create_server(("", port)).close()
+            refused.append(str(error.value))
+            return super().start(rank, specification)
+
+    executor, _ = create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=Rival("127.0.0.1"))
+    executor.shutdown()
+    assert refused
+
+
+def test_a_host_on_which_nobody_can_listen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(host: str, port: int) -> None:
+        raise OSError(f"{host}:{port} cannot be listened on")
+
+    save_model("llama", tmp_path)
+    monkeypatch.setattr("kernels.collectives.gloo._listen", refuse)
+    launcher = ThreadLauncher("2001:db8::1")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and not every rank could start: 2001:db8::1:0"):
+        create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=launcher)
+    assert launcher.ranks == []
 
 
 def test_more_ranks_than_heads_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
