@@ -69,6 +69,7 @@ def start_ranks(
         ConfigError: there is no place where they could meet.
     """
     size, place = config.tensor_parallel_size, _place(launcher)
+    here = launcher.ranks_here(size)
     with ExitStack() as undone:
         if isinstance(place, Path):
             undone.callback(shutil.rmtree, place, ignore_errors=True)
@@ -88,6 +89,7 @@ def start_ranks(
                 config=config,
                 resolved=resolved,
                 kernels=kernels,
+                is_counted=rank in here,
             )
             processes.append(launcher.start(rank, specification.encode()))
             undone.callback(processes[-1].kill)

@@ -3,89 +3,29 @@ Never starts a process: the followers are threads."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from engine.build.engine import build_engine
-from engine.config import EngineConfig, SchedulerConfig
-from engine.protocol import (
-    Finished,
-    FinishReason,
-    LoadSnapshot,
-    PromptLogprobs,
-    SamplingParams,
-    Scheduled,
-    Token,
-    TokenLogprobs,
-)
-from tests.support.thread_launcher import ThreadLauncher
-from tests.support.tiny_models import VOCAB, edit_config, save_model, save_tokenizer
+from engine.config import SchedulerConfig
+from engine.protocol import ErrorCode, FinishReason, SamplingParams
+from tests.support.rank_engine import Answer, Engine, Request, on_ranks, saved
+from tests.support.thread_launcher import RankThread, ThreadLauncher
+from tests.support.tiny_models import VOCAB
 
 pytestmark = pytest.mark.anyio
 
 SHARED = tuple(range(5, 37))
 PROMPTS = [(*SHARED, 40 + number, 41, 42) for number in range(6)]
-EOS = VOCAB - 1
-Request = tuple[Sequence[int], SamplingParams]
 
 
-@dataclass
-class Answer:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt, where asked for, and of the answer."""
-    cached: int = 0
-    reason: FinishReason | None = None
-
-
-class Engine:
-    """An engine whose followers are threads."""
-
-    def __init__(self, directory: Path, ranks: int, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 128}
-        config = EngineConfig(**defaults | {"max_num_seqs": 8} | settings, tensor_parallel_size=ranks)
-        self._engine = build_engine(str(directory), config, launcher=ThreadLauncher())
-
-    async def answer(self, request: Request) -> Answer:
-        found = Answer()
-        async for event in self._engine.generate(*request):
-            match event:
-                case Scheduled():
-                    found.cached += event.cached_tokens
-                case PromptLogprobs():
-                    found.logprobs += event.logprobs
-                case Token():
-                    found.tokens.append(event.token_id)
-                    found.logprobs += [event.logprobs] if event.logprobs is not None else []
-                case Finished():
-                    found.reason = event.reason
-        return found
-
-    async def answers(self, requests: Iterable[Request]) -> list[Answer]:
-        """Return the answers of requests that run at the same time."""
-        return list(await asyncio.gather(*map(self.answer, requests)))
-
-    def end(self) -> LoadSnapshot:
-        """Return the load at the end."""
-        load = self._engine.load()
-        self._engine.shutdown()
-        return load
-
-
-async def on_ranks(directory: Path, ranks: int, requests: Sequence[Request], **settings: Any) -> list[Answer]:
-    engine = Engine(directory, ranks, **settings)
-    try:
-        return await engine.answers(requests)
-    finally:
-        engine.end()
+async def on_threads(directory: Path, ranks: int, requests: Sequence[Request], **settings: Any) -> list[Answer]:
+    return await on_ranks(directory, ranks, requests, ThreadLauncher(), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +33,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def saved(directory: Path, kind: str) -> Path:
-    save_model(kind, directory)
-    save_tokenizer(directory)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    edit_config(directory, eos_token_id=EOS)
-    return directory
-
-
 async def test_preempted_requests_and_prefix_hits_have_the_tokens_of_one_rank(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     tight = SchedulerConfig(reserve_mode="prompt", watermark_blocks=0)
     found, loads = [], []
     for ranks in (1, 2):
-        engine = Engine(checkpoint, ranks, num_kv_blocks=14, max_num_seqs=6, scheduler=tight)
+        engine = Engine(checkpoint, ranks, ThreadLauncher(), num_kv_blocks=14, max_num_seqs=6, scheduler=tight)
         try:
             first = await engine.answer((PROMPTS[0], params))
             found.append([first, *await engine.answers((prompt, params) for prompt in PROMPTS)])
@@ -115,6 +47,32 @@ async def test_preempted_requests_and_prefix_hits_have_the_tokens_of_one_rank(ch
     assert [answer.tokens for answer in found[1]] == [answer.tokens for answer in found[0]]
     assert sum(answer.cached for answer in found[1]) > 0
     assert loads[1].num_preemptions > 0
+
+
+class LosingLauncher(ThreadLauncher):
+    """One whose processes end when the test says so."""
+
+    how: str | None = None
+
+    def start(self, rank: int, specification: bytes) -> RankThread:
+        thread = super().start(rank, specification)
+        ended = thread.poll
+        thread.poll = lambda: self.how or ended()  # type: ignore[method-assign]
+        return thread
+
+
+async def test_an_idle_engine_is_unhealthy_once_the_process_of_a_rank_has_ended(checkpoint: Path) -> None:
+    """No step runs that would find it out."""
+    launcher = LosingLauncher()
+    engine = Engine(checkpoint, 2, launcher)
+    try:
+        await engine.answer((PROMPTS[0], SamplingParams(max_tokens=2)))
+        launcher.how = "the process of rank 1 ended by signal 9"
+        error = await engine.until_unhealthy()
+        assert error.code is ErrorCode.ENGINE_DEAD
+        assert "the process of rank 1 ended by signal 9" in str(error)
+    finally:
+        engine.end()
 
 
 PERSON = """start: %json {
@@ -140,7 +98,7 @@ async def test_an_answer_in_a_grammar_is_that_of_one_rank(kind: str, tmp_path: P
         for grammar in (PERSON, f"start: /{WORDS}/")
         for number, temperature in enumerate((0.0, 1.0))
     ]
-    one, several = [await on_ranks(tmp_path, ranks, requests, num_speculative_tokens=7) for ranks in (1, 2)]
+    one, several = [await on_threads(tmp_path, ranks, requests, num_speculative_tokens=7) for ranks in (1, 2)]
     assert [answer.tokens for answer in several] == [answer.tokens for answer in one]
     assert [answer.reason for answer in several] == [FinishReason.STOP] * 4
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -150,7 +108,7 @@ async def test_an_answer_in_a_grammar_is_that_of_one_rank(kind: str, tmp_path: P
 
 
 async def test_what_is_drawn_and_what_changes_logits_is_as_on_one_rank(checkpoint: Path) -> None:
-    """The leader alone chooses, by logits that it has from all: a column in a wrong place would change each of these."""
+    """The leader alone chooses, by logits from all ranks: a column in a wrong place would change each of these."""
     drawn: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0}
     choices = [SamplingParams(**drawn, seed=7 + number) for number in range(3)]
     changed = [
@@ -160,16 +118,14 @@ async def test_what_is_drawn_and_what_changes_logits_is_as_on_one_rank(checkpoin
         SamplingParams(**drawn, seed=7, allowed_token_ids=(3, 100, 105, 106, 209), bad_words=((3, 100), (106,))),
     ]
     requests = [(PROMPTS[0], params) for params in (*choices, *changed)]
-    one, several = [await on_ranks(checkpoint, ranks, requests) for ranks in (1, 2)]
+    one, several = [await on_threads(checkpoint, ranks, requests) for ranks in (1, 2)]
     assert [answer.tokens for answer in several] == [answer.tokens for answer in one]
-    assert len({tuple(answer.tokens) for answer in several}) == len(requests), (
-        "each of these settings changes something"
-    )
+    assert len({tuple(answer.tokens) for answer in several}) == len(requests), "each setting changes something"
 
 
 async def test_log_probabilities_of_alternatives_and_of_a_prompt_are_as_on_one_rank(checkpoint: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=3)
-    one, several = [await on_ranks(checkpoint, ranks, [(PROMPTS[1], params)]) for ranks in (1, 2)]
+    one, several = [await on_threads(checkpoint, ranks, [(PROMPTS[1], params)]) for ranks in (1, 2)]
     (want,), (got,) = one, several
     assert len(want.logprobs) == len(PROMPTS[1]) - 1 + 12
     for own, wanted in zip(got.logprobs, want.logprobs, strict=True):
