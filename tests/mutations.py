@@ -2581,9 +2581,17 @@ MUTATIONS = (
         "ranks: memory",
         "KV blocks are counted as of one rank, though several have the same KV heads.",
         "engine/build/resolve.py",
-        "shapes = [*parts_of(model, config.tensor_parallel_size), *",
+        "shapes = [*parts_on(model, config, ranks), *",
         "shapes = [model, *",
         (f"{RANKS_ENGINE}::test_memory_is_that_of_all_ranks_where_several_have_the_same_heads",),
+    ),
+    Mutation(
+        "ranks: own node",
+        "A rank on another node does not count the memory that it takes there.",
+        "engine/build/follower.py",
+        "if not own.is_counted:",
+        "if own.is_counted is None:",
+        (f"{RANKS_START}::test_each_rank_claims_its_memory_on_its_own_machine",),
     ),
     Mutation(
         "ranks: idle",

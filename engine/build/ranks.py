@@ -4,7 +4,8 @@ Never loads weights: each rank loads its own."""
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from engine.build.follower import Specification, group_at, what_computes
@@ -48,10 +49,8 @@ class LeadingRank:
         Raises:
             ConfigError: a rank could not.
         """
-        try:
+        with _starting(self.group.size):
             self.ranks.meet(what_computes(self._model_dir, self._kernels))
-        except (RankLostError, OSError) as error:  # such as no room in /dev/shm
-            raise _not_started(self.group.size, error) from error
         return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)
 
 
@@ -73,10 +72,8 @@ def start_ranks(
     with ExitStack() as undone:
         if isinstance(place, Path):
             undone.callback(shutil.rmtree, place, ignore_errors=True)
-        try:
+        with _starting(size):
             group = group_at(place, Shard(LEADER, size))
-        except OSError as error:  # such as a host without an address
-            raise _not_started(size, error) from error
         undone.callback(group.close)
         if isinstance(group, GlooGroup):
             place = group.address  # with the port that it holds
@@ -99,8 +96,12 @@ def start_ranks(
     )
 
 
-def _not_started(size: int, error: Exception) -> ConfigError:
-    return ConfigError(f"tensor_parallel_size is {size}, and not every rank could start: {error}")
+@contextmanager
+def _starting(size: int) -> Iterator[None]:
+    try:
+        yield
+    except (RankLostError, OSError) as error:  # such as no room in /dev/shm, or a host without an address
+        raise ConfigError(f"tensor_parallel_size is {size}, and not every rank could start: {error}") from error
 
 
 def _place(launcher: RankLauncher) -> Path | str:
