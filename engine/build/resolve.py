@@ -282,7 +282,7 @@ def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
     return f"kept in {layout.name}" + (", in the order of the inputs' groups" if layout.order else "")
 
 
-def _num_threads(config: EngineConfig, ranks: Sequence[int] | None) -> tuple[int, str]:
+def _num_threads(config: EngineConfig, ranks: Sequence[int] | None = None) -> tuple[int, str]:
     """Return the threads of all ranks together, of which those elsewhere have theirs there."""
     size = config.tensor_parallel_size
     here = size if ranks is None else len(ranks)

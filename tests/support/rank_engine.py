@@ -12,15 +12,19 @@ from typing import Any
 
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
+from engine.observer import StepFacts, Verified
 from engine.parallel.processes import RankLauncher
 from engine.protocol import (
     EngineError,
+    ErrorCode,
+    Event,
     Finished,
     FinishReason,
     LoadSnapshot,
     PromptLogprobs,
     SamplingParams,
     Scheduled,
+    Submission,
     Token,
     TokenLogprobs,
 )
@@ -35,9 +39,25 @@ Request = tuple[Sequence[int], SamplingParams]
 class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt, where asked for, and of the answer."""
+    """Those of the prompt, where asked for, and then those of the answer."""
     cached: int = 0
     reason: FinishReason | None = None
+
+
+class _Drafts:
+    """An engine.observer.EngineObserver that keeps what became of drafts."""
+
+    def __init__(self) -> None:
+        self.verified: list[Verified] = []
+
+    def submitted(self, submission: Submission) -> None:
+        pass
+
+    def rejected(self, code: ErrorCode) -> None:
+        pass
+
+    def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
+        self.verified += facts.verified
 
 
 class Engine:
@@ -47,6 +67,13 @@ class Engine:
         defaults: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_kv_blocks": 64, "max_model_len": 128}
         config = EngineConfig(**defaults | {"max_num_seqs": 8} | settings, tensor_parallel_size=ranks)
         self._engine = build_engine(str(directory), config, launcher=launcher)
+        self._drafts = _Drafts()
+        self._engine.observe(self._drafts)
+
+    @property
+    def verified(self) -> list[Verified]:
+        """What became of drafts so far."""
+        return self._drafts.verified
 
     async def answer(self, request: Request) -> Answer:
         found = Answer()
