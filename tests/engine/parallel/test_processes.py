@@ -17,13 +17,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine.build.engine import build_engine
-from engine.build.executor import create_executor
+from engine.build.executor import check_executor, create_executor
+from engine.build.host_fit import host_use
+from engine.build.rank_fit import claim_rank
+from engine.build.resolve import block_bytes
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.host.cores import usable_cores, usable_threads
 from engine.host.memory import HostMemory
 from engine.host.shares import Claim, Room, Shares
+from engine.models.config import read_model_config
+from engine.models.description import Shard
+from engine.models.shards import sharded
 from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import Child, Followers, SubprocessLauncher
 from engine.protocol import EngineError, ErrorCode
@@ -215,6 +222,25 @@ def test_a_rank_whose_own_machine_lacks_something_is_named_with_its_machine(
     launcher = ThreadLauncher("127.0.0.1", here=[0])
     with pytest.raises(ConfigError, match=message):
         create_executor(tmp_path, EngineConfig(**SETTINGS | {"num_threads": 2}), launcher=launcher)
+
+
+def test_a_ranks_part_of_the_kv_cache_must_fit_on_its_own_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("llama", tmp_path)
+    config, model, shard = EngineConfig(**SETTINGS), read_model_config(tmp_path), Shard(1, 2)
+    resolved = check_executor(tmp_path, config)
+    use = host_use(tmp_path, sharded(model, shard), config, torch.float32, native=False).total
+    cache = 12 * block_bytes(model, config, torch.float32, None, (1,))
+    given = tmp_path, model, shard, config, resolved
+    for free, fits in ((use + cache, True), (use + cache - 1, False)):
+        room = Room(free=free, share=free, engines=1, memory=HostMemory(free, free, "a test's file"))
+        monkeypatch.setattr(Shares, "room", lambda shared, engines, room=room: room)
+        if fits:
+            claim_rank(*given, native=False).release()
+        else:
+            with pytest.raises(ConfigError, match=r"Rank 1, on .*: its part of the KV cache of 12 blocks takes 0.00"):
+                claim_rank(*given, native=False)
 
 
 def is_follower() -> bool:
