@@ -70,6 +70,7 @@ PROGRAMS = (
     "benchmarks.engine.mixed",
     "benchmarks.engine.memory",
     "benchmarks.engine.kv_moves",
+    "benchmarks.engine.ranks",
     "benchmarks.engine.step",
     "benchmarks.engine.step_model",
     "benchmarks.engine.targets",

@@ -69,6 +69,12 @@ RESERVATION = "tests/engine/scheduling/test_reservation.py"
 PREFILL_RATE = "tests/engine/scheduling/test_prefill_rate.py"
 RANKS = "tests/engine/lockstep/test_ranks.py"
 RECURRENT = "tests/engine/models/test_recurrent_state.py"
+RANKS_ENGINE = "tests/engine/parallel/test_engine_of_ranks.py"
+RANKS_WHOLE = "tests/engine/parallel/test_whole_engine.py"
+RANKS_START = "tests/engine/parallel/test_processes.py"
+RANKS_TCP = "tests/kernels/collectives/test_gloo.py"
+RANKS_GROUP = "tests/kernels/collectives/test_group.py"
+RANKS_MEMORY = "tests/kernels/collectives/test_shared_memory.py"
 PREFILL_LIMIT = "tests/engine/scheduling/test_prefill_limit.py"
 SPECULATION = "tests/engine/speculation/test_speculation.py"
 SCORING = "tests/engine/execution/test_prompt_scoring.py"
@@ -81,6 +87,7 @@ TIMING = "tests/serve_app/api/timing/test_split.py"
 TOKEN_COUNTS = "tests/engine/execution/gpu/test_token_counts.py"
 TARGETS = "tests/engine/scheduling/test_targets.py"
 SERVICE = "tests/engine/scheduling/test_service.py"
+SHARDS = "tests/engine/models/test_shards.py"
 STEP_PREDICTION = "tests/engine/scheduling/test_step_prediction.py"
 TIME_BUDGET = "tests/engine/scheduling/test_time_budget.py"
 WAITING = "tests/engine/scheduling/test_waiting.py"
@@ -2487,6 +2494,152 @@ MUTATIONS = (
         "if self.offered_prefill_s_per_s is not None:",
         "if self.offered_prefill_s_per_s is False:",
         ("tests/serve_app/scaling/test_autoscaler.py",),
+    ),
+    # --- one model on several ranks -----------------------------------------------------------------------------------
+    Mutation(
+        "ranks: bias",
+        "A bias of what is summed is added on every rank.",
+        "engine/models/cuts.py",
+        'return Cut(zero=self.rank > 0) if part == "bias"',
+        'return Cut() if part == "bias"',
+        (f"{SHARDS}::test_each_number_of_the_checkpoint_is_read_by_exactly_one_rank_but_for_what_all_have",),
+    ),
+    Mutation(
+        "ranks: query heads",
+        "Query heads are spread evenly, whatever KV heads a rank has.",
+        "engine/models/shards.py",
+        "return keys, range(keys.start * group, keys.stop * group)",
+        "return keys, spread(num_heads, shard.rank, shard.size)",
+        (f"{SHARDS}::test_queries_lie_in_one_part_each_beside_their_keys",),
+    ),
+    Mutation(
+        "ranks: shared heads",
+        "Ranks that share a KV head divide its query heads from the wrong one on.",
+        "engine/models/shards.py",
+        "own = spread(group, shard.rank - sharing.start, len(sharing))",
+        "own = spread(group, shard.rank % len(sharing), len(sharing))",
+        (f"{SHARDS}::test_queries_lie_in_one_part_each_beside_their_keys",),
+    ),
+    Mutation(
+        "ranks: order",
+        "Each rank adds its own numbers first, so that sums differ between ranks in their last bits.",
+        "kernels/cpu/native/ranks.h",
+        "f32x16 sum = load(from(0));\n        for (int rank = 1; rank < size_; rank++) sum += load(from(rank));",
+        "f32x16 sum = load(from(rank_));\n"
+        "        for (int rank = 1; rank < size_; rank++) sum += load(from((rank_ + rank) % size_));",
+        (f"{RANKS_GROUP}::test_all_ranks_get_the_sum_in_the_order_of_ranks_rounded_once",),
+    ),
+    Mutation(
+        "ranks: order tcp",
+        "The same over TCP.",
+        "kernels/collectives/gloo.py",
+        "total = parts[0].to(torch.float32, copy=True)",
+        "parts.sort(key=lambda part: part is not own); total = parts[0].to(torch.float32, copy=True)",
+        (f"{RANKS_GROUP}::test_all_ranks_get_the_sum_in_the_order_of_ranks_rounded_once",),
+    ),
+    Mutation(
+        "ranks: columns",
+        "The leader lays the ranks' columns of the logits in the wrong order.",
+        "kernels/collectives/gloo.py",
+        "return torch.cat(parts, dim=1)",
+        "return torch.cat(parts[::-1], dim=1)",
+        (f"{RANKS_GROUP}::test_the_leader_gets_the_columns_of_all_ranks_beside_each_other",),
+    ),
+    Mutation(
+        "ranks: messages",
+        "Two messages that are sent before one is read share a place, and the first is lost.",
+        "kernels/cpu/native/ranks.h",
+        "int64_t(piece & 1) * message_bytes_; }",
+        "int64_t(piece & 0) * message_bytes_; }",
+        (f"{RANKS_GROUP}::test_a_message_does_not_wait_until_the_one_before_was_received",),
+    ),
+    Mutation(
+        "ranks: late",
+        "The seconds that ranks wait for one are charged to the leader.",
+        "kernels/cpu/native/ranks.h",
+        "own().late_ns.fetch_add(",
+        "segment_->lines[LEADER].late_ns.fetch_add(",
+        (f"{RANKS_MEMORY}::test_the_rank_that_the_others_wait_for_is_charged",),
+    ),
+    Mutation(
+        "ranks: states",
+        "A follower saves states before it takes back those of drafts that were wrong.",
+        "engine/parallel/follower.py",
+        "self._last.rewind.to(counts)\n                self._save()",
+        "self._save()\n                self._last.rewind.to(counts)",
+        (f"{RANKS_ENGINE}::test_a_state_that_is_saved_after_drafts_is_the_state_after_them_on_all_ranks",),
+    ),
+    Mutation(
+        "ranks: digest",
+        "A rank with other weights or another processor computes with the others.",
+        "engine/parallel/follower.py",
+        "if model != self._digest:",
+        "if not model:",
+        (f"{RANKS_START}::test_a_rank_with_other_weights_is_refused_at_the_start",),
+    ),
+    Mutation(
+        "ranks: samples",
+        "Two versions of weights are told apart by the beginnings of their files.",
+        "engine/parallel/model_digest.py",
+        "for sample in range(_SAMPLES):",
+        "for sample in range(1):",
+        (f"{RANKS_START}::test_a_digest_says_which_weights_a_directory_has_and_not_where_it_lies",),
+    ),
+    Mutation(
+        "ranks: memory",
+        "KV blocks are counted as of one rank, though several have the same KV heads.",
+        "engine/build/resolve.py",
+        "shapes = [*parts_on(model, config, ranks), *",
+        "shapes = [model, *",
+        (f"{RANKS_ENGINE}::test_memory_is_that_of_all_ranks_where_several_have_the_same_heads",),
+    ),
+    Mutation(
+        "ranks: own node",
+        "A rank on another node does not count the memory that it takes there.",
+        "engine/build/follower.py",
+        "if not own.is_counted:",
+        "if own.is_counted is None:",
+        (f"{RANKS_START}::test_each_rank_claims_its_memory_on_its_own_machine",),
+    ),
+    Mutation(
+        "ranks: idle",
+        "An idle engine is healthy although the process of a rank has ended.",
+        "engine/async_engine.py",
+        "if ranks is not None and (lost := ranks.why_lost()) is not None:",
+        "if ranks is not None and (lost := ranks.why_lost()) == '':",
+        (f"{RANKS_WHOLE}::test_an_idle_engine_is_unhealthy_once_the_process_of_a_rank_has_ended",),
+    ),
+    Mutation(
+        "ranks: refused",
+        "The others are told of a plan that the leader then refuses, and are a step ahead of it.",
+        "engine/parallel/leader.py",
+        "        check_plan(plan, self._block_size, 0 if self.state is None else self.state.num_slots)\n",
+        "",
+        (f"{RANKS_ENGINE}::test_a_plan_that_is_refused_leaves_the_ranks_in_step",),
+    ),
+    Mutation(
+        "ranks: pending",
+        "Followers are told of the place that a token in flight will have, and not of the token.",
+        "engine/parallel/messages.py",
+        "fed_tokens(row, newest),",
+        "row.token_ids,",
+        (f"{RANKS_ENGINE}::test_a_token_in_flight_is_what_the_leader_sampled",),
+    ),
+    Mutation(
+        "ranks: together",
+        "A leader that fails within a step leaves the others waiting for it.",
+        "engine/parallel/leader.py",
+        '            self._group.give_up(f"{type(error).__name__}: {error}")\n',
+        "",
+        (f"{RANKS_ENGINE}::test_a_leader_that_fails_within_a_step_ends_all_ranks",),
+    ),
+    Mutation(
+        "ranks: port",
+        "The leader's port is only its own once it has loaded its weights.",
+        "kernels/collectives/gloo.py",
+        "self._port = int(self._listener.getsockname()[1])",
+        "self._port = int(self._listener.getsockname()[1])\n            self._listener.close()",
+        (f"{RANKS_TCP}::test_a_leader_holds_its_port_from_the_start_and_frees_it_without_having_joined",),
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_c
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
 from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
-from engine.build.resolve import all_state_bytes, block_bytes, resolve, resolve_dtype
+from engine.build.resolve import all_state_bytes, block_bytes, parts_on, resolve, resolve_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
@@ -181,9 +181,11 @@ def start_on_cpu(
     parts_of(model, config.tensor_parallel_size)  # which refuses what cannot be cut
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
+    launcher = launcher or SubprocessLauncher()
+    here = launcher.ranks_here(config.tensor_parallel_size)
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
     config, why_bits = settle_quantize(model_dir, model, config, kernels)
-    resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines)
+    resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines, here)
     reasons = why_bits | (draft.reasons if draft is not None else {}) | tier_reasons(config, tiers)
     reasons |= _rank_reasons(config, resolved)
     resolved = replace(resolved, reasons=resolved.reasons | reasons)
@@ -197,7 +199,7 @@ def start_on_cpu(
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, launcher or SubprocessLauncher(), claim)
+    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, launcher, claim)
 
 
 def _missing() -> Facts:
@@ -229,13 +231,14 @@ def _claimed(
     device: tuple[Device, str],
     draft: DraftStart | None,
     engines: int,
+    ranks: Sequence[int],
 ) -> tuple[ResolvedConfig, Claim]:
     """Return the resolved config and a claim on its memory, so that no other engine of this machine counts that as
-    free."""
+    free. ranks: those on this machine; others check and claim their own (engine.build.rank_fit)."""
     dtype, _ = resolve_dtype(config, device[0])
     drafts, draft_cost = None if draft is None else draft.checkpoint.model, None
     native = kernels.name == NATIVE
-    parts = parts_of(model, config.tensor_parallel_size)
+    parts = parts_on(model, config, ranks)
     use = together(host_use(model_dir, part, config, dtype, native=native) for part in parts)
     if draft is not None:
         beside = draft.checkpoint.directory, draft.checkpoint.model, draft.config, dtype
@@ -245,9 +248,9 @@ def _claimed(
         draft_cost = draft.checkpoint.model, pass_cost(bytes_read(*beside, native=draft_native), own)
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))
-        resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost)
-        states = all_state_bytes(model, config, dtype)
-        cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts) + states
+        resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost, ranks=ranks)
+        states = all_state_bytes(model, config, dtype, ranks)
+        cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts, ranks) + states
         return resolved, shared.claim(use.total + cache)
 
 

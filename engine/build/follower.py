@@ -1,5 +1,5 @@
 """Owns the start of a rank that follows: it loads its part of the model as the leader says, and joins the group.
-Never resolves a setting or claims memory: the leader has done both for all ranks."""
+Never resolves a setting: the leader has, and has claimed memory for the ranks of its machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.build.cpu_model import cpu_builder, threads_of_rank
+from engine.build.rank_fit import claim_rank
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import TorchThreads
 from engine.models.config import read_model_config
@@ -40,6 +41,8 @@ class Specification:
     config: EngineConfig
     resolved: ResolvedConfig
     kernels: Choice
+    is_counted: bool
+    """Whether this rank is on the leader's machine, where the leader has claimed its memory."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -73,18 +76,23 @@ def follow(specification: bytes) -> None:
     """
     own: Specification = pickle.loads(specification)
     group = group_at(own.place, own.shard)
+    native, claim = own.kernels.name == NATIVE, None
     try:
         whole = read_model_config(own.model_dir)
+        if not own.is_counted:
+            claim = claim_rank(own.model_dir, whole, own.shard, own.config, own.resolved, native=native)
         model = sharded(whole, own.shard)
         builder = cpu_builder(own.model_dir, model, own.config, own.resolved, own.kernels, group)
         here = what_computes(own.model_dir, own.kernels)
-        threads = 1 if own.kernels.name == NATIVE else threads_of_rank(own.resolved.num_threads, own.shard.size)
+        threads = 1 if native else threads_of_rank(own.resolved.num_threads, own.shard.size)
         TorchThreads(threads).use()
         follower = Follower(builder.build(), group, vocab_sizes(whole, own.shard.size), here)
         group.join()
         follower.run()
     finally:
         group.close()
+        if claim is not None:
+            claim.release()
 
 
 def main() -> None:

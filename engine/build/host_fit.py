@@ -89,24 +89,35 @@ class HostBudget:
     room: Room | None
     """None if the system does not say how much is free."""
 
-    def blocks(self, config: EngineConfig, block_bytes: int, state_bytes: int, most: int) -> tuple[int, str]:
-        """Return the number of KV blocks, and the reason. most: more blocks would be of no use.
+    def blocks(
+        self,
+        config: EngineConfig,
+        block_bytes: int,
+        state_bytes: int,
+        most: int,
+        here: tuple[int, int] | None = None,
+    ) -> tuple[int, str]:
+        """Return the number of KV blocks, and the reason. block_bytes, state_bytes: of the whole engine. most: more
+        blocks would be of no use. here: the same two of the ranks on this machine; None: all are.
 
         Raises:
             ConfigError: there is no memory for what the config asks for, or for a single block in addition to the rest.
         """
-        self._check_use()
+        self.check_use()
         asked = _asked_bytes(config, block_bytes, state_bytes)
         if asked is None:
-            return self._that_fit(block_bytes, state_bytes, most)
+            return self._that_fit(*(here or (block_bytes, state_bytes)), most)
         name, size, num_blocks = asked
+        if here is not None and here != (block_bytes, state_bytes):
+            size = num_blocks * here[0] + here[1]
         self.check(f"{name} is {getattr(config, name)}, which takes {_gib(size)}", size)
         if config.num_kv_blocks is not None:
             return num_blocks, f"asked for; {_gib(num_blocks * block_bytes)}"
         less = f", less {state_bytes} bytes of recurrent state," if state_bytes else ""
         return num_blocks, f"{name} {config.kv_cache_memory_gib:g}{less} at {block_bytes} bytes a block"
 
-    def _check_use(self) -> None:
+    def check_use(self) -> None:
+        """Raise ConfigError if there is no memory for what is used."""
         if self.room is not None and self.use.total > self.room.free:
             raise ConfigError(
                 f"This engine needs {_gib(self.use.total)} without any KV cache ({self.use.text()}), but "

@@ -4,8 +4,8 @@ Never loads weights: each rank loads its own."""
 from __future__ import annotations
 
 import shutil
-import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from engine.build.follower import Specification, group_at, what_computes
@@ -17,6 +17,7 @@ from engine.parallel.leader import LeadingModel
 from engine.parallel.processes import RankLauncher, RankProcess
 from engine.parallel.ranks import Ranks
 from kernels.choice import Choice
+from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import LEADER, Group, RankLostError
 from kernels.collectives.shared_memory import new_directory
 from kernels.cpu.native.library import NoLibraryError, load_library
@@ -48,11 +49,8 @@ class LeadingRank:
         Raises:
             ConfigError: a rank could not.
         """
-        try:
+        with _starting(self.group.size):
             self.ranks.meet(what_computes(self._model_dir, self._kernels))
-        except (RankLostError, OSError) as error:  # such as no room in /dev/shm
-            setting = f"tensor_parallel_size is {self.group.size}"
-            raise ConfigError(f"{setting}, and not every rank could start: {error}") from error
         return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)
 
 
@@ -64,12 +62,21 @@ def start_ranks(
     resolved: ResolvedConfig,
     kernels: Choice,
 ) -> LeadingRank:
-    """Start the followers, which end with `LeadingRank.ranks`. model: the whole one."""
+    """Start the followers, which end with `LeadingRank.ranks`. model: the whole one.
+
+    Raises:
+        ConfigError: there is no place where they could meet.
+    """
     size, place = config.tensor_parallel_size, _place(launcher)
+    here = launcher.ranks_here(size)
     with ExitStack() as undone:
         if isinstance(place, Path):
             undone.callback(shutil.rmtree, place, ignore_errors=True)
-        group = group_at(place, Shard(LEADER, size))
+        with _starting(size):
+            group = group_at(place, Shard(LEADER, size))
+        undone.callback(group.close)
+        if isinstance(group, GlooGroup):
+            place = group.address  # with the port that it holds
         processes: list[RankProcess] = []
         for rank in range(1, size):
             specification = Specification(
@@ -79,6 +86,7 @@ def start_ranks(
                 config=config,
                 resolved=resolved,
                 kernels=kernels,
+                is_counted=rank in here,
             )
             processes.append(launcher.start(rank, specification.encode()))
             undone.callback(processes[-1].kill)
@@ -88,10 +96,20 @@ def start_ranks(
     )
 
 
+@contextmanager
+def _starting(size: int) -> Iterator[None]:
+    try:
+        yield
+    except (RankLostError, OSError) as error:  # such as no room in /dev/shm, or a host without an address
+        raise ConfigError(f"tensor_parallel_size is {size}, and not every rank could start: {error}") from error
+
+
 def _place(launcher: RankLauncher) -> Path | str:
-    """Return where the ranks meet: in memory if they are on one machine that has the native library."""
+    """Return where the ranks meet: in memory if they are on one machine that has the native library, else at a port
+    that the leader's end of the group chooses."""
     if launcher.remote_host is not None or not _has_library():
-        return f"{launcher.remote_host or '127.0.0.1'}:{_free_port()}"
+        host = launcher.remote_host or "127.0.0.1"
+        return f"[{host}]:0" if ":" in host else f"{host}:0"
     return new_directory()
 
 
@@ -101,9 +119,3 @@ def _has_library() -> bool:
     except NoLibraryError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -3,6 +3,7 @@ Never allocates or loads anything: it reads a few small files and the machine's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,12 +38,13 @@ def resolve(
     memory: HostBudget | tuple[int, str],
     draft: tuple[ModelConfig, float] | None = None,
     keep: Keep | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> ResolvedConfig:
     """Resolve `config` for this machine and this checkpoint.
 
     device: with the reason for it. memory: how much KV blocks may take, or their number and its reason. draft: a draft
     model and its cost; see SpeculativeConfig.model_cost. keep: which packed weights a GPU's kernels use as stored;
-    None: those that a CPU's do.
+    None: those that a CPU's do. ranks: those on this machine, whose memory and threads count; None: all.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
@@ -51,9 +53,9 @@ def resolve(
     max_model_len, length_reason = _max_model_len(model, config)
     dtype, dtype_reason = resolve_dtype(config, device[0])
     if isinstance(memory, HostBudget):
-        memory = _num_blocks(model, config, dtype, draft[0] if draft else None, memory, max_model_len)
+        memory = _num_blocks(model, config, dtype, draft[0] if draft else None, memory, max_model_len, ranks)
     num_blocks, blocks_reason = memory
-    num_threads, threads_reason = _num_threads(config)
+    num_threads, threads_reason = _num_threads(config, ranks)
     scheduler, halving_reason = _scheduler(model, config)
     same_bits = kernels.name == NATIVE
     on_gpu = () if device[0].capability is None else (GPU,)
@@ -127,17 +129,31 @@ def resolve_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, st
     return torch.float32, f"the CPU has none of {', '.join(_BF16_FLAGS)}, so bfloat16 would be emulated"
 
 
-def block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, draft: ModelConfig | None) -> int:
-    """Return the bytes of a KV block on all ranks, some of which may have the same KV heads, and of the draft model's
-    block of the same number."""
+def block_bytes(
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    draft: ModelConfig | None,
+    ranks: Sequence[int] | None = None,
+) -> int:
+    """Return the bytes of a KV block on these ranks, some of which may have the same KV heads, and of the draft model's
+    block of the same number. ranks: None: all, here and below."""
     kept = cache_dtype(config.kv_cache_dtype, dtype)
-    shapes = [*parts_of(model, config.tensor_parallel_size), *([] if draft is None else [draft])]
+    shapes = [*parts_on(model, config, ranks), *([] if draft is None else [draft])]
     return sum(bytes_per_block(shape, config.block_size, kept) for shape in shapes)
 
 
-def all_state_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of recurrent states on all ranks."""
-    return sum(state_bytes(part, config, dtype) for part in parts_of(model, config.tensor_parallel_size))
+def all_state_bytes(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, ranks: Sequence[int] | None = None
+) -> int:
+    """Return the bytes of recurrent states on these ranks."""
+    return sum(state_bytes(part, config, dtype) for part in parts_on(model, config, ranks))
+
+
+def parts_on(model: ModelConfig, config: EngineConfig, ranks: Sequence[int] | None = None) -> list[ModelConfig]:
+    """Return the parts of a model that these ranks have."""
+    parts = parts_of(model, config.tensor_parallel_size)
+    return parts if ranks is None else [parts[rank] for rank in ranks]
 
 
 def _num_blocks(
@@ -147,11 +163,13 @@ def _num_blocks(
     draft: ModelConfig | None,
     memory: HostBudget,
     max_model_len: int,
+    ranks: Sequence[int] | None,
 ) -> tuple[int, str]:
     size = block_bytes(model, config, dtype, draft)
+    here = block_bytes(model, config, dtype, draft, ranks), all_state_bytes(model, config, dtype, ranks)
     drafts = size - block_bytes(model, config, dtype, None)
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
-    blocks, reason = memory.blocks(config, size, all_state_bytes(model, config, dtype), most)
+    blocks, reason = memory.blocks(config, size, all_state_bytes(model, config, dtype), most, here)
     return blocks, f"{reason}, {drafts} of them the draft model's" if drafts else reason
 
 
@@ -264,12 +282,20 @@ def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
     return f"kept in {layout.name}" + (", in the order of the inputs' groups" if layout.order else "")
 
 
-def _num_threads(config: EngineConfig) -> tuple[int, str]:
+def _num_threads(config: EngineConfig, ranks: Sequence[int] | None = None) -> tuple[int, str]:
+    """Return the threads of all ranks together, of which those elsewhere have theirs there."""
+    size = config.tensor_parallel_size
+    here = size if ranks is None else len(ranks)
     if config.num_threads is not None:
-        if (refusal := refused_threads(config.num_threads)) is not None:
-            raise ConfigError(f"{refusal}.")
+        if (refusal := refused_threads(config.num_threads * here // size)) is not None:
+            raise ConfigError(f"{refusal}{_of_all(config.num_threads, here, size)}.")
         return config.num_threads, "num_threads in the config, or this replica's share of the machine's cores"
-    return usable_threads()
+    threads, reason = usable_threads()
+    return threads * size // here, reason + _of_all(threads * size // here, here, size)
+
+
+def _of_all(num_threads: int, here: int, size: int) -> str:
+    return f"; {here} of {size} ranks are on this machine, and all have {num_threads}" * (here < size)
 
 
 def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:

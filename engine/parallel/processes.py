@@ -32,6 +32,9 @@ class RankLauncher(Protocol):
     def remote_host(self) -> str | None:
         """This machine's name or address for ranks on other machines; None: all ranks are on this one."""
 
+    def ranks_here(self, size: int) -> Sequence[int]:
+        """Return which of `size` ranks are on this machine, or will be; the leader always is."""
+
     def start(self, rank: int, specification: bytes) -> RankProcess:
         """Start a process that calls engine.build.follower.follow(specification), and do not wait for it."""
 
@@ -40,6 +43,9 @@ class SubprocessLauncher:
     """A RankLauncher for this machine: children of this process, which end with it."""
 
     remote_host: str | None = None
+
+    def ranks_here(self, size: int) -> Sequence[int]:
+        return range(size)
 
     def start(self, rank: int, specification: bytes) -> Child:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

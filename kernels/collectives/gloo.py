@@ -33,16 +33,22 @@ class GlooGroup:
     ) -> None:
         """All ranks say the same, but for their rank.
 
-        address: "host:port", the leader's as the others reach it; the port must be free there when it joins.
+        address: "host:port", the leader's as the others reach it. The leader listens from now on, so that nobody takes
+        the port while it loads; port 0 is any that is free there, and `address` says which.
         join_timeout_s: how long this rank waits for the others to load and join.
 
         Raises:
             ValueError: the address is not one, or a number is out of its range.
+            OSError: the leader cannot listen on the port.
         """
-        self._address = _split(address)
         check_ranks(rank, size, timeout_s)
         if join_timeout_s <= 0:
             raise ValueError(f"join_timeout_s is {join_timeout_s}: expected a positive number of seconds")
+        self._host, self._port = _split(address, rank)
+        self._listener: socket.socket | None = None
+        if rank == LEADER:
+            self._listener = _listen(self._host, self._port)
+            self._port = int(self._listener.getsockname()[1])
         self._rank, self._size = rank, size
         self._join_timeout_s, self._timeout_s = join_timeout_s, timeout_s
         self._star: Star | None = None
@@ -53,13 +59,12 @@ class GlooGroup:
 
     def join(self, why_not: Callable[[], str | None] = no_reason) -> None:
         """Raises also:
-        OSError: the leader cannot listen on the port.
         RankLostError: a rank did not join in time.
         """
-        (host, port), rank, limit_s = self._address, self._rank, self._join_timeout_s
-        store = _store(host, port, rank, self._size, limit_s)
+        host, rank, limit_s = self._host, self._rank, self._join_timeout_s
+        leads, listener, self._listener = rank == LEADER, self._listener, None
+        store = _store(host, self._port, self._size, limit_s, listener)
         try:
-            leads = rank == LEADER
             peers = _lead(store, host, self._size, limit_s, why_not) if leads else _follow(store, host, rank, limit_s)
             own_host = next(iter(peers.values())).getsockname()[0]
             self._star = Star(peers, self._timeout_s, self._end)
@@ -72,6 +77,11 @@ class GlooGroup:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def address(self) -> str:
+        """What the others are to be given, with the port that the leader listens on."""
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     @property
     def rank(self) -> int:
@@ -132,6 +142,8 @@ class GlooGroup:
         self._star.lose(f"Rank {self._rank} gave up: {reason}.")
 
     def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         if self._star is not None:
             self._star.close()
         self._end()
@@ -183,22 +195,32 @@ def _exchanged(gloo: Any, receive: dict[int, Tensor], send: dict[int, Tensor]) -
     return None
 
 
-def _split(address: str) -> tuple[str, int]:
+def _split(address: str, rank: int) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not (rank != LEADER) <= int(port) < 65536:
         raise ValueError(f"address is {address!r}: expected host:port")
     return host.strip("[]"), int(port)
 
 
-def _store(host: str, port: int, rank: int, size: int, timeout_s: float) -> Any:
-    """Return the leader's store, by which ranks find each other."""
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen on all of this machine's addresses. host: by which the others reach it."""
+    try:
+        return socket.create_server(("", port), family=socket.getaddrinfo(host, None)[0][0])
+    except OSError as error:
+        raise OSError(f"{host}:{port} cannot be listened on: {error}") from error
+
+
+def _store(host: str, port: int, size: int, timeout_s: float, listener: socket.socket | None) -> Any:
+    """Return the leader's store, by which ranks find each other. listener: the leader's, which the store closes."""
+    limit, descriptor = timedelta(seconds=timeout_s), None if listener is None else listener.detach()
+    leads = descriptor is not None
     try:
         return _dist.TCPStore(
-            host, port, size, rank == LEADER, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            host, port, size, leads, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor
         )
     except _dist.DistNetworkError as error:
-        if rank == LEADER:
-            raise OSError(f"{host}:{port} cannot be listened on: {error}") from error
+        if leads:
+            raise RankLostError(f"Rank {LEADER} cannot reach itself on {host}:{port}: {error}") from error
         raise RankLostError(f"Rank {LEADER} did not listen on {host}:{port} within {timeout_s:g} s.") from error
 
 

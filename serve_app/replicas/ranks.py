@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from importlib import import_module
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serve_app.settings.ranks import ONE_NODE, Placement
@@ -81,6 +82,12 @@ class RayRankLauncher:
     @property
     def remote_host(self) -> str | None:
         return None if self._placement == ONE_NODE else ray.util.get_node_ip_address()
+
+    def ranks_here(self, size: int) -> Sequence[int]:
+        if self._placement == ONE_NODE:
+            return range(size)
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        return [rank for rank in range(size) if nodes[rank] == nodes[0]]
 
     def start(self, rank: int, spec: bytes) -> RayRankProcess:
         """Start a follower; returns before it runs.

@@ -19,6 +19,7 @@ from benchmarks import versions
 from benchmarks.engine import kv_tiers as bench_kv_tiers
 from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
+from benchmarks.engine import ranks as bench_ranks
 from benchmarks.engine import shapes as bench_shapes
 from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
@@ -60,6 +61,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "transport": ("transport.md", "transport.json", transport),
     "versions": ("between-commits.md", "versions.json", versions),
     "tensor parallel": ("tensor-parallel.md", "tensor_parallel.json", tensor_parallel),
+    "ranks": ("tensor-parallel.md", "ranks.json", bench_ranks),
     "first hour": ("gpu.md", "gpu.json", gpu_report),
 }
 """Marks, with their page, their file of figures, and the program that made the file and makes the table."""
@@ -146,6 +148,10 @@ def test_what_the_page_says_of_gains_and_losses_by_value_is_what_the_file_says()
         f"find {best:.0f} % of what can be found at all",
     ):
         assert said in text, said
+
+
+def test_what_ranks_exchange_is_what_the_file_says() -> None:
+    assert between("ranks exchanges", "tensor-parallel.md") == bench_ranks.exchanges_table(document("ranks.json"))
 
 
 def test_what_tiers_and_tenants_find_is_what_the_file_says() -> None:

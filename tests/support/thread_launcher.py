@@ -4,6 +4,7 @@ Never hides how a follower ended: `poll` says it, as for a process."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from engine.build.follower import follow
 
@@ -11,9 +12,14 @@ from engine.build.follower import follow
 class ThreadLauncher:
     """An engine.parallel.processes.RankLauncher."""
 
-    def __init__(self, remote_host: str | None = None) -> None:
+    def __init__(self, remote_host: str | None = None, *, here: Sequence[int] | None = None) -> None:
+        """here: the ranks of which the leader believes that they are on its machine; None: all."""
         self.remote_host = remote_host
         self.ranks: list[RankThread] = []
+        self._here = here
+
+    def ranks_here(self, size: int) -> Sequence[int]:
+        return range(size) if self._here is None else self._here
 
     def start(self, rank: int, specification: bytes) -> RankThread:
         self.ranks.append(RankThread(rank, specification))
@@ -26,7 +32,7 @@ class RankThread:
     def __init__(self, rank: int, specification: bytes) -> None:
         self.error: BaseException | None = None
         self._rank = rank
-        self._thread = threading.Thread(target=self._run, args=(specification,), name=f"rank-{rank}")
+        self._thread = threading.Thread(target=self._run, args=(specification,), name=f"rank-{rank}", daemon=True)
         self._thread.start()
 
     def _run(self, specification: bytes) -> None:

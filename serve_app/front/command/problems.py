@@ -19,6 +19,7 @@ from serve_app.front.preflight import Application, read_applications
 from serve_app.front.proxy_env import ENABLE
 from serve_app.front.this_machine import check_tokenizer, missing_adapters, missing_files, missing_tier_keys
 from serve_app.front.threads import thread_warnings
+from serve_app.settings.ranks import ONE_NODE
 
 _FILES_OF_TLS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
@@ -93,6 +94,8 @@ def _too_many_threads(model: Application) -> Iterator[ConfigRefused]:
     """Yield the refusal that the engine's own check, for which torch would be loaded, has for its threads."""
     engine = model.settings.engine
     if engine.executor != "torch" or engine.num_threads is None:
+        return
+    if model.settings.tensor_parallel_placement != ONE_NODE:  # they are the threads of several machines
         return
     if (refusal := refused_threads(engine.num_threads)) is not None:
         yield model.refused(f"engine.{refusal}", "engine", "num_threads")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.collectives.shared_memory import new_directory
+from kernels.cpu.native.library import load_library
 from loadtest.server import free_port
 from tests.kernels.collectives.jobs import SLOT_BYTES, in_memory, over_tcp
 from tests.support.compiler import needs_compiler
@@ -21,6 +22,7 @@ Make = Callable[..., MakeGroup]
 @pytest.fixture
 def memory() -> Iterator[Make]:
     """Groups of shared memory, which leave nothing behind."""
+    load_library()  # or ranks would compile it while the test waits for them
     made: list[Path] = []
 
     def make(timeout_s: float = 30, slot_bytes: int = SLOT_BYTES) -> MakeGroup:

@@ -76,13 +76,49 @@ def test_a_leader_whose_port_is_taken_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be listened on"):
-            joined_over_tcp(f"127.0.0.1:{port}", rank=0, size=2, join_timeout_s=1)
+            GlooGroup(f"127.0.0.1:{port}", rank=0, size=2)
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:0", "host:70000"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
+def test_a_leader_holds_its_port_from_the_start_and_frees_it_without_having_joined() -> None:
+    """Regression: it was chosen before weights were loaded and bound after, and another process could take it."""
+    leader = GlooGroup("127.0.0.1:0", rank=0, size=2)
+    host, _, port = leader.address.rpartition(":")
+    assert host == "127.0.0.1"
+    with pytest.raises(OSError, match="Address already in use"):
+        socket.create_server(("", int(port))).close()
+    leader.close()
+    socket.create_server(("", int(port))).close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_followers_that_come_before_the_leader_has_loaded_wait_for_it(host: str) -> None:
+    leader = GlooGroup(f"{host}:0", rank=0, size=2)
+    received: list[bytes] = []
+
+    def follow() -> None:
+        follower = joined_over_tcp(leader.address, rank=1, size=2)
+        received.append(follower.receive())
+        follower.close()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    leader.join()
+    leader.send(b"message")
+    thread.join()
+    assert received == [b"message"]
+    leader.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:70000"])
+def test_an_address_that_is_none_is_refused(address: str, rank: int) -> None:
     with pytest.raises(ValueError, match="expected host:port"):
-        GlooGroup(address, rank=0, size=2)
+        GlooGroup(address, rank=rank, size=2)
+
+
+def test_a_follower_must_be_told_the_port() -> None:
+    with pytest.raises(ValueError, match=r"address is 'host:0': expected host:port"):
+        GlooGroup("host:0", rank=1, size=2)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import pytest
 from loadtest.server import ended
 from serve_app.replicas import ranks
 from serve_app.replicas.ranks import RayRankLauncher, launcher_here
-from serve_app.settings.ranks import ONE_NODE
+from serve_app.settings.ranks import ONE_NODE, Placement
 from tests.support.tiny_models import save_model
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +47,16 @@ def test_a_rank_without_a_bundle_is_refused(rank: int) -> None:
     group: Any = SimpleNamespace(bundle_count=2)
     with pytest.raises(ValueError, match=f"rank is {rank}: the replica's placement group has bundles for ranks 1 to 1"):
         RayRankLauncher(group, {"num_cpus": 1}, ONE_NODE).start(rank, b"")
+
+
+@pytest.mark.parametrize(("placement", "here"), [("strict_pack", [0, 1, 2]), ("pack", [0, 2]), ("spread", [0, 2])])
+def test_the_ranks_of_the_leaders_node_are_known_before_they_start(
+    placement: Placement, here: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = object()
+    nodes = {"bundles_to_node_id": {0: "a", 1: "b", 2: "a"}}
+    monkeypatch.setattr(ranks, "placement_group_table", lambda asked: nodes if asked is group else {})
+    assert list(RayRankLauncher(group, {"num_cpus": 1}, placement).ranks_here(3)) == here
 
 
 # --- with Ray ---------------------------------------------------------------------------------------------------------

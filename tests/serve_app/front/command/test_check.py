@@ -220,6 +220,10 @@ QUOTA = (
         ({"engine_replicas": 2}, f"2 engines on this machine have 4 threads, {QUOTA}"),
         ({"autoscaling": {"min_replicas": 1, "max_replicas": 3}}, f"3 engines on this machine have 6 threads, {QUOTA}"),
         ({"engine": {"num_threads": 8}}, f"1 engine has 8 threads, {QUOTA}"),
+        (
+            {"engine": {"num_threads": 12, "tensor_parallel_size": 2}, "tensor_parallel_placement": "spread"},
+            f"1 engine has 12 threads, {QUOTA}",
+        ),
         ({"engine": {"num_threads": None}, "engine_replicas": 9}, None),
         ({"engine": {"executor": "fake", "num_threads": 8}}, None),
         ({"engine_num_gpus": 1, "engine_replicas": 4}, None),
