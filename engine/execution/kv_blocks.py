@@ -1,5 +1,5 @@
-"""Owns the copies of a CPU's KV blocks to and from rows of memory (engine.tiers.copier.BlockCopier), byte for byte or in
-8 bits. Never knows the order that the kernels have within a block, nor what rounds it to 8 bits."""
+"""Owns the copies of a CPU's KV blocks to and from rows of memory (engine.tiers.copier.BlockCopier), also in 8 bits.
+Never knows the order that the kernels have within a block, nor what rounds it to 8 bits."""
 
 from __future__ import annotations
 

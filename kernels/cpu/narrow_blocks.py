@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.kv_format import LARGEST, SCALE_BYTES, stored_size
 
 SMALLEST = 2.0**-110
-"""A vector whose scale would be smaller is zeros: no product of a scale and a number is denormal, in bfloat16 either."""
+"""A vector whose scale would be smaller is zeros: no product of scale and number is denormal, in bfloat16 either."""
 _PIECE = 1 << 14
 """Numbers that are converted at a time: torch starts its team of threads from twice as many on."""
 _MAGIC = 1.5 * 2.0**23
@@ -62,9 +61,10 @@ class NarrowBlocks(Protocol):
 
 def largest_scale(kept_in: torch.dtype) -> float:
     """Return the largest scale by which what the largest magnitude becomes is finite in float32."""
-    top, most = np.float32(LARGEST[kept_in]), np.finfo(np.float32).max
-    scale = most / top
-    return float(scale if float(scale) * float(top) <= float(most) else np.nextafter(scale, np.float32(0)))
+    most = torch.tensor(torch.finfo(torch.float32).max)
+    scale = most / LARGEST[kept_in]
+    fits = bool((scale * LARGEST[kept_in]).isfinite())
+    return float(scale if fits else scale.nextafter(torch.tensor(0.0)))
 
 
 def scales_of(largest: Tensor, kept_in: torch.dtype) -> Tensor:
@@ -122,13 +122,10 @@ class TorchBlocks:
         """Return parts of a block beside those of its row: vectors in the cache's type, their numbers and their scales.
         # [tensors, vectors, head_dim], [tensors, vectors, head_dim] int8, [tensors, vectors, SCALE_BYTES] uint8"""
         tensors, vectors, size = self.form.tensors, self.form.vectors, self.form.head_dim
-        wide = block.view(self.form.dtype).unflatten(1, (vectors, size))
-        numbers, scales = (
-            torch.frombuffer(row, dtype=torch.uint8)
-            .view(tensors, -1)
-            .split((vectors * size, vectors * SCALE_BYTES), dim=1)
-        )
-        numbers, scales = numbers.view(torch.int8).unflatten(1, (vectors, size)), scales.unflatten(1, (vectors, -1))
+        wide = block.view(self.form.dtype).view(tensors, vectors, size)
+        parts = torch.frombuffer(row, dtype=torch.uint8).view(tensors, -1)
+        numbers = parts[:, : vectors * size].view(torch.int8).view(tensors, vectors, size)
+        scales = parts[:, vectors * size :].view(tensors, vectors, SCALE_BYTES)
         whole, part = max(1, _PIECE // (vectors * size)), max(1, _PIECE // size)
         for i, j in product(range(0, tensors, whole), range(0, vectors, part)):
             piece = slice(i, i + whole), slice(j, j + part)

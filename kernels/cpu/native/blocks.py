@@ -3,13 +3,12 @@ Never copies what is converted: rows and blocks are read and written where they 
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.narrow_blocks import BlockForm
+from kernels.cpu.native.grouped import LANES
 from kernels.cpu.native.library import load_library
-from kernels.cpu.native.program import LANES
 
 
 class NativeBlocks:
@@ -37,9 +36,10 @@ class NativeBlocks:
         shape = (form.tensors, form.vectors * form.head_dim * form.dtype.itemsize)
         if block.shape != shape or block.stride(1) != 1 or row.nbytes != form.row_bytes:
             raise ValueError(
-                f"A block {list(block.shape)} and a row of {row.nbytes} bytes: expected {list(shape)} and {form.row_bytes}."
+                f"A block {list(block.shape)} and a row of {row.nbytes} bytes: expected {list(shape)} and "
+                f"{form.row_bytes}."
             )
 
 
 def _address(row: memoryview) -> int:
-    return np.frombuffer(row, dtype=np.uint8).ctypes.data
+    return torch.frombuffer(row, dtype=torch.uint8).data_ptr()

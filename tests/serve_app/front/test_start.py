@@ -191,7 +191,7 @@ def test_the_lines_say_what_the_engine_chose_and_what_it_holds(tmp_path: Path) -
 def test_the_lines_say_where_kv_is_kept_besides_the_cache_and_how_much(tmp_path: Path) -> None:
     tiers = {"host_memory_gib": 0.5, "disk_path": "/cache/kv", "disk_gib": 2, "disk_key_file": "/run/secrets/key"}
     app = written(tmp_path, {"engine": {"executor": "fake", "kv_tiers": tiers}})
-    resolved = replace(check_engine("m", app.settings.engine), kv_block_bytes=2**20, block_size=16)
+    resolved = replace(check_engine("m", app.settings.engine), tier_block_bytes=2**20, block_size=16)
     assert engine_lines(app, resolved)[4:] == [
         "KV host  0.5 GiB of memory for each engine, 512 blocks or 8,192 tokens",
         "KV disk  /cache/kv: 2 GiB for all engines of a machine, 2,048 blocks or 32,768 tokens, encrypted by the key "

@@ -12,7 +12,7 @@ from kernels.cpu.native.blocks import NativeBlocks
 from kernels.cpu.native.program import LANES, Program, Team
 from kernels.forward import HeadShape
 from tests.kernels.cpu.block_case import DTYPES, NARROW, block_of
-from tests.kernels.cpu.native.test_program import record, tokens_only
+from tests.kernels.cpu.native.test_program import record
 from tests.kernels.rows import seeded_generator
 from tests.support.compiler import needs_compiler
 
