@@ -37,7 +37,7 @@ class TierMemory:
     """The machine's memory that tiers take."""
 
     block_bytes: int
-    """Of a block in a tier, which may be narrower than in the KV cache."""
+    """What a block takes in a tier, where it may be narrower than in the KV cache."""
     host_blocks: int = 0
     """Blocks of the host tier."""
     buffers: int = 0

@@ -30,7 +30,7 @@ class BlockForm:
     heads: int
     head_dim: int
     dtype: torch.dtype
-    """Of the cache: bfloat16 or float32."""
+    """The cache's: bfloat16 or float32."""
     kept_in: torch.dtype
     """One of kernels.kv_format.LARGEST."""
 
