@@ -68,14 +68,13 @@ def largest_scale(kept_in: torch.dtype) -> float:
 
 
 def scales_of(largest: Tensor, kept_in: torch.dtype) -> Tensor:
-    """Return the scales of vectors from their largest magnitudes, in float32: as `narrow_cache` has them, divided a
-    second time. What is widened by them has the same scale again, which one division does not always give.
+    """Return the scales of vectors from their largest magnitudes, in float32: those of `narrow_cache`, but for what has
+    none. What is widened by a scale has the same again: 127 and 448 are so close below a power of two that the largest
+    magnitude comes back to the bit, or close enough.
 
     Zero: the vector is zeros, or too small. NaN: it has an infinity or a NaN, and all of it is NaN when it comes back.
     """
-    top, most = LARGEST[kept_in], largest_scale(kept_in)
-    once = (largest / top).clamp(max=most)
-    scales = (once * top / top).clamp(max=most)
+    scales = (largest / LARGEST[kept_in]).clamp(max=largest_scale(kept_in))
     scales = torch.where(scales >= SMALLEST, scales, 0.0)
     return torch.where(largest.isfinite(), scales, torch.nan)
 

@@ -50,12 +50,11 @@ struct Lane<bf16> {
 
 inline i32x16 larger(i32x16 a, i32x16 b) { return a > b ? a : b; }
 
-// The scales of vectors whose largest magnitudes have these bits, under which NaN and infinity are above all numbers. It is divided
-// twice: what is widened by the scale has the same scale again, which one division does not always give.
+// The scales of vectors whose largest magnitudes have these bits, under which NaN and infinity are above all numbers: those of a cache
+// (cache.h), but for what has none. See scales_of in kernels/cpu/narrow_blocks.py.
 template <class C>
 inline f32x16 scale_of(i32x16 size) {
-    const f32x16 once = minimum(std::bit_cast<f32x16>(size) / splat(TOP<C>), splat(MOST<C>));
-    const f32x16 scale = minimum(once * splat(TOP<C>) / splat(TOP<C>), splat(MOST<C>));
+    const f32x16 scale = minimum(std::bit_cast<f32x16>(size) / splat(TOP<C>), splat(MOST<C>));
     const f32x16 found = scale >= splat(SMALLEST) ? scale : f32x16{};
     return size >= 0x7f800000 ? splat(std::numeric_limits<float>::quiet_NaN()) : found;
 }

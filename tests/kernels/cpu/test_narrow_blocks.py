@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.narrow_blocks import SMALLEST, BlockForm, TorchBlocks, largest_scale, narrow_vectors, widen_vectors
+from kernels.cpu.narrow_blocks import (
+    SMALLEST,
+    BlockForm,
+    TorchBlocks,
+    largest_scale,
+    narrow_vectors,
+    scales_of,
+    widen_vectors,
+)
 from kernels.cpu.narrow_cache import narrow
 from kernels.kv_format import LARGEST
 from tests.kernels.cpu.block_case import DTYPES, NARROW, block_of, special, vectors
@@ -28,8 +36,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize(("dtype", "kept_in"), KINDS)
 def test_what_was_narrowed_once_is_narrowed_to_the_same_bytes_again(dtype: torch.dtype, kept_in: torch.dtype) -> None:
-    """So a block that goes back and forth is rounded once. A single division would give about one vector in eight
-    (fp8) or 128 (int8) another scale in float32."""
+    """So a block that goes back and forth is rounded once."""
     x = vectors(20_000, 16, dtype)
     numbers, scales = narrow_vectors(x, kept_in)
     again = narrow_vectors(widen_vectors(numbers, scales, kept_in, dtype), kept_in)
@@ -48,15 +55,20 @@ def test_a_number_is_off_by_half_a_unit_at_most(dtype: torch.dtype, kept_in: tor
 
 
 @pytest.mark.parametrize(("dtype", "kept_in"), KINDS)
-def test_scale_and_numbers_are_those_of_a_cache_in_8_bits_but_for_the_last_bit(
-    dtype: torch.dtype, kept_in: torch.dtype
-) -> None:
+def test_scales_and_numbers_are_those_of_a_cache_in_8_bits(dtype: torch.dtype, kept_in: torch.dtype) -> None:
     x = torch.randn(5000, 32, generator=seeded_generator()).to(dtype)
     numbers, scales = narrow_vectors(x, kept_in)
     cached = narrow(x, kept_in)
-    own = cached[:, 32:].contiguous().view(torch.int32).flatten()
-    assert (own - scales.view(torch.int32)).abs().max() <= 1
-    assert (numbers != cached[:, :32]).double().mean() < 1e-3
+    assert torch.equal(numbers, cached[:, :32])
+    assert torch.equal(scales.view(torch.int32)[:, None], cached[:, 32:].contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("kept_in", NARROW)
+def test_every_scale_of_a_largest_magnitude_is_that_of_what_it_is_widened_to(kept_in: torch.dtype) -> None:
+    """In float32, for a third of all mantissas, of every remainder: then for all magnitudes that have a scale."""
+    largest = torch.arange(2**23, 2**24, 3).float()
+    scales = scales_of(largest, kept_in)
+    assert torch.equal(scales_of(scales * LARGEST[kept_in], kept_in), scales)
 
 
 @pytest.mark.parametrize(("dtype", "kept_in"), KINDS)
