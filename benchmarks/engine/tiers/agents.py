@@ -40,7 +40,7 @@ class Pool:
     rounds: int | None = None
     """Only so many rounds; None: all."""
     dtype: str = "auto"
-    """Of the host tier. In fewer bits, answers may differ from those with an unlimited pool."""
+    """The host tier's. In fewer bits, answers may differ from those with an unlimited pool."""
 
     @property
     def is_exact(self) -> bool:
