@@ -175,8 +175,8 @@ INVARIANTS = {
     "I-34": "Every setting changes a plan.",
     "I-35": "Drafts are reserved, cut at the answer's end, and rolled back if they were wrong.",
     "I-36": "Planning and applying cost little, and their cost does not grow with the queue.",
-    "I-37": "KV from a lower tier is what its name says, or is computed. A request that loads has no seat, and gives "
-    "its memory up before a running one does.",
+    "I-37": "KV from a lower tier is what its name says, rounded where that was asked for, or is computed. A request "
+    "that loads has no seat, and gives its memory up before a running one does.",
 }
 
 RULES = {**BEHAVIOURS, **DEFECTS, **INVARIANTS}

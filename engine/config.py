@@ -550,6 +550,13 @@ class KvTiersConfig:
         "File with the key that encrypts files in disk_path (AES-256-GCM): 32 bytes, or 64 hexadecimal digits. Unset: "
         "they are not encrypted, and whoever may read them may learn about prompts.",
     )
+    dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
+        "auto",
+        "In how many bits both tiers keep KV, on a CPU. `auto`: as the KV cache has it, to the bit. `int8` and "
+        "`fp8_e4m3`: one byte a number, with a scale for each token and head, so that they hold about twice as many "
+        "tokens in bfloat16 and four times as many in float32. What comes back is rounded, so an answer may differ "
+        "from the computed one.",
+    )
     retention: Literal["value", "lru"] = setting(
         "value",
         "What leaves the host tier first. `value`: turns of a conversation that a later turn replaced, then prompts "
@@ -901,6 +908,8 @@ class ResolvedConfig:
     kv_tiers: KvTiersConfig = KvTiersConfig()
     kv_block_bytes: int = 0
     """Bytes of a KV block without a draft model's; 0 if the executor stores no KV."""
+    tier_block_bytes: int = 0
+    """Bytes of the same in a tier; 0 likewise."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 

@@ -164,6 +164,7 @@ DISK_TIER = _setting("KV on disk", "kv_tiers.disk_path", _NOT_NONE)
 NO_DISK_TIER = _setting("no KV on disk", "kv_tiers.disk_path", _NONE)
 DISK_SIZE = _setting("a bound of KV on disk", "kv_tiers.disk_gib", None)
 DISK_KEY = _setting("a key of KV on disk", "kv_tiers.disk_key_file", _NOT_NONE)
+NARROW_TIERS = _setting("KV in 8 bits in lower tiers", "kv_tiers.dtype", partial(ne, "auto"))
 RETENTION = _setting("what stays in the machine's memory", "kv_tiers.retention", None)
 LOAD_TIMEOUT = _setting("a wait for KV from lower tiers", "kv_tiers.load_timeout_s", None)
 
@@ -223,6 +224,8 @@ RULES = (
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
+    Rule((NARROW_TIERS,), (FAKE,), "the fake executor's KV has no numbers to round"),
+    Rule((NARROW_TIERS,), (GPU,), "a GPU moves blocks byte for byte; kv_cache_dtype narrows both cache and tiers"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
     Rule((TENSOR_PARALLEL,), (GPU,), "on a GPU, an engine has one rank so far"),
@@ -326,8 +329,14 @@ RULES = (
     Rule((DISK_SIZE, DISK_KEY), (NO_DISK_TIER,), "this setting has an effect only with kv_tiers.disk_path"),
     Rule((OFFLOAD,), (NO_HOST_TIER,), "a victim's KV goes to the machine's memory, and none is set aside for it"),
     Rule((RETENTION,), (NO_HOST_TIER,), "this setting has an effect only with kv_tiers.host_memory_gib"),
+    Rule((NARROW_TIERS,), (NARROW_KV,), "lower tiers keep the KV cache's own 8 bits"),
     Rule(
-        (LOAD_TIMEOUT,),
+        (NARROW_TIERS,),
+        (BATCH_INVARIANT,),
+        "what comes back from lower tiers in 8 bits is rounded, so an answer depends on what was there",
+    ),
+    Rule(
+        (LOAD_TIMEOUT, NARROW_TIERS),
         (NO_HOST_TIER,),
         "this setting has an effect only with kv_tiers.host_memory_gib or kv_tiers.disk_path",
         (NO_DISK_TIER,),

@@ -116,7 +116,7 @@ class KvMover(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's KV on the device."""
+        """Bytes of a block's KV in a tier, which may keep it in fewer bits than the device."""
         ...
 
     def begin(self, moves: Sequence[BlockMove], dropped: Sequence[tuple[Tier, bytes]] = ()) -> None:

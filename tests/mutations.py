@@ -63,6 +63,9 @@ OVERLAP = "tests/engine/core/test_overlap.py"
 PADDING = "tests/engine/lockstep/test_padding.py"
 PLANNER = "tests/engine/scheduling/test_planner.py"
 PREEMPTION = "tests/engine/scheduling/test_preemption.py"
+NARROW_BLOCKS = "tests/kernels/cpu/test_narrow_blocks.py"
+NARROW_TIERS = "tests/engine/execution/test_narrow_tiers.py"
+NATIVE_BLOCKS = "tests/kernels/cpu/native/test_blocks.py"
 TIERS = "tests/engine/core/test_kv_tiers.py"
 PREPARING = "tests/engine/scheduling/test_preparing.py"
 RESERVATION = "tests/engine/scheduling/test_reservation.py"
@@ -1935,6 +1938,30 @@ MUTATIONS = (
         "        if load_s >= self._prefill_s(",
         "        if False and load_s >= self._prefill_s(",
         (TIERS,),
+    ),
+    Mutation(
+        "Narrow tier a",
+        "An engine reads blocks of 8 bits from the disk as if they were whole, and the other way round.",
+        "engine/build/kv_tiers.py",
+        '        "kv_tiers.dtype": config.kv_tiers.dtype,\n',
+        "",
+        (NARROW_TIERS,),
+    ),
+    Mutation(
+        "Narrow tier b",
+        "Where two tokens' values lie beside each other, each is narrowed by the scale of the other.",
+        "kernels/cpu/native/blocks.cpp",
+        "sizes[token + part] = reduce(by_place[part], larger);",
+        "sizes[token + PAIR - 1 - part] = reduce(by_place[part], larger);",
+        (NATIVE_BLOCKS,),
+    ),
+    Mutation(
+        "Narrow tier c",
+        "A block drifts: tiny numbers shrink each time that they go to a tier of 8 bits and back.",
+        "kernels/cpu/narrow_blocks.py",
+        "torch.where(scales >= SMALLEST, scales, 0.0)",
+        "scales",
+        (NARROW_BLOCKS,),
     ),
     # --- requests that are being prepared -----------------------------------------------------------------------------
     Mutation(

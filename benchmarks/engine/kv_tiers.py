@@ -35,7 +35,7 @@ def measure(phase: str, options: argparse.Namespace) -> dict[str, Any]:
             found = cost.measure_cost(sizes, checkout, options.directory)
     else:
         traces = [_trace(phase, options, options.seed + number) for number in range(options.rounds)]
-        compared = agents.pools(options.hosts, options.few_rounds)
+        compared = agents.pools(options.hosts, options.few_rounds, options.dtypes if phase == "drawn" else ())
         found = agents.measure_trace(default_engine, phase, traces, compared, block_bytes())
     return {**machine(), "seed": options.seed, **found}
 
@@ -126,6 +126,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         help="rounds of a small pool alone, and of host tiers below 1 (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="*",
+        choices=("int8", "fp8_e4m3"),
+        default=["int8"],
+        help="`drawn`: types of host tiers in 8 bits, which get half the bytes (int8)",
     )
     parser.add_argument("--cost-rounds", type=int, default=40, help="`cost`: number of rounds (%(default)s)")
     parser.add_argument("--against", help="`cost`: the commit before tiers; without it, it is not compared")

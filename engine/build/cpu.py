@@ -17,14 +17,13 @@ from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
-from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
+from engine.build.kv_tiers import TierMemory, check_key, cpu_copier, open_files, tier_memory, tier_reasons
 from engine.build.resolve import all_state_bytes, block_bytes, parts_on, resolve, resolve_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
 from engine.execution.executor import TorchExecutor
-from engine.execution.kv_blocks import CpuBlockCopier
 from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
 from engine.models.computed import Model
@@ -142,7 +141,8 @@ class CpuStart:
     def _mover(self, model: Model, files: BlockFiles | None) -> TierMover | None:
         if not self.config.kv_tiers.any:
             return None
-        return TierMover(CpuBlockCopier(model.cache), host_blocks=self.tiers.host_blocks, files=files)
+        copier = cpu_copier(model.cache, self.config, native=self.kernels.name == NATIVE)
+        return TierMover(copier, host_blocks=self.tiers.host_blocks, files=files)
 
     def release(self) -> None:
         """Give up the claim, if the engine is not going to be built."""

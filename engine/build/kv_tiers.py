@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.execution.kv_blocks import CpuBlockCopier, NarrowBlockCopier, form_of
 from engine.models.config import CheckpointError
 from engine.models.description import ModelConfig
-from engine.models.kv_cache import bytes_per_block, cache_dtype
-from engine.tiers.copier import BlockFiles
+from engine.models.kv_cache import KVCache, bytes_per_block, cache_dtype
+from engine.tiers.copier import BlockCopier, BlockFiles
 from engine.tiers.mover import spare_rows
 from kernels.choice import NATIVE
+from kernels.cpu.narrow_blocks import TorchBlocks
+from kernels.cpu.native.blocks import NativeBlocks
 from kernels.cpu.native.library import identity
 
 GIB = 2**30
@@ -34,6 +37,7 @@ class TierMemory:
     """The machine's memory that tiers take."""
 
     block_bytes: int
+    """What a block takes in a tier, where it may be narrower than in the KV cache."""
     host_blocks: int = 0
     """Blocks of the host tier."""
     buffers: int = 0
@@ -52,6 +56,17 @@ class TierMemory:
         return self.host_bytes + self.buffer_bytes
 
 
+def tier_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of K and V in lower tiers. dtype: the engine's."""
+    narrow = config.kv_tiers.dtype
+    return cache_dtype(config.kv_cache_dtype if narrow == "auto" else narrow, dtype)
+
+
+def tier_block_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a block in a tier, scales included. dtype: the engine's."""
+    return bytes_per_block(model, config.block_size, tier_dtype(config, dtype))
+
+
 def tier_memory(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> TierMemory:
     """Return the memory of the tiers that the config asks for; nothing if it asks for none. dtype: the engine's.
 
@@ -59,7 +74,7 @@ def tier_memory(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) ->
         ConfigError: a tier is too small for this model.
     """
     tiers = config.kv_tiers
-    size = bytes_per_block(model, config.block_size, cache_dtype(config.kv_cache_dtype, dtype))
+    size = tier_block_bytes(model, config, dtype)
     host, disk = int(tiers.host_memory_gib * GIB), int(tiers.disk_gib * GIB)
     if tiers.host_memory_gib > 0 and host < size:
         raise ConfigError(
@@ -83,7 +98,16 @@ def tier_reasons(config: EngineConfig, memory: TierMemory) -> dict[str, str]:
         blocks = int(tiers.disk_gib * GIB) // memory.block_bytes
         encrypted = "" if tiers.disk_key_file is None else ", encrypted"
         parts.append(f"about {blocks} blocks in {tiers.disk_gib:g} GiB of {tiers.disk_path}{encrypted}")
-    return {"kv_tiers": f"asked for; {' and '.join(parts)}"} if parts else {}
+    narrow = "" if tiers.dtype == "auto" else f", in {tiers.dtype}"
+    return {"kv_tiers": f"asked for; {' and '.join(parts)}{narrow}"} if parts else {}
+
+
+def cpu_copier(cache: KVCache, config: EngineConfig, *, native: bool) -> BlockCopier:
+    """Return what copies a CPU's blocks to lower tiers and back. native: the cache is in the native kernels' order."""
+    if config.kv_tiers.dtype == "auto":
+        return CpuBlockCopier(cache)
+    form = form_of(cache, cache_dtype(config.kv_tiers.dtype, torch.float32))
+    return NarrowBlockCopier(cache, NativeBlocks(form) if native else TorchBlocks(form))
 
 
 def check_key(config: EngineConfig) -> bytes | None:
@@ -144,6 +168,7 @@ def kv_facts(model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig)
     facts = {
         "dtype": resolved.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_tiers.dtype": config.kv_tiers.dtype,
         "quantize": config.quantize,
         "activations": config.activations,
         "load_format": config.load_format,

@@ -11,6 +11,7 @@ import torch
 
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, kept_on_cpu
+from engine.build.kv_tiers import tier_block_bytes
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerConfig
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
@@ -77,6 +78,7 @@ def resolve(
         num_threads=num_threads,
         recurrent_state=bool(model.linear_layers),
         kv_block_bytes=block_bytes(model, config, dtype, None),
+        tier_block_bytes=tier_block_bytes(model, config, dtype),
         reasons={
             "max_model_len": length_reason,
             "device": device[1],

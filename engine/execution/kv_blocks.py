@@ -1,5 +1,5 @@
-"""Owns the copies of a CPU's KV blocks to and from rows of memory (engine.tiers.copier.BlockCopier).
-Never looks at what is in a block: its bytes are copied, in whatever order the kernels have them."""
+"""Owns the copies of a CPU's KV blocks to and from rows of memory (engine.tiers.copier.BlockCopier), also in 8 bits.
+Never knows the order that the kernels have within a block, nor what rounds it to 8 bits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine.models.kv_cache import KVCache
+from kernels.cpu.narrow_blocks import BlockForm, NarrowBlocks
 
 
 class _Done:
@@ -58,3 +60,42 @@ class CpuBlockCopier:
     def _of(self, row: memoryview) -> NDArray[np.uint8]:
         """Return a row by tensor. # [tensors, bytes]"""
         return np.frombuffer(row, dtype=np.uint8).reshape(self._shape)
+
+
+class NarrowBlockCopier:
+    """Narrows a block when it is stored, and widens it when it is loaded: what comes back is rounded, once."""
+
+    write_batch = 1
+    """See CpuBlockCopier."""
+
+    def __init__(self, cache: KVCache, blocks: NarrowBlocks) -> None:
+        """blocks: of the cache's form; see `form_of`."""
+        assert cache.blocks is not None
+        self._blocks, self._memory = blocks, cache.blocks
+        self.block_bytes = blocks.form.row_bytes
+
+    def room(self) -> int:
+        return sys.maxsize
+
+    def read(self, block_ids: Sequence[int], into: Sequence[memoryview]) -> _Done:
+        for block_id, row in zip(block_ids, into, strict=True):
+            self._blocks.narrow(self._memory[:, block_id], row)
+        return _DONE
+
+    def fence(self) -> None:
+        return None
+
+    def write(self, block_ids: Sequence[int], rows: Sequence[memoryview], after: object) -> _Done:
+        for block_id, row in zip(block_ids, rows, strict=True):
+            self._blocks.widen(row, self._memory[:, block_id])
+        return _DONE
+
+    def close(self) -> None:
+        self._memory = torch.empty(0, 0, 0, dtype=torch.uint8)
+
+
+def form_of(cache: KVCache, kept_in: torch.dtype) -> BlockForm:
+    """Return the form of a cache's blocks in `kept_in`, one of kernels.kv_format.LARGEST."""
+    keys = cache.layers[0][0]
+    _, tokens, heads, head_dim = keys.shape
+    return BlockForm(2 * len(cache.layers), tokens, heads, head_dim, keys.dtype, kept_in)

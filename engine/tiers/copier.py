@@ -18,7 +18,8 @@ class Landing(Protocol):
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks of the KV cache, byte for byte, to and from rows of the machine's memory.
+    """Copies whole blocks of the KV cache to and from rows of the machine's memory, byte for byte, or rounded to fewer
+    bits when they are read. What was rounded once is not changed by further copies.
 
     A row has `block_bytes` bytes: the block's part of each tensor, one after another. A block that is read must have
     been written by an earlier step.

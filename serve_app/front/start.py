@@ -161,10 +161,11 @@ def _tier_lines(resolved: ResolvedConfig) -> list[str]:
 
 
 def _held_tokens(resolved: ResolvedConfig, memory_gib: float) -> str:
-    if not resolved.kv_block_bytes:
+    if not resolved.tier_block_bytes:
         return ""
-    blocks = int(memory_gib * 2**30) // resolved.kv_block_bytes
-    return f", {blocks:,} blocks or {blocks * resolved.block_size:,} tokens"
+    blocks, dtype = int(memory_gib * 2**30) // resolved.tier_block_bytes, resolved.kv_tiers.dtype
+    narrow = "" if dtype == "auto" else f" in {dtype}"
+    return f", {blocks:,} blocks or {blocks * resolved.block_size:,} tokens{narrow}"
 
 
 def ready_lines(application: Application, url: str, took_s: float) -> str:

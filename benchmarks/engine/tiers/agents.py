@@ -21,6 +21,8 @@ POOL_SHARE = 0.25
 """The device pool, as a share of the sessions' working set."""
 MARGIN = 4
 """Blocks of a pool beyond what its longest request takes."""
+NARROW_SHARE = 0.5
+"""What a tier in 8 bits gets of the bytes that the others get: it holds about as much."""
 UNLIMITED, ALONE = "unlimited", "alone"
 LEAST_HIT, MOST_RATIO = 0.95, 1.3
 
@@ -37,24 +39,44 @@ class Pool:
     retention: str = "value"
     rounds: int | None = None
     """Only so many rounds; None: all."""
+    dtype: str = "auto"
+    """The host tier's. In fewer bits, answers may differ from those with an unlimited pool."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.dtype == "auto"
 
     def text(self) -> str:
         if not self.host:
             return "all of it" if self.name == UNLIMITED else "a quarter, no tiers"
-        return f"a quarter, host tier of {self.host:.0%} by `{self.retention}`".replace("%", " %")
+        kept = "" if self.is_exact else f" in `{self.dtype}`"
+        return f"a quarter, host tier of {self.host:.0%}{kept} by `{self.retention}`".replace("%", " %")
 
 
-def pools(hosts: Sequence[float], few_rounds: int) -> list[Pool]:
-    """Return what is compared: an unlimited pool, a small one alone, and with host tiers of several sizes.
+def pools(hosts: Sequence[float], few_rounds: int, dtypes: Sequence[str] = ()) -> list[Pool]:
+    """Return what is compared: an unlimited pool, a small one alone, with host tiers of several sizes, and with tiers
+    in 8 bits of half the bytes of the largest.
 
-    few_rounds: how often those are measured that compute much again, and take long.
+    few_rounds: how often those are measured that compute much again, and take long. dtypes: of tiers in 8 bits.
     """
     tiers = [
         Pool(f"{retention} {host:g}", POOL_SHARE, host, retention, None if host >= 1 else few_rounds)
         for host in hosts
         for retention in ("value", "lru")
     ]
-    return [Pool(UNLIMITED, 1.0), *tiers, Pool(ALONE, POOL_SHARE, rounds=few_rounds)]
+    half = NARROW_SHARE * max(hosts)
+    narrow = [Pool(f"{dtype} {half:g}", POOL_SHARE, half, dtype=dtype) for dtype in dtypes]
+    return [Pool(UNLIMITED, 1.0), *tiers, *narrow, Pool(ALONE, POOL_SHARE, rounds=few_rounds)]
+
+
+def in_turns(due: Sequence[Pool], number: int) -> list[Pool]:
+    """Return a round's pools in the order in which they are measured: each round begins with another one. One whose
+    answers may differ comes somewhere behind one that has the right ones."""
+    exact = [pool for pool in due if pool.is_exact]
+    order = [*exact[number % len(exact) :], *exact[: number % len(exact)]]
+    for pool in (pool for pool in due if not pool.is_exact):
+        order.insert(1 + number % len(exact), pool)
+    return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +88,9 @@ class Played:
     """Totals of the host tier; see TierLoad. Empty if there is none."""
 
 
-def play(engine: DrivenEngine, turns: Sequence[Turn]) -> Played:
-    """Send each turn when the one before has ended."""
+def play(engine: DrivenEngine, turns: Sequence[Turn], right: Sequence[Asked] | None = None) -> Played:
+    """Send each turn when the one before has ended. right: the answers that sessions go on with, so that one that
+    differs is not asked about by the next turn; None: its own."""
     chains: dict[str, tuple[int, ...]] = defaultdict(tuple)
     asked = []
     engine.ask(WARM_UP, 16)
@@ -76,7 +99,7 @@ def play(engine: DrivenEngine, turns: Sequence[Turn]) -> Played:
         engine.clock.skip_to(began + turn.at)
         prompt = chains[turn.session] + turn.tokens if turn.continues else turn.tokens
         asked.append(engine.ask(prompt, turn.answer, session=turn.session, salt=turn.salt))
-        chains[turn.session] = prompt + asked[-1].token_ids
+        chains[turn.session] = prompt + (asked[-1] if right is None else right[len(asked) - 1]).token_ids
     names = ("hit_blocks", "stored_blocks", "evicted_blocks", "late_loads", "failed_loads")
     return Played(asked, {name: getattr(load, name) for load in engine.load().tiers for name in names})
 
@@ -90,13 +113,19 @@ def prompt_lengths(turns: Sequence[Turn]) -> list[int]:
     return lengths
 
 
-def figures(turns: Sequence[Turn], played: Played, unlimited: Played) -> dict[str, float]:
-    """Return the figures of the sessions' turns. Times are milliseconds; ratios are those of the same turn.
+def figures(turns: Sequence[Turn], played: Played, unlimited: Played, *, is_exact: bool = True) -> dict[str, float]:
+    """Return the figures of the sessions' turns. Times are milliseconds; ratios are those of the same turn. is_exact:
+    see Pool.
 
     Raises:
-        RuntimeError: an answer differs from that with an unlimited pool.
+        RuntimeError: an answer differs from that with an unlimited pool, and must not.
     """
-    if [one.token_ids for one in played.asked] != [one.token_ids for one in unlimited.asked]:
+    differ = [
+        turn.session
+        for turn, one, best in zip(turns, played.asked, unlimited.asked, strict=True)
+        if one.token_ids != best.token_ids
+    ]
+    if differ and is_exact:
         raise RuntimeError("answers differ from those with an unlimited pool")
     lengths = prompt_lengths(turns)
     found = zip(turns, played.asked, unlimited.asked, lengths, strict=True)
@@ -109,6 +138,7 @@ def figures(turns: Sequence[Turn], played: Played, unlimited: Played) -> dict[st
         "first_p90_ms": percentile(first, 0.9),
         "ratio_p50": statistics.median(ratios),
         "ratio_p90": percentile(ratios, 0.9),
+        "other_answers": float(sum(session != "" for session in differ)),
         **{name: float(count) for name, count in played.totals.items()},
     }
 
@@ -120,12 +150,13 @@ def measure_trace(
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for number, turns in enumerate(traces):
         due = [pool for pool in compared if pool.rounds is None or number < pool.rounds]
-        played = {}
-        for pool in (*due[number % len(due) :], *due[: number % len(due)]):  # each round begins with another one
+        played: dict[str, Played] = {}
+        for pool in in_turns(due, number):
+            right = None if pool.is_exact else next(iter(played.values())).asked
             with make(**_settings(pool, turns, block_bytes)) as engine:
-                played[pool.name] = play(engine, turns)
+                played[pool.name] = play(engine, turns, right)
         for pool in due:
-            found[pool.name].append(figures(turns, played[pool.name], played[UNLIMITED]))
+            found[pool.name].append(figures(turns, played[pool.name], played[UNLIMITED], is_exact=pool.is_exact))
             print(name, pool.name, {key: round(value, 3) for key, value in found[pool.name][-1].items()}, flush=True)
     cells = [
         {"pool": pool.name, "text": pool.text(), "rounds": len(found[pool.name]), **spreads(found[pool.name])}
@@ -143,7 +174,8 @@ def _settings(pool: Pool, turns: Sequence[Turn], block_bytes: int) -> dict[str, 
     blocks = max(round(pool.share * sessions), least) + (once if pool.name == UNLIMITED else 0)
     tiers = KvTiersConfig()
     if pool.host:
-        tiers = KvTiersConfig(host_memory_gib=pool.host * sessions * block_bytes / 2**30, retention=pool.retention)  # type: ignore[arg-type]
+        host_gib = pool.host * sessions * block_bytes / 2**30
+        tiers = KvTiersConfig(host_memory_gib=host_gib, retention=pool.retention, dtype=pool.dtype)  # type: ignore[arg-type]
     return {"num_kv_blocks": blocks, "max_model_len": longest(turns) + 1, "kv_tiers": tiers}
 
 
@@ -164,7 +196,7 @@ def _facts(turns: Sequence[Turn]) -> dict[str, Any]:
 
 def table(phase: Mapping[str, Any] | None) -> str:
     """Render the table of a trace, below what it consists of: the share of prompt tokens that hit, milliseconds to
-    first tokens, and ratios to the same turn's with an unlimited pool."""
+    first tokens, ratios to the same turn's with an unlimited pool, and how many answers differ from it."""
     if phase is None:
         return NOT_MEASURED
     told = (
@@ -176,12 +208,14 @@ def table(phase: Mapping[str, Any] | None) -> str:
     lines = [
         told,
         "",
-        "| device pool, of the working set | hit, % | first token p50, ms | p90, ms | ÷ unlimited, p50 | p90 |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| device pool, of the working set | hit, % | first token p50, ms | p90, ms | ÷ unlimited, p50 | p90 "
+        "| other answers |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for cell in phase["cells"]:
         hit = shown([100 * share for share in cell["hit_share"]], 1)
         times = f"{shown(cell['first_p50_ms'])} | {shown(cell['first_p90_ms'])}"
         ratios = f"{shown(cell['ratio_p50'], 2)} | {shown(cell['ratio_p90'], 2)}"
-        lines.append(f"| {cell['text']} | {hit} | {times} | {ratios} |")
+        other = shown(cell["other_answers"]) if any(cell.get("other_answers", ())) else "0"  # it may be older
+        lines.append(f"| {cell['text']} | {hit} | {times} | {ratios} | {other} |")
     return "\n".join(lines)

@@ -43,6 +43,8 @@ _SIGNATURES = {  # of the functions that the C++ exports: (result, arguments), o
     "pack_panels": ("", "ipllp"),
     "quantize_panels": ("", "ipllipp"),
     "pack_blocks": ("", "ipllp"),
+    "narrow_block": ("", "iipllllp"),
+    "widen_block": ("", "iipllllp"),
     "program_embed": ("", "pipllfp"),
     "program_embed_grouped": ("", "pipllfp"),
     "program_fill": ("", "pilp"),

@@ -170,7 +170,7 @@ def test_the_working_set_counts_each_block_of_sessions_once() -> None:
 
 def test_a_tier_that_holds_the_sessions_hits_what_an_unlimited_pool_hits() -> None:
     turns = trace.drawn(SHAPE, VOCABULARY, seed=3)
-    found = agents.measure_trace(Machine(), "drawn", [turns], agents.pools([1.0, 0.25], 1), BLOCK_BYTES)
+    found = agents.measure_trace(Machine(), "drawn", [turns], agents.pools([1.0, 0.25], 1, ["int8"]), BLOCK_BYTES)
     hits = {cell["pool"]: cell["hit_share"][0] for cell in found["cells"]}
     best = 1 - sum(len(turn.tokens) for turn in turns if turn.session) / (4 * 900)
     assert hits["unlimited"] == pytest.approx(best, abs=0.08)  # but for blocks that were not full
@@ -187,6 +187,47 @@ def test_an_answer_that_differs_from_the_unlimited_pools_gets_no_figure() -> Non
     assert agents.figures(turns, right, right)["ratio_p50"] == 1
     with pytest.raises(RuntimeError, match="answers differ"):
         agents.figures(turns, wrong, right)
+
+
+def test_a_tier_in_8_bits_has_half_the_bytes_and_its_other_answers_are_counted() -> None:
+    turns = [trace.Turn(0, "a", (1,) * 20, 1), trace.Turn(1, "a", (1,), 1), trace.Turn(2, "", (1,) * 20, 1)]
+    right, wrong = (agents.Played([Asked(0.1, 0, ((token, None),))] * 3, {}) for token in (1, 2))
+    assert agents.figures(turns, wrong, right, is_exact=False)["other_answers"] == 2
+    assert agents.figures(turns, right, right, is_exact=False)["other_answers"] == 0
+    compared = agents.pools([0.5, 1.0], 1, ["int8"])
+    narrow = next(pool for pool in compared if not pool.is_exact)
+    whole = next(pool for pool in compared if pool.name == "value 1")
+    given, other = (agents._settings(pool, turns, 2**20)["kv_tiers"] for pool in (narrow, whole))
+    assert given.host_memory_gib == other.host_memory_gib / 2
+    assert (given.dtype, other.dtype) == ("int8", "auto")
+    assert narrow.text() == "a quarter, host tier of 50 % in `int8` by `value`"
+
+
+def test_each_round_begins_with_another_pool_and_never_with_one_whose_answers_may_differ() -> None:
+    compared = agents.pools([1.0], 9, ["int8", "fp8_e4m3"])
+    rounds = [agents.in_turns(compared, number) for number in range(4)]
+    assert all({pool.name for pool in order} == {pool.name for pool in compared} for order in rounds)
+    assert [order[0].name for order in rounds] == [pool.name for pool in compared if pool.is_exact]
+
+
+def test_a_session_goes_on_with_the_right_answer_after_another_one() -> None:
+    """Or every later prompt of it would be another one, too."""
+    turns = [trace.Turn(0, "a", (1, 2, 3), 2), trace.Turn(1, "a", (4, 5), 2)]
+    right = [Asked(0.1, 0, ((60, None), (61, None)))] * 2
+
+    class Noting(DrivenEngine):
+        def ask(self, prompt: Sequence[int], *args: Any, **more: Any) -> Asked:
+            asked_for.append(tuple(prompt))
+            return super().ask(prompt, *args, **more)
+
+    asked_for: list[tuple[int, ...]] = []
+    config = resolved_config(block_size=16, max_num_batched_tokens=64, max_prefill_tokens=64, vocab_size=VOCABULARY)
+    engine = Noting(executor_of(config), config)
+    agents.play(engine, turns, right)
+    assert asked_for[-1] == (1, 2, 3, 60, 61, 4, 5)
+    agents.play(engine, turns)
+    assert asked_for[-1] != (1, 2, 3, 60, 61, 4, 5)
+    engine.shutdown()
 
 
 def test_prompts_that_come_once_take_part_and_are_not_counted() -> None:

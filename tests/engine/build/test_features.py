@@ -90,6 +90,7 @@ VALUES: dict[Feature, Any] = {
     features.NO_DISK_TIER: None,
     features.DISK_SIZE: 2.5,
     features.DISK_KEY: "key",
+    features.NARROW_TIERS: "int8",
     features.RETENTION: "lru",
     features.LOAD_TIMEOUT: 1.5,
     features.FREE_TOKENS: 16,
@@ -104,6 +105,7 @@ VALUES: dict[Feature, Any] = {
 BESIDE: dict[Feature, dict[str, Any]] = {
     features.LOCAL_CHUNKS: {"scheduler.max_partial_prefills": 0},
     features.DRAFT_MODEL: {"speculative.model": "small"},
+    features.NARROW_TIERS: {"kv_tiers.host_memory_gib": 0.5},
     features.ROUNDED: {"quantize": "int8"},
     features.NO_BYTE_WEIGHTS: {"quantize": "stored"},
     features.UNCAPTURED_ATTENTION: {"attention": "torch"},

@@ -14,7 +14,7 @@ import torch
 
 from engine.build.executor import check_executor, create_executor
 from engine.build.host_fit import HostBudget, host_use
-from engine.build.kv_tiers import FEWEST_ON_DISK, GIB, kv_facts, tier_memory
+from engine.build.kv_tiers import FEWEST_ON_DISK, GIB, kv_facts, tier_memory, tier_reasons
 from engine.config import ConfigError, EngineConfig, KvTiersConfig, ResolvedConfig
 from engine.host.memory import HostMemory
 from engine.host.shares import Room
@@ -91,6 +91,30 @@ def test_the_host_tier_has_as_many_blocks_as_fit_into_its_memory(model: ModelCon
     assert memory.block_bytes == size
     assert memory.host_bytes <= 0.01 * GIB < memory.host_bytes + size
     assert memory.buffers == 0, "only a disk needs any"
+
+
+@pytest.mark.parametrize(("narrow", "kept"), [("int8", torch.int8), ("fp8_e4m3", torch.float8_e4m3fn)])
+def test_a_narrow_tier_has_as_many_narrow_blocks_as_fit_into_its_memory(
+    directory: Path, model: ModelConfig, narrow: Any, kept: torch.dtype
+) -> None:
+    """So do buffers, and the fewest blocks of a disk, and what the start tells."""
+    tiers = KvTiersConfig(host_memory_gib=0.01, disk_path="/not/made", disk_gib=1.0, dtype=narrow)
+    memory, size = tier_memory(model, settings(tiers), torch.float32), bytes_per_block(model, 16, kept)
+    assert memory.block_bytes == size < bytes_per_block(model, 16, torch.float32) / 3
+    assert memory.host_blocks == int(0.01 * GIB) // size
+    assert memory.buffer_bytes == (queued_writes(size) + READERS) * size
+    use = host_use(directory, model, settings(tiers), torch.float32, native=False)
+    assert (use.host_tier, use.disk_buffers) == (memory.host_bytes, memory.buffer_bytes)
+    assert tier_reasons(settings(tiers), memory)["kv_tiers"] == (
+        f"asked for; {memory.host_blocks} blocks in 0.01 GiB of the machine's memory and about {GIB // size} blocks in "
+        f"1 GiB of /not/made, in {narrow}"
+    )
+    small = KvTiersConfig(disk_path="kv", disk_gib=FEWEST_ON_DISK * size / GIB, dtype=narrow)
+    tier_memory(model, settings(small), torch.float32)
+    with pytest.raises(ConfigError, match=f"take {FEWEST_ON_DISK * size} bytes"):
+        tier_memory(model, settings(dataclasses.replace(small, disk_gib=0.99 * small.disk_gib)), torch.float32)
+    resolved = check_executor(directory, settings(tiers))
+    assert (resolved.tier_block_bytes, resolved.kv_block_bytes) == (size, bytes_per_block(model, 16, torch.float32))
 
 
 def test_tiers_count_in_what_the_engine_takes_with_buffers_for_the_disk(directory: Path, model: ModelConfig) -> None:
@@ -224,7 +248,7 @@ def test_a_directory_is_closed_when_the_weights_cannot_be_read(
 
 
 def facts(model: ModelConfig, resolved: ResolvedConfig, **changes: Any) -> dict[str, str]:
-    return kv_facts(model, settings(KvTiersConfig(), kernels="auto", **changes), resolved)
+    return kv_facts(model, settings(**{"tiers": KvTiersConfig(), "kernels": "auto"} | changes), resolved)
 
 
 def test_each_setting_that_changes_a_bit_of_kv_is_a_fact(
@@ -239,6 +263,7 @@ def test_each_setting_that_changes_a_bit_of_kv_is_a_fact(
         {"quantize": "stored", "activations": "int8"},
         {"load_format": "dummy"},
         {"block_size": 32},
+        {"tiers": KvTiersConfig(disk_path="kv", dtype="int8")},
     ):
         assert facts(model, resolved, **changes) != same, changes
     for other in ({"dtype": "bfloat16"}, {"device": "a GPU"}, {"kernels": "reference"}):
@@ -246,7 +271,12 @@ def test_each_setting_that_changes_a_bit_of_kv_is_a_fact(
     monkeypatch.setattr("engine.build.kv_tiers.version", lambda name: f"another {name}")
     assert facts(model, resolved) != same
     monkeypatch.undo()
-    for unseen in ({"max_num_seqs": 3}, {"num_kv_blocks": 99}, {"max_model_len": 17}):
+    for unseen in (
+        {"tiers": KvTiersConfig(disk_path="kv")},
+        {"max_num_seqs": 3},
+        {"num_kv_blocks": 99},
+        {"max_model_len": 17},
+    ):
         assert facts(model, resolved, **unseen) == same, unseen
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from engine.build.engine import check_engine
+from engine.config import KvTiersConfig
 from serve_app.front.config_file import read_config
 from serve_app.front.preflight import Application, read_applications
 from serve_app.front.start import (
@@ -191,11 +192,15 @@ def test_the_lines_say_what_the_engine_chose_and_what_it_holds(tmp_path: Path) -
 def test_the_lines_say_where_kv_is_kept_besides_the_cache_and_how_much(tmp_path: Path) -> None:
     tiers = {"host_memory_gib": 0.5, "disk_path": "/cache/kv", "disk_gib": 2, "disk_key_file": "/run/secrets/key"}
     app = written(tmp_path, {"engine": {"executor": "fake", "kv_tiers": tiers}})
-    resolved = replace(check_engine("m", app.settings.engine), kv_block_bytes=2**20, block_size=16)
+    resolved = replace(check_engine("m", app.settings.engine), tier_block_bytes=2**20, block_size=16)
     assert engine_lines(app, resolved)[4:] == [
         "KV host  0.5 GiB of memory for each engine, 512 blocks or 8,192 tokens",
         "KV disk  /cache/kv: 2 GiB for all engines of a machine, 2,048 blocks or 32,768 tokens, encrypted by the key "
         "in /run/secrets/key",
+    ]
+    narrow = replace(resolved, kv_tiers=KvTiersConfig(host_memory_gib=0.5, dtype="int8"), tier_block_bytes=2**19)
+    assert engine_lines(app, narrow)[4:] == [
+        "KV host  0.5 GiB of memory for each engine, 1,024 blocks or 16,384 tokens in int8"
     ]
     app = written(tmp_path, {"engine": {"executor": "fake", "kv_tiers": {"disk_path": "/cache/kv"}}})
     assert engine_lines(app, check_engine("m", app.settings.engine))[4:] == [

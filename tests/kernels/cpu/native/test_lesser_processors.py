@@ -22,6 +22,7 @@ ALL = (
     HERE / "test_linear_attention.py",
     HERE / "test_multimodal.py",
     HERE / "test_e4m3.py",
+    HERE / "test_blocks.py",
     *ROUNDED,
     HERE.parents[2] / "engine" / "models" / "test_gguf_rows.py",
 )
