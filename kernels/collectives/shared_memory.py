@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError, check_ranks, no_reason, stop_if
+from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, no_reason, stop_if
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.reduction import Reduction
 
@@ -128,6 +128,15 @@ class SharedMemoryGroup:
         numbers, out = (ctypes.c_int64 * self._size)(*sizes), None if found is None else found.data_ptr()
         self._check(self._library.ranks_gather(self._handle, x.data_ptr(), len(x), numbers, out))
         return found
+
+    def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        check_exchange(rows, counts, self._size)
+        given, received = ((ctypes.c_int64 * self._size)(*numbers) for numbers in (counts, ()))
+        row_bytes = rows.shape[1] * rows.element_size()
+        self._check(self._library.ranks_offer(self._handle, rows.data_ptr(), row_bytes, given, received))
+        found = rows.new_empty(sum(received), rows.shape[1])
+        self._check(self._library.ranks_take(self._handle, found.data_ptr()))
+        return found, list(received)
 
     def send(self, message: bytes) -> None:
         assert self._rank == LEADER

@@ -24,6 +24,18 @@ int ranks_gather(Ranks* ranks, const float* x, int64_t rows, const int64_t* size
     return ranks->gather(x, rows, sizes, out);
 }
 
+int ranks_offer(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received) {
+    return ranks->offer(rows, row_bytes, counts, received);
+}
+
+int ranks_take(Ranks* ranks, char* out) { return ranks->take(out); }
+
+// Both, where `out` has room for whatever comes.
+int ranks_exchange(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received, char* out) {
+    const int outcome = ranks->offer(rows, row_bytes, counts, received);
+    return outcome ? outcome : ranks->take(out);
+}
+
 int ranks_send(Ranks* ranks, const char* message, int64_t bytes) { return ranks->send(message, bytes); }
 
 int ranks_pending(Ranks* ranks, int64_t* bytes) { return ranks->pending(bytes); }

@@ -77,6 +77,46 @@ def gathers(group: Group, tell: Tell, cases: list[tuple[int, list[int]]], seed: 
     ]
 
 
+def rows_for(rank: int, counts: list[list[int]], width: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Return what a rank has for all ranks. counts: [from, to]"""
+    return numbers_of(rank, (sum(counts[rank]), width), dtype, seed)
+
+
+def exchanges(
+    group: Any, tell: Tell, cases: list[tuple[list[list[int]], int]], dtype: torch.dtype, seed: int
+) -> list[tuple[Tensor, list[int]]]:
+    """cases: (counts [from, to], the width)."""
+    return [
+        group.exchange(rows_for(group.rank, counts, width, dtype, seed), counts[group.rank]) for counts, width in cases
+    ]
+
+
+def exchange_and_sum(group: Any, tell: Tell) -> tuple[list[float], list[float]]:
+    """The first rank has no rows at all, and all sum right after."""
+    rows = torch.full((group.rank, 2), float(group.rank))
+    found, _ = group.exchange(rows, [group.rank, *[0] * (group.size - 1)])
+    return found.flatten().tolist(), group.all_reduce(torch.full((2,), float(len(found)))).tolist()
+
+
+def exchange_different_rows(group: Any, tell: Tell) -> None:
+    group.exchange(torch.ones(group.size, 4 + group.rank // 2), [1] * group.size)
+
+
+def exchange_until_lost(group: Any, tell: Tell) -> None:
+    """The rows take several slots, so that ranks are lost within an exchange, too."""
+    group.all_reduce(torch.ones(4))
+    tell("runs")
+    while True:
+        group.exchange(torch.ones(3 * group.size, SLOT_BYTES), [3] * group.size)
+
+
+def exchange_and_leave(group: Any, tell: Tell) -> list[float]:
+    """Each rank has rows for the next one alone, and leaves as soon as it has its own."""
+    counts = [int(rank == (group.rank + 1) % group.size) for rank in range(group.size)]
+    found, _ = group.exchange(torch.full((1, 1), float(group.rank)), counts)
+    return found.flatten().tolist()
+
+
 def messages(group: Group, tell: Tell, sizes: list[int], seed: int) -> list[bytes]:
     source = random.Random(seed)
     sent = [source.randbytes(size) for size in sizes]
@@ -100,13 +140,19 @@ def send_before_anyone_listens(group: Group, tell: Tell, gate_file: str) -> list
     return [group.receive(), group.receive()]
 
 
-def many_rounds(group: Group, tell: Tell, rounds: int, seed: int) -> int:
-    """Sums, columns and messages in a random order, with random delays; return how many sums were wrong."""
+def many_rounds(group: Any, tell: Tell, rounds: int, seed: int) -> int:
+    """Sums, columns, rows and messages in a random order, with random delays; return how many were wrong."""
     plan, delays, wrong = random.Random(seed), random.Random(seed + 1 + group.rank), 0
     for number in range(rounds):
         if delays.random() < 0.02:
             time.sleep(delays.random() * 0.004)
         kind, width = plan.random(), plan.randrange(1, 3000)
+        if kind < 0.2:
+            counts = [(number + to + group.rank) % 3 for to in range(group.size)]
+            rows, received = group.exchange(torch.full((sum(counts), width), float(number)), counts)
+            wrong += received != [(number + group.rank + rank) % 3 for rank in range(group.size)]
+            wrong += not bool((rows == number).all())
+            continue
         if kind < 0.7:
             found: Tensor | None = group.all_reduce(torch.full((width,), float(group.rank + number)))
             wanted = sum(rank + number for rank in range(group.size))
