@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, no_reason, stop_if
 from kernels.cpu.native.library import load_library
-from kernels.cpu.native.reduction import Reduction
+from kernels.cpu.native.reduction import Reduction, RowExchange
 
 MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
@@ -102,6 +102,13 @@ class SharedMemoryGroup:
         function = ctypes.cast(self._library.ranks_all_reduce, ctypes.c_void_p).value
         assert function is not None
         return Reduction(function, self._handle, self._lost, self)
+
+    @property
+    def row_exchange(self) -> RowExchange:
+        """The exchange of rows as a recorded pass calls it, without Python."""
+        function = ctypes.cast(self._library.ranks_exchange, ctypes.c_void_p).value
+        assert function is not None
+        return RowExchange(function, self._handle, self._rank, self._size, self._lost, self)
 
     @property
     def late_s(self) -> list[float]:

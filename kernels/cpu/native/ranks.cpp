@@ -30,10 +30,15 @@ int ranks_offer(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t
 
 int ranks_take(Ranks* ranks, char* out) { return ranks->take(out); }
 
-// Both, where `out` has room for whatever comes.
-int ranks_exchange(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received, char* out) {
-    const int outcome = ranks->offer(rows, row_bytes, counts, received);
-    return outcome ? outcome : ranks->take(out);
+// Both, where `out` has room for so many rows. Who has none for what came ends the group.
+int ranks_exchange(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received, char* out,
+                   int64_t room) {
+    if (const int outcome = ranks->offer(rows, row_bytes, counts, received)) return outcome;
+    int64_t total = 0;
+    for (int rank = 0; rank < ranks->size(); rank++) total += received[rank];
+    if (total <= room) return ranks->take(out);
+    ranks->give_up(("it has room for " + std::to_string(room) + " rows, and " + std::to_string(total) + " came").c_str());
+    return Ranks::LOST;
 }
 
 int ranks_send(Ranks* ranks, const char* message, int64_t bytes) { return ranks->send(message, bytes); }
