@@ -40,6 +40,7 @@ from engine.protocol import (
     TimeCause,
 )
 from engine.scheduling.request import create_request
+from engine.step import RanksEndedError
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class AsyncEngine:
         core.on_move(lambda: self._commands.put(list))
         self._lockstep: Lockstep | None = None
         if ranks is not None:
-            own = replace(core.config, num_kv_blocks=0, device="")  # what ranks need not have in common
+            # What ranks need not have in common: their memory and threads, and why they have them.
+            own = replace(core.config, num_kv_blocks=0, device="", num_threads=0, reasons={})
             self._lockstep = Lockstep(ranks, own)
             self._lockstep.on_due(lambda: self._commands.put(list))
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -405,7 +407,7 @@ class AsyncEngine:
                 events += self._step()
                 self._tell_observer(self._core.last_step, events)
                 self._publish(events)
-        except (RankGoneError, UnevenRanksError) as error:
+        except (RankGoneError, UnevenRanksError, RanksEndedError) as error:
             logger.warning("%s", error)
             message = str(error)
         except BaseException as error:  # a bug or a fatal executor error: no caller may wait for ever on a dead thread

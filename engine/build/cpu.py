@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from engine import features
 from engine.batch.grammar import read_grammars
@@ -23,20 +23,23 @@ from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
-from engine.execution.executor import TorchExecutor
+from engine.execution.executor import ModelExecutor, TorchExecutor
 from engine.execution.kv_blocks import CpuBlockCopier
+from engine.execution.lockstep import LockstepExecutor
 from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
+from engine.models.expert_ranks import DividedModel
 from engine.models.matrix_counts import count_matrices
-from engine.models.shards import parts_of, sharded
+from engine.models.shards import parts_of, sharded, with_experts_of
 from engine.models.stored_forms import in_integers
 from engine.parallel.processes import RankLauncher, SubprocessLauncher
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
+from kernels.collectives.group import ExchangeGroup
 from kernels.cpu.processor import cpu_flags
 
 if TYPE_CHECKING:
@@ -73,8 +76,10 @@ class CpuStart:
     tiers: TierMemory
     launcher: RankLauncher
     claim: Claim
+    expert_ranks: ExchangeGroup | None = None
+    """The ranks that have the experts between them, of which `model` has some. None: it has all."""
 
-    def build(self) -> tuple[TorchExecutor, ResolvedConfig]:
+    def build(self) -> tuple[ModelExecutor, ResolvedConfig]:
         """Load the weights. The executor owns the claim from now on.
 
         Raises:
@@ -90,7 +95,9 @@ class CpuStart:
             executor, resolved = self._built(files)
             undone.pop_all()
         _give_back_freed_memory()
-        return executor, resolved
+        if self.expert_ranks is None:
+            return executor, resolved
+        return LockstepExecutor(executor, cast(DividedModel, executor.model), self.expert_ranks), resolved
 
     def _built(self, files: BlockFiles | None) -> tuple[TorchExecutor, ResolvedConfig]:
         """Load the weights. The executor owns files, too, and ends the other ranks."""
@@ -99,7 +106,8 @@ class CpuStart:
             if leading is not None:
                 undone.callback(leading.ranks.end)
                 shape, group = sharded(self.model, leading.shard), leading.group
-            builder = cpu_builder(self.model_dir, shape, self.config, self.resolved, self.kernels, group)
+            how = self.config, self.resolved, self.kernels, group, self.expert_ranks
+            builder = cpu_builder(self.model_dir, shape, *how)
             decoder = builder.load()
             resolved = self._with_counts(decoder)
             model = builder.attach(decoder, resolved.num_kv_blocks)
@@ -164,9 +172,11 @@ def start_on_cpu(
     device: tuple[Device, str],
     engines: int,
     launcher: RankLauncher | None = None,
+    expert_ranks: ExchangeGroup | None = None,
 ) -> CpuStart:
     """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
-    launcher: starts the engine's other ranks, if it has several; None: as children of this process.
+    launcher: starts the engine's other ranks, if it has several; None: as children of this process. expert_ranks: other
+    engines that this one shares a mixture's experts with; None: it has all of them.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -179,6 +189,10 @@ def start_on_cpu(
     model = read_model_config(model_dir)
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
     parts_of(model, config.tensor_parallel_size)  # which refuses what cannot be cut
+    if expert_ranks is not None:
+        assert config.tensor_parallel_size == 1, "refused where ranks are started"
+        assert model.vision is None, "refused where ranks are started"
+        model = with_experts_of(model, expert_ranks.rank, expert_ranks.size)
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
@@ -197,7 +211,8 @@ def start_on_cpu(
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, launcher or SubprocessLauncher(), claim)
+    started = launcher or SubprocessLauncher(), claim, expert_ranks
+    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, *started)
 
 
 def _missing() -> Facts:

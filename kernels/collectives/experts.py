@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import ExchangeGroup, RankLostError
+from kernels.collectives.group import Exchanging, RankLostError
 from kernels.cpu.experts import expert_products
 from kernels.forward import Routing, held_experts
 from kernels.reference import route
@@ -19,7 +19,7 @@ _NUMBER = torch.int64
 
 
 def exchange_experts(
-    ranks: ExchangeGroup, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
+    ranks: Exchanging, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing
 ) -> Tensor:
     """Compute `kernels.reference.experts` of this rank's tokens. All ranks must call it at the same time, also those
     without tokens.

@@ -117,7 +117,7 @@ class GlooGroup:
         check_exchange(rows, counts, self._size)
         own = torch.tensor([[count, rows.shape[1] * rows.element_size()] for count in counts])
         others = [rank for rank in range(self._size) if rank != self._rank]
-        given, parts = torch.empty_like(own), list(rows.split(list(counts)))
+        given, parts = torch.empty_like(own), list(torch.split(rows, list(counts)))
         given[self._rank] = own[self._rank]
 
         def swap(gloo: Any) -> int | None:

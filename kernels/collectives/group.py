@@ -106,8 +106,17 @@ class Group(Protocol):
         be waited for: let `give_up` end it."""
 
 
-class ExchangeGroup(Group, Protocol):
-    """A group that exchanges rows, too: what ranks need that have the experts of a mixture between them."""
+class Exchanging(Protocol):
+    """What ranks need that have the experts of a mixture between them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def give_up(self, reason: str) -> None:
+        """See Group."""
 
     def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Give each rank its rows, and return those that all have for this one, with how many are from each rank.
@@ -119,3 +128,7 @@ class ExchangeGroup(Group, Protocol):
         The rows are moved as they are. A rank without any takes part like all others: an exchange is over for nobody
         before all have come to it.
         """
+
+
+class ExchangeGroup(Group, Exchanging, Protocol):
+    """A group that exchanges rows, too."""

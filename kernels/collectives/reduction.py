@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.collectives.group import ExchangeGroup, Group
+from kernels.collectives.group import Exchanging, Group
 from kernels.collectives.shared_memory import SharedMemoryGroup
 from kernels.cpu.native.reduction import Reduction, RowExchange
 
@@ -44,12 +44,12 @@ def _through_python(group: Group) -> Reduction:
     return Reduction(address, 0, raised.pop, function)
 
 
-def exchange_of(group: ExchangeGroup) -> RowExchange:
+def exchange_of(group: Exchanging) -> RowExchange:
     """Return the group's exchange of rows for kernels.cpu.native.program."""
     return group.row_exchange if isinstance(group, SharedMemoryGroup) else _exchange_through_python(group)
 
 
-def _exchange_through_python(group: ExchangeGroup) -> RowExchange:
+def _exchange_through_python(group: Exchanging) -> RowExchange:
     raised: list[BaseException] = []
 
     def exchange(context: object, data: int, row_bytes: int, counts: Any, received: Any, out: int, room: int) -> int:

@@ -3,8 +3,6 @@ Never computes a token with an expert that was not chosen for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,11 +36,11 @@ def expert_products(rows: Tensor, numbers: Tensor, gate_up: Tensor, down: Tensor
     return found
 
 
-def _products(rows: Tensor, counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Tensor:
+def _products(rows: Tensor, counts: list[int], gate_up: Tensor, down: Tensor) -> Tensor:
     """rows: [n, hidden], sorted by expert; counts: how many each has. # [n, hidden]"""
     parts = [
         F.linear(silu_and_mul(F.linear(part, gate_up[number])), down[number])
-        for number, part in enumerate(torch.split(rows, tuple(counts)))
+        for number, part in enumerate(torch.split(rows, counts))
         if len(part)
     ]
     return torch.cat(parts) if parts else rows

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.collectives.experts import exchange_experts
-from kernels.collectives.group import ExchangeGroup, Group
+from kernels.collectives.group import Exchanging, Group
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Advance, Rewind
 from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
@@ -59,7 +59,7 @@ class EagerPass:
         rewind: Rewind | None = None,
         adapters: Adapters | None = None,
         group: Group | None = None,
-        expert_ranks: ExchangeGroup | None = None,
+        expert_ranks: Exchanging | None = None,
     ) -> None:
         """plan: what `ops.prepare_attention` returned for the step's rows. states: None if the model has no recurrent
         state. rewind: records each state before a step with drafts advances it. adapters: None if no token has one.
