@@ -24,7 +24,7 @@ from engine.parallel.follower import Follower
 from engine.parallel.model_digest import model_digest
 from kernels.choice import NATIVE, Choice
 from kernels.collectives.gloo import GlooGroup
-from kernels.collectives.group import Group, RankLostError
+from kernels.collectives.group import ExchangeGroup, RankLostError
 from kernels.collectives.shared_memory import SharedMemoryGroup
 from kernels.cpu.native.library import identity
 
@@ -44,8 +44,24 @@ class Specification:
     def encode(self) -> bytes:
         return pickle.dumps(self)
 
+    def follow(self) -> None:
+        """Follow the leader until it ends. Raises: as the function `follow`."""
+        group = group_at(self.place, self.shard)
+        try:
+            whole = read_model_config(self.model_dir)
+            model = sharded(whole, self.shard)
+            builder = cpu_builder(self.model_dir, model, self.config, self.resolved, self.kernels, group)
+            here = what_computes(self.model_dir, self.kernels)
+            native, size = self.kernels.name == NATIVE, self.shard.size
+            TorchThreads(1 if native else threads_of_rank(self.resolved.num_threads, size)).use()
+            follower = Follower(builder.build(), group, vocab_sizes(whole, size), here)
+            group.join()
+            follower.run()
+        finally:
+            group.close()
 
-def group_at(place: Path | str, shard: Shard) -> Group:
+
+def group_at(place: Path | str, shard: Shard) -> ExchangeGroup:
     """Return a rank's end of the group. place: the directory of ranks on one machine, or host:port of the leader."""
     if isinstance(place, Path):
         return SharedMemoryGroup(place, rank=shard.rank, size=shard.size)
@@ -65,26 +81,14 @@ def what_computes(model_dir: Path, kernels: Choice) -> str:
 
 
 def follow(specification: bytes) -> None:
-    """Follow the leader until it ends. specification: Specification.encode, from the leader alone.
+    """Be a rank until the leader ends. specification: what the leader's class for the rank has encoded; its `follow` is
+    called.
 
     Raises:
         RankLostError: another rank is lost.
         Exception: this rank has failed; the others know why, once they have met.
     """
-    own: Specification = pickle.loads(specification)
-    group = group_at(own.place, own.shard)
-    try:
-        whole = read_model_config(own.model_dir)
-        model = sharded(whole, own.shard)
-        builder = cpu_builder(own.model_dir, model, own.config, own.resolved, own.kernels, group)
-        here = what_computes(own.model_dir, own.kernels)
-        threads = 1 if own.kernels.name == NATIVE else threads_of_rank(own.resolved.num_threads, own.shard.size)
-        TorchThreads(threads).use()
-        follower = Follower(builder.build(), group, vocab_sizes(whole, own.shard.size), here)
-        group.join()
-        follower.run()
-    finally:
-        group.close()
+    pickle.loads(specification).follow()
 
 
 def main() -> None:

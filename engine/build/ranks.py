@@ -65,7 +65,7 @@ def start_ranks(
     kernels: Choice,
 ) -> LeadingRank:
     """Start the followers, which end with `LeadingRank.ranks`. model: the whole one."""
-    size, place = config.tensor_parallel_size, _place(launcher)
+    size, place = config.tensor_parallel_size, place_of(launcher)
     with ExitStack() as undone:
         if isinstance(place, Path):
             undone.callback(shutil.rmtree, place, ignore_errors=True)
@@ -88,7 +88,7 @@ def start_ranks(
     )
 
 
-def _place(launcher: RankLauncher) -> Path | str:
+def place_of(launcher: RankLauncher) -> Path | str:
     """Return where the ranks meet: in memory if they are on one machine that has the native library."""
     if launcher.remote_host is not None or not _has_library():
         return f"{launcher.remote_host or '127.0.0.1'}:{_free_port()}"

@@ -80,6 +80,7 @@ _SIGNATURES = {  # of the functions that the C++ exports: (result, arguments), o
     "ranks_check": ("i", "p"),
     "ranks_give_up": ("", "pp"),
     "ranks_late": ("", "pp"),
+    "ranks_meetings": ("", "pp"),
     "ranks_close": ("", "p"),
     "ranks_reason": ("", "ppl"),
 }

@@ -53,6 +53,8 @@ void ranks_give_up(Ranks* ranks, const char* why) { ranks->give_up(why); }
 
 void ranks_late(Ranks* ranks, int64_t* out_ns) { ranks->late(out_ns); }
 
+void ranks_meetings(Ranks* ranks, int64_t* out) { ranks->meetings(out); }
+
 void ranks_close(Ranks* ranks) { ranks->close(); }
 
 void ranks_reason(Ranks* ranks, char* out, int64_t bytes) {

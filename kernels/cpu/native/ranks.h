@@ -254,6 +254,11 @@ class Ranks {
         for (int rank = 0; use && rank < size_; rank++) out_ns[rank] = segment_->lines[rank].late_ns.load();
     }
 
+    void meetings(int64_t* out) {
+        Use use(*this, /*though_lost=*/true);
+        for (int rank = 0; use && rank < size_; rank++) out[rank] = segment_->lines[rank].meetings.load();
+    }
+
     // Waits for the call that another thread is in, if any: let that one end first, by give_up where it may be long.
     void close() {
         if (closed_.exchange(true)) return;

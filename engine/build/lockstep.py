@@ -1,0 +1,282 @@
+"""Owns the start of engines that are ranks of a mixture, each a process with its own requests and KV. Long: both ends.
+Never decides a step, and never loads weights of another rank."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import pickle
+import secrets
+import shutil
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.async_engine import AsyncEngine
+from engine.build.cpu import start_on_cpu
+from engine.build.follower import group_at
+from engine.build.ranks import place_of
+from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.core.core import EngineCore
+from engine.execution.device import choose_device
+from engine.execution.executor import ModelExecutor
+from engine.models.config import read_model_config
+from engine.models.description import Shard
+from engine.models.shards import with_experts_of
+from engine.parallel.group_ranks import GroupRanks
+from engine.parallel.line import Line
+from engine.parallel.model_digest import model_digest
+from engine.parallel.processes import Followers, RankLauncher, RankProcess, SubprocessLauncher
+from engine.parallel.rank_messages import End, Left, Opened
+from engine.parallel.remote_engine import RemoteEngine
+from engine.parallel.served_rank import ServedRank
+from engine.protocol import Event, Submission
+from kernels.collectives.group import LEADER, ExchangeGroup, RankLostError
+from kernels.collectives.star import accept_ranks, reach_leader
+
+_JOIN_S = 3600.0
+"""How long ranks may take to load their weights."""
+_END_S = 10.0
+"""How long a rank may take to end once it was told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockstepSpecification:
+    """What a rank needs in order to load its experts, to join, and to be given requests. The leader's word alone."""
+
+    shard: Shard
+    place: Path | str
+    """Where the group meets: see engine.build.follower.group_at."""
+    host: str
+    port: int
+    token: bytes
+    """Where the leader waits for the rank's line, and what it is to say first. # [16]"""
+    model_dir: Path
+    config: EngineConfig
+
+    def encode(self) -> bytes:
+        return pickle.dumps(self)
+
+    def follow(self) -> None:
+        """Be the rank until the leader ends it. Raises: as engine.build.follower.follow."""
+        peer = reach_leader(self.host, self.port, self.token, self.shard.rank, _JOIN_S)[LEADER]
+        group = group_at(self.place, self.shard)
+        with ExitStack() as undone:
+            undone.callback(peer.close)
+            undone.callback(group.close)
+            executor, resolved = _load(self.model_dir, self.config, group)
+            undone.callback(executor.shutdown)
+            group.join()
+            _compare(group, self.model_dir, resolved)
+            undone.pop_all()
+        asyncio.run(_serve(peer, group, executor, resolved))
+
+
+async def _serve(peer: socket.socket, group: ExchangeGroup, executor: ModelExecutor, resolved: ResolvedConfig) -> None:
+    ranks = GroupRanks(group, lambda message: line.send(message))
+    served = ServedRank(AsyncEngine(EngineCore(executor, resolved, lockstep=True), ranks), ranks)
+    served.line = line = Line(peer, served.hear, served.end)
+    line.start()
+    try:
+        await served.run()
+    finally:
+        await asyncio.to_thread(line.close)
+
+
+def _load(model_dir: Path, config: EngineConfig, group: ExchangeGroup) -> tuple[ModelExecutor, ResolvedConfig]:
+    """Load one rank's part. The machine's memory is shared by all ranks."""
+    return start_on_cpu(model_dir, config, choose_device(config), group.size, expert_ranks=group).build()
+
+
+def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) -> None:
+    """Raise ConfigError, on all ranks, unless they have the same model and compute it by the same kernels."""
+    own = hashlib.sha256(f"{model_digest(model_dir)} {resolved.kernels} {resolved.dtype}".encode()).digest()
+    digests = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
+    found, _ = group.exchange(digests, [1] * group.size)
+    others = [rank for rank in range(group.size) if not torch.equal(found[rank], digests[rank])]
+    if others:
+        raise ConfigError(f"Ranks {others} have another model than rank {group.rank}, or compute it by other kernels.")
+
+
+class LockstepEngines:
+    """The ranks of a mixture. They end together, when one is shut down, fails or does not arrive."""
+
+    def __init__(
+        self, first: AsyncEngine, others: Sequence[RemoteEngine], followers: Followers, ranks: GroupRanks
+    ) -> None:
+        """first: this process's rank."""
+        self.first = first
+        self.others = others
+        self._followers = followers
+        self._ranks = ranks
+        self._num_live = 0  # requests of the first rank
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.others)
+
+    async def stream(self, submission: Submission, rank: int | None = None) -> AsyncGenerator[list[Event], None]:
+        """See AsyncEngine.stream. rank: that serves the request; None: the one with the fewest live requests.
+
+        Raises: as AsyncEngine.stream, and EngineError before the first item once a rank is lost.
+        """
+        await self.check_health()  # no rank outlives another, though the news may still be on its way
+        if rank is None:
+            live = [self._num_live, *(other.num_live for other in self.others)]
+            rank = live.index(min(live))
+        if rank:
+            async for events in self.others[rank - 1].stream(submission):
+                yield events
+            return
+        self._num_live += 1
+        try:
+            async for events in self.first.stream(submission):
+                yield events
+        finally:
+            self._num_live -= 1
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when the last one of any rank has ended."""
+        await asyncio.gather(self.first.drain(), *(other.drain() for other in self.others))
+
+    async def check_health(self) -> None:
+        """See AsyncEngine.check_health: no rank outlives another."""
+        await self.first.check_health()
+
+    def shutdown(self) -> None:
+        """Fail what is live, and end all ranks. Idempotent."""
+        self._followers.expect_end()
+        self.first.shutdown()
+        for other in self.others:
+            if other.line is not None:
+                other.line.send(End())
+        self._followers.end(_END_S)
+        for other in self.others:
+            other.lose("The engine was shut down.")
+            if other.line is not None:
+                other.line.close()
+                other.line = None
+
+    # --- the lines' threads -------------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, message: Any) -> None:
+        """Take what a rank says, and pass on what is for all."""
+        if isinstance(message, Opened):
+            self._ranks.opened(message.round)
+            self.tell(message, but=rank)
+        elif isinstance(message, Left):
+            self._ranks.lose(message.reason)
+            self.tell(message, but=rank)
+        else:
+            self.others[rank - 1].hear(message)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """A rank's process has ended: end all others."""
+        self._ranks.lose(reason)
+        self.tell(Left(reason), but=rank)
+        self.others[rank - 1].lose(f"The ranks have stopped together: {reason}.")
+
+    def tell(self, message: Opened | Left, but: int = LEADER) -> None:
+        for other in self.others:
+            if other.rank != but and other.line is not None:
+                other.line.send(message)
+
+
+def start_lockstep(
+    model_dir: Path, config: EngineConfig, size: int, launcher: RankLauncher | None = None
+) -> LockstepEngines:
+    """Start engines that have a mixture's experts between them: this process is one, and starts the others. `config`
+    is each rank's: with its own requests, KV cache and threads.
+
+    launcher: starts the others; None: as children of this process.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        ConfigError: the model has too few experts, a setting does not go with ranks, or a rank could not start.
+    """
+    _refuse(model_dir, config, size)
+    launcher = launcher or SubprocessLauncher()
+    host = launcher.remote_host or "127.0.0.1"
+    place, token = place_of(launcher), secrets.token_bytes(16)
+    lost: list[str] = []
+    with ExitStack() as undone:
+        if isinstance(place, Path):
+            undone.callback(shutil.rmtree, place, ignore_errors=True)
+        listener = socket.create_server(("" if launcher.remote_host else host, 0))
+        group = group_at(place, Shard(LEADER, size))
+        undone.callback(group.close)
+        processes: list[RankProcess] = []
+        with listener:
+            for rank in range(1, size):
+                specification = LockstepSpecification(
+                    shard=Shard(rank, size),
+                    place=place,
+                    host=host,
+                    port=listener.getsockname()[1],
+                    token=token,
+                    model_dir=model_dir,
+                    config=config,
+                )
+                processes.append(launcher.start(rank, specification.encode()))
+                undone.callback(processes[-1].kill)
+            followers = Followers(processes, lost.append)
+            undone.callback(followers.expect_end)
+            executor, resolved = _load(model_dir, config, group)
+            undone.callback(executor.shutdown)
+            try:
+                peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)
+                for peer in peers.values():
+                    undone.callback(peer.close)
+                group.join(lambda: lost[0] if lost else None)
+                _compare(group, model_dir, resolved)
+            except (RankLostError, OSError) as error:
+                raise ConfigError(f"Not every one of {size} ranks could start: {error}") from error
+        undone.pop_all()
+    return _led(group, executor, resolved, followers, peers)
+
+
+def _led(
+    group: ExchangeGroup,
+    executor: ModelExecutor,
+    resolved: ResolvedConfig,
+    followers: Followers,
+    peers: dict[int, socket.socket],
+) -> LockstepEngines:
+    others = [RemoteEngine(rank) for rank in range(1, group.size)]
+    ranks = GroupRanks(group, lambda message: engines.tell(message))
+    first = AsyncEngine(EngineCore(executor, resolved, lockstep=True), ranks)
+    engines = LockstepEngines(first, others, followers, ranks)
+    for other in others:
+        other.line = Line(
+            peers[other.rank],
+            partial(engines.hear, other.rank),
+            partial(engines.lose, other.rank, f"Rank {other.rank} has died"),
+        )
+    for other in others:
+        assert other.line is not None
+        other.line.start()
+    return engines
+
+
+def _refuse(model_dir: Path, config: EngineConfig, size: int) -> None:
+    """Raise ConfigError for what ranks with requests of their own cannot do yet."""
+    model = read_model_config(model_dir)
+    for rank in range(size):
+        with_experts_of(model, rank, size)  # which refuses too few experts
+    reasons = {
+        "one rank shares its experts with nobody": size < 2,
+        "kernels of a GPU have no exchange of rows": choose_device(config)[0].capability is not None,
+        "tensor_parallel_size divides a model over ranks that have the same requests": config.tensor_parallel_size > 1,
+        "images are encoded without a line to other ranks": model.vision is not None,
+        "max_loras needs adapters to be loaded on all ranks": config.max_loras > 0,
+        "kv_tiers of several ranks would share files": config.kv_tiers.any,
+        "targets predict steps of one engine alone": config.targets.any,
+    }
+    if found := next((reason for reason, holds in reasons.items() if holds), None):
+        raise ConfigError(f"{size} ranks cannot have the experts of this model between them: {found}.")
