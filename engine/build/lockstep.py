@@ -1,4 +1,4 @@
-"""Owns the start of engines that are ranks of a mixture, each a process with its own requests and KV. Long: both ends.
+"""Owns the start of engines that are ranks of a mixture, each a process with its own requests and KV.
 Never decides a step, and never loads weights of another rank."""
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import pickle
 import secrets
 import shutil
 import socket
-from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,19 +29,16 @@ from engine.models.description import Shard
 from engine.models.shards import with_experts_of
 from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.line import Line
+from engine.parallel.lockstep_engines import LockstepEngines
 from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import Followers, RankLauncher, RankProcess, SubprocessLauncher
-from engine.parallel.rank_messages import End, Left, Opened
 from engine.parallel.remote_engine import RemoteEngine
 from engine.parallel.served_rank import ServedRank
-from engine.protocol import Event, Submission
 from kernels.collectives.group import LEADER, ExchangeGroup, RankLostError
 from kernels.collectives.star import accept_ranks, reach_leader
 
 _JOIN_S = 3600.0
 """How long ranks may take to load their weights."""
-_END_S = 10.0
-"""How long a rank may take to end once it was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,90 +97,6 @@ def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) ->
     others = [rank for rank in range(group.size) if not torch.equal(found[rank], digests[rank])]
     if others:
         raise ConfigError(f"Ranks {others} have another model than rank {group.rank}, or compute it by other kernels.")
-
-
-class LockstepEngines:
-    """The ranks of a mixture. They end together, when one is shut down, fails or does not arrive."""
-
-    def __init__(
-        self, first: AsyncEngine, others: Sequence[RemoteEngine], followers: Followers, ranks: GroupRanks
-    ) -> None:
-        """first: this process's rank."""
-        self.first = first
-        self.others = others
-        self._followers = followers
-        self._ranks = ranks
-        self._num_live = 0  # requests of the first rank
-
-    @property
-    def size(self) -> int:
-        return 1 + len(self.others)
-
-    async def stream(self, submission: Submission, rank: int | None = None) -> AsyncGenerator[list[Event], None]:
-        """See AsyncEngine.stream. rank: that serves the request; None: the one with the fewest live requests.
-
-        Raises: as AsyncEngine.stream, and EngineError before the first item once a rank is lost.
-        """
-        await self.check_health()  # no rank outlives another, though the news may still be on its way
-        if rank is None:
-            live = [self._num_live, *(other.num_live for other in self.others)]
-            rank = live.index(min(live))
-        if rank:
-            async for events in self.others[rank - 1].stream(submission):
-                yield events
-            return
-        self._num_live += 1
-        try:
-            async for events in self.first.stream(submission):
-                yield events
-        finally:
-            self._num_live -= 1
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when the last one of any rank has ended."""
-        await asyncio.gather(self.first.drain(), *(other.drain() for other in self.others))
-
-    async def check_health(self) -> None:
-        """See AsyncEngine.check_health: no rank outlives another."""
-        await self.first.check_health()
-
-    def shutdown(self) -> None:
-        """Fail what is live, and end all ranks. Idempotent."""
-        self._followers.expect_end()
-        self.first.shutdown()
-        for other in self.others:
-            if other.line is not None:
-                other.line.send(End())
-        self._followers.end(_END_S)
-        for other in self.others:
-            other.lose("The engine was shut down.")
-            if other.line is not None:
-                other.line.close()
-                other.line = None
-
-    # --- the lines' threads -------------------------------------------------------------------------------------------
-
-    def hear(self, rank: int, message: Any) -> None:
-        """Take what a rank says, and pass on what is for all."""
-        if isinstance(message, Opened):
-            self._ranks.opened(message.round)
-            self.tell(message, but=rank)
-        elif isinstance(message, Left):
-            self._ranks.lose(message.reason)
-            self.tell(message, but=rank)
-        else:
-            self.others[rank - 1].hear(message)
-
-    def lose(self, rank: int, reason: str) -> None:
-        """A rank's process has ended: end all others."""
-        self._ranks.lose(reason)
-        self.tell(Left(reason), but=rank)
-        self.others[rank - 1].lose(f"The ranks have stopped together: {reason}.")
-
-    def tell(self, message: Opened | Left, but: int = LEADER) -> None:
-        for other in self.others:
-            if other.rank != but and other.line is not None:
-                other.line.send(message)
 
 
 def start_lockstep(

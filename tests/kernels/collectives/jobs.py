@@ -1,4 +1,4 @@
-"""Owns what ranks do in the tests of their groups: each function is one rank's, in a process of its own.
+"""Owns what ranks do in the tests of their groups: each is one rank's, in a process of its own. Long: all jobs.
 Never judges: the tests do, by what ranks return."""
 
 from __future__ import annotations
