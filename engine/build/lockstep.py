@@ -28,11 +28,10 @@ from engine.models.config import read_model_config
 from engine.models.description import Shard
 from engine.models.shards import with_experts_of
 from engine.parallel.group_ranks import GroupRanks
+from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.line import Line
-from engine.parallel.lockstep_engines import LockstepEngines
 from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import Followers, RankLauncher, RankProcess, SubprocessLauncher
-from engine.parallel.remote_engine import RemoteEngine
 from engine.parallel.served_rank import ServedRank
 from kernels.collectives.group import LEADER, ExchangeGroup, RankLostError
 from kernels.collectives.star import accept_ranks, reach_leader
@@ -101,7 +100,7 @@ def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) ->
 
 def start_lockstep(
     model_dir: Path, config: EngineConfig, size: int, launcher: RankLauncher | None = None
-) -> LockstepEngines:
+) -> LeadingEngine:
     """Start engines that have a mixture's experts between them: this process is one, and starts the others. `config`
     is each rank's: with its own requests, KV cache and threads.
 
@@ -158,21 +157,13 @@ def _led(
     resolved: ResolvedConfig,
     followers: Followers,
     peers: dict[int, socket.socket],
-) -> LockstepEngines:
-    others = [RemoteEngine(rank) for rank in range(1, group.size)]
-    ranks = GroupRanks(group, lambda message: engines.tell(message))
-    first = AsyncEngine(EngineCore(executor, resolved, lockstep=True), ranks)
-    engines = LockstepEngines(first, others, followers, ranks)
-    for other in others:
-        other.line = Line(
-            peers[other.rank],
-            partial(engines.hear, other.rank),
-            partial(engines.lose, other.rank, f"Rank {other.rank} has died"),
-        )
-    for other in others:
-        assert other.line is not None
-        other.line.start()
-    return engines
+) -> LeadingEngine:
+    ranks = GroupRanks(group, lambda message: engine.tell(message))
+    engine = LeadingEngine(EngineCore(executor, resolved, lockstep=True), ranks, followers)
+    engine.connect(
+        {rank: Line(peer, partial(engine.hear, rank), partial(engine.lose, rank)) for rank, peer in peers.items()}
+    )
+    return engine
 
 
 def _refuse(model_dir: Path, config: EngineConfig, size: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
-from engine.protocol import EngineError, Event, FinishReason, LoadSnapshot, Submission
+from engine.observer import StepFacts
+from engine.protocol import Event, FinishReason, LoadSnapshot, Submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """To a rank: take a request."""
+    """To a rank: take a request, which the leader has checked."""
 
     submission: Submission
 
@@ -39,9 +41,25 @@ class Abort:
     reason: FinishReason
 
 
+class Question(Enum):
+    """What an engine is asked between two steps."""
+
+    CACHED_DIGESTS = "cached_digests"
+    RESET_PREFIX_CACHE = "reset_prefix_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """To a rank: call the method of its engine with this name."""
+
+    number: int
+    question: Question
+    arguments: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """To a rank: take no more requests, and say when all have drained."""
+    """To a rank: take no more requests, and make the others' steps until all have drained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +69,23 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """From a rank: what has happened to a request, and the load since."""
+    """From a rank: what has happened to its requests in a step, and its load since."""
 
-    request_id: str
     events: Sequence[Event]
     load: LoadSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
-    """From a rank: a request was not taken."""
+class Stepped:
+    """From a rank: see EngineObserver.stepped."""
 
-    request_id: str
-    error: EngineError
+    facts: StepFacts
+    events: Sequence[Event]
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
-    """From a rank: all have drained."""
+class Answer:
+    """From a rank: what a question's method has returned."""
+
+    number: int
+    result: int | list[bytes]

@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.build.engine import build_engine
-from engine.build.lockstep import LockstepEngines, start_lockstep
+from engine.build.lockstep import start_lockstep
 from engine.config import ConfigError, EngineConfig
+from engine.observer import StepFacts
+from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.processes import Child, SubprocessLauncher
 from engine.protocol import (
     EngineError,
@@ -22,6 +25,7 @@ from engine.protocol import (
     Event,
     Failed,
     Finished,
+    FinishReason,
     RequestRejected,
     SamplingParams,
     Submission,
@@ -66,16 +70,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-Start = Callable[..., tuple[LockstepEngines, Any]]
+Start = Callable[..., tuple[LeadingEngine, Any]]
 
 
 @pytest.fixture
 def start(checkpoint: Path) -> Iterator[Start]:
-    made: list[LockstepEngines] = []
+    made: list[LeadingEngine] = []
 
-    def begin(size: int, launcher: Any = None, **settings: Any) -> tuple[LockstepEngines, Any]:
+    def begin(size: int, launcher: Any = None, **settings: Any) -> tuple[LeadingEngine, Any]:
         launcher = launcher or Launcher()
         made.append(start_lockstep(checkpoint, EngineConfig(**ASKED | settings), size, launcher))
+        place_by_name(made[-1])
         return made[-1], launcher
 
     yield begin
@@ -83,12 +88,25 @@ def start(checkpoint: Path) -> Iterator[Start]:
         engines.shutdown()
 
 
+def place_by_name(engine: LeadingEngine) -> None:
+    """Let a request "1 name" go to rank 1, and one without a number where it would."""
+    choose = engine._choose_rank
+
+    def chosen(submission: Submission) -> int:
+        rank = submission.request_id.split()[0]
+        return int(rank) if rank.isdecimal() else choose(submission)
+
+    engine._choose_rank = chosen  # type: ignore[method-assign]
+
+
 async def events_of(
-    engines: LockstepEngines, name: str, prompt: tuple[int, ...], rank: int | None = None, count: int = 9
+    engine: LeadingEngine, name: str, prompt: tuple[int, ...], count: int = 9, seen: list[Event] | None = None
 ) -> list[Event]:
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    stream = engines.stream(Submission(name, prompt, params), rank)
-    return [event async for events in stream for event in events]
+    """seen: gets the events as they come."""
+    params, found = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), [] if seen is None else seen
+    async for events in engine.stream(Submission(name, prompt, params)):
+        found += events
+    return found
 
 
 async def answer(*how: Any, **more: Any) -> list[int]:
@@ -121,15 +139,16 @@ async def test_each_rank_answers_as_an_engine_alone_also_beside_one_without_requ
 ) -> None:
     """And all have come to equally many exchanges once none has a step left to make."""
     wanted = await answers_alone(checkpoint, kernels=kernels)
-    engines, _ = start(2, Launcher(remote_host), kernels=kernels, overlap=True)
+    engine, _ = start(2, Launcher(remote_host), kernels=kernels, overlap=True)
     for rank in (0, 1):  # the other one has none
-        assert await answer(engines, "a", PROMPTS[0], rank) == wanted[0]
-    ranks = [1, 0, 1, 1, 1]
-    asked = [answer(engines, f"r{n}", prompt, ranks[n]) for n, prompt in enumerate(PROMPTS)]
+        assert await answer(engine, f"{rank} alone", PROMPTS[0]) == wanted[0]
+    asked = [answer(engine, f"{int(n != 1)} {n}", prompt) for n, prompt in enumerate(PROMPTS)]
     assert await asyncio.gather(*asked) == wanted
-    await engines.drain()
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_blocks) == (0, 0, 2 * 24)
+    await engine.drain()
     if remote_host is None:
-        meetings = engines.first._lockstep._ranks._group.num_meetings  # type: ignore[union-attr]
+        meetings = engine._group_ranks._group.num_meetings  # type: ignore[attr-defined]
         assert meetings[0] == meetings[1] > 0
 
 
@@ -138,44 +157,82 @@ async def test_each_rank_answers_as_an_engine_alone_also_beside_one_without_requ
 async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests(
     start: Start, size: int, busy: int | None
 ) -> None:
-    engines, launcher = start(size, kernels="torch_cpu", max_model_len=4096, num_kv_blocks=400)
-    params = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+    engine, launcher = start(size, kernels="torch_cpu", max_model_len=4096, num_kv_blocks=400)
     seen: list[Event] = []
-
-    async def read() -> None:
-        async for events in engines.stream(Submission("long", PROMPTS[0], params), busy):
-            seen.extend(events)
-
-    task = None if busy is None else asyncio.create_task(read())
-    await until(lambda: task is None or any(isinstance(event, Token) for event in seen))
+    reading = (
+        asyncio.create_task(events_of(engine, f"{busy} long", PROMPTS[0], 4000, seen)) if busy is not None else None
+    )
+    await until(lambda: reading is None or any(isinstance(event, Token) for event in seen))
     os.kill(launcher.children[0].pid, signal.SIGKILL)
-    if task is not None:
-        await task
+    if reading is not None:
+        await reading
         failed = seen[-1]
         assert isinstance(failed, Failed), "no half answer is a whole one"
         assert failed.code is ErrorCode.ENGINE_DEAD
-        assert "ank 1 has died" in failed.message
-    await until(lambda: engines.first._fault is not None)
-    with pytest.raises(EngineError, match="ank 1 has died"):
-        await engines.check_health()
+        assert "Rank 1 has died" in failed.message
+        assert sum(isinstance(event, Failed | Finished) for event in seen) == 1
+    await until(lambda: engine._fault is not None)
+    with pytest.raises(EngineError, match="Rank 1 has died"):
+        await engine.check_health()
     for rank in range(size):
-        with pytest.raises(EngineError):
-            await answer(engines, "later", PROMPTS[0], rank)
+        with pytest.raises(EngineError, match="Rank 1 has died"):
+            await answer(engine, f"{rank} later", PROMPTS[0])
 
 
-async def test_requests_go_to_the_rank_with_the_fewest_and_what_a_rank_refuses_is_told(start: Start) -> None:
-    engines, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
-    asked = [asyncio.create_task(events_of(engines, str(number), PROMPTS[3], count=40)) for number in range(4)]
-    await until(lambda: engines.others[0].num_live + engines._num_live == 4)
-    assert engines.others[0].num_live == 2
-    with pytest.raises(RequestRejected, match="already in use"):
-        await events_of(engines, "1", PROMPTS[0], 1)
-    with pytest.raises(RequestRejected, match="maximum context length is 128"):
-        await events_of(engines, "long", tuple([3] * 200), 1)
-    engines.others[0].abort("1")
+class Observer:
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.submissions, self.tokens, self.ends = list[str](), Counter[str](), list[str]()
+
+    def submitted(self, submission: Submission) -> None:
+        self.submissions.append(submission.request_id)
+
+    def rejected(self, code: ErrorCode) -> None: ...
+
+    def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
+        for event in events:
+            self.tokens[event.request_id] += isinstance(event, Token)
+            self.ends += [event.request_id] * isinstance(event, Finished | Failed)
+
+
+async def test_requests_go_to_the_rank_with_the_fewest_and_the_observer_is_told_of_all(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    engine.observe(observer := Observer())
+    names = ["a", "b", "c", "d"]
+    asked = [asyncio.create_task(events_of(engine, name, PROMPTS[3], 40)) for name in names]
+    await until(lambda: len(observer.submissions) == 4)
+    assert sorted(engine._rank_of.values()) == [0, 0, 1, 1]
     ended = await asyncio.gather(*asked)
-    assert all(isinstance(events[-1], Finished) for events in ended)
-    assert len(ended[1]) < len(ended[0])
+    assert [len([event for event in events if isinstance(event, Token)]) for events in ended] == [40] * 4
+    await until(lambda: sorted(observer.ends) == names)
+    assert observer.tokens == Counter(dict.fromkeys(names, 40))
+
+
+async def test_a_request_of_another_rank_is_aborted_refused_and_counted_as_one_of_this(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    seen: list[Event] = []
+    asked = asyncio.create_task(events_of(engine, "1 long", PROMPTS[3], 100, seen))
+    await until(lambda: any(isinstance(event, Token) for event in seen))
+    with pytest.raises(RequestRejected, match="already in use"):
+        await events_of(engine, "1 long", PROMPTS[0])
+    with pytest.raises(RequestRejected, match="maximum context length is 128"):
+        await events_of(engine, "1 longer", tuple([3] * 200))
+    engine.abort("1 long")
+    last = (await asked)[-1]
+    assert isinstance(last, Finished)
+    assert last.reason is FinishReason.ABORT
+    await until(lambda: not engine._rank_of)
+
+
+async def test_cached_prefixes_are_those_of_all_ranks(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    prompts = [tuple(range(rank, rank + 40)) for rank in (3, 4)]  # two whole blocks
+    for rank, prompt in enumerate(prompts):
+        await answer(engine, f"{rank} prompt", prompt)
+    assert len(set(await engine.cached_digests(100))) == len(await engine.cached_digests(100)) >= 4
+    assert await engine.reset_prefix_cache() >= 4
+    assert await engine.cached_digests(100) == []
 
 
 def test_a_rank_with_another_model_is_refused_at_the_start_and_no_process_is_left(
