@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from engine import features
 from engine.batch.grammar import read_grammars
-from engine.build.cpu_model import cpu_builder, threads_of_rank
+from engine.build.cpu_model import cpu_builder, ranks_of, threads_of_rank
 from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
@@ -102,6 +102,7 @@ class CpuStart:
     def _built(self, files: BlockFiles | None) -> tuple[TorchExecutor, ResolvedConfig]:
         """Load the weights. The executor owns files, too, and ends the other ranks."""
         with ExitStack() as undone:
+            assert (self.expert_ranks is None) == (self.config.expert_parallel_size == 1), "see engine.build.lockstep"
             leading, shape, group = self._start_ranks(), self.model, None
             if leading is not None:
                 undone.callback(leading.ranks.end)
@@ -145,7 +146,7 @@ class CpuStart:
         """torch does little next to the native kernels: a second thread of its own would take a core that they need."""
         if self.kernels.name == NATIVE and (self.draft is None or self.draft.kernels.name == NATIVE):
             return 1
-        return threads_of_rank(self.resolved.num_threads, self.config.tensor_parallel_size)
+        return threads_of_rank(self.resolved.num_threads, ranks_of(self.config))
 
     def _mover(self, model: Model, files: BlockFiles | None) -> TierMover | None:
         if not self.config.kv_tiers.any:
@@ -175,8 +176,8 @@ def start_on_cpu(
     expert_ranks: ExchangeGroup | None = None,
 ) -> CpuStart:
     """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
-    launcher: starts the engine's other ranks, if it has several; None: as children of this process. expert_ranks: other
-    engines that this one shares a mixture's experts with; None: it has all of them.
+    launcher: starts the engine's other ranks, if it has several; None: as children of this process. expert_ranks: those
+    that have the experts between them; None: there are none, or all is only checked, as of the first rank.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -189,10 +190,8 @@ def start_on_cpu(
     model = read_model_config(model_dir)
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
     parts_of(model, config.tensor_parallel_size)  # which refuses what cannot be cut
-    if expert_ranks is not None:
-        assert config.tensor_parallel_size == 1, "refused where ranks are started"
-        assert model.vision is None, "refused where ranks are started"
-        model = with_experts_of(model, expert_ranks.rank, expert_ranks.size)
+    if (size := config.expert_parallel_size) > 1:
+        model = with_experts_of(model, 0 if expert_ranks is None else expert_ranks.rank, size)
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
@@ -267,10 +266,11 @@ def _claimed(
 
 
 def _rank_reasons(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, str]:
-    if config.tensor_parallel_size == 1:
+    if (ranks := ranks_of(config)) == 1:
         return {}
-    threads = threads_of_rank(resolved.num_threads, config.tensor_parallel_size)
-    return {"tensor_parallel_size": f"asked for; of num_threads {resolved.num_threads}, each rank has {threads}"}
+    threads = threads_of_rank(resolved.num_threads, ranks)
+    setting = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "expert_parallel_size"
+    return {setting: f"asked for; of num_threads {resolved.num_threads}, each rank has {threads}"}
 
 
 def _keep_freed_memory() -> None:

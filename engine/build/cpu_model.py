@@ -64,16 +64,23 @@ def _runner(
     return lambda decoder, cache, state: EagerModel(decoder, ops, cache, size, state, **ranks)
 
 
+def ranks_of(config: EngineConfig) -> int:
+    """Return how many processes an engine has."""
+    return config.tensor_parallel_size * config.expert_parallel_size
+
+
 def threads_of_rank(num_threads: int, ranks: int) -> int:
     """Return how many of the engine's threads each of its ranks has, all of which are on one machine."""
     return max(1, num_threads // ranks)
 
 
 def _recording(config: EngineConfig, resolved: ResolvedConfig, group: Group | None) -> dict[str, Any]:
-    """Return how a NativeModel records its steps."""
+    """Return how a NativeModel records its steps. A draft model, of no group, has as many threads as the leader."""
+    ranks = 1 if group is None else group.size
+    ranks *= config.expert_parallel_size
     return {
         "block_size": resolved.block_size,
-        "num_threads": threads_of_rank(resolved.num_threads, 1 if group is None else group.size),
+        "num_threads": threads_of_rank(resolved.num_threads, ranks),
         "num_tokens": resolved.max_num_batched_tokens,
         "num_sampled": resolved.max_decode_tokens,
         "num_drafted": resolved.max_drafting_tokens if resolved.num_speculative_tokens else 0,

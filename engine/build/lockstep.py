@@ -18,15 +18,14 @@ import torch
 
 from engine.async_engine import AsyncEngine
 from engine.build.cpu import start_on_cpu
+from engine.build.executor import check_executor
 from engine.build.follower import group_at
 from engine.build.ranks import place_of
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.core.core import EngineCore
 from engine.execution.device import choose_device
 from engine.execution.executor import ModelExecutor
-from engine.models.config import read_model_config
 from engine.models.description import Shard
-from engine.models.shards import with_experts_of
 from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.line import Line
@@ -53,6 +52,8 @@ class LockstepSpecification:
     """Where the leader waits for the rank's line, and what it is to say first. # [16]"""
     model_dir: Path
     config: EngineConfig
+    engines: int
+    """How many share a machine's memory, ranks counted one by one."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -64,7 +65,7 @@ class LockstepSpecification:
         with ExitStack() as undone:
             undone.callback(peer.close)
             undone.callback(group.close)
-            executor, resolved = _load(self.model_dir, self.config, group)
+            executor, resolved = _load(self.model_dir, self.config, self.engines, group)
             undone.callback(executor.shutdown)
             group.join()
             _compare(group, self.model_dir, resolved)
@@ -83,9 +84,11 @@ async def _serve(peer: socket.socket, group: ExchangeGroup, executor: ModelExecu
         await asyncio.to_thread(line.close)
 
 
-def _load(model_dir: Path, config: EngineConfig, group: ExchangeGroup) -> tuple[ModelExecutor, ResolvedConfig]:
-    """Load one rank's part. The machine's memory is shared by all ranks."""
-    return start_on_cpu(model_dir, config, choose_device(config), group.size, expert_ranks=group).build()
+def _load(
+    model_dir: Path, config: EngineConfig, engines: int, group: ExchangeGroup
+) -> tuple[ModelExecutor, ResolvedConfig]:
+    """Load one rank's part."""
+    return start_on_cpu(model_dir, config, choose_device(config), engines, expert_ranks=group).build()
 
 
 def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) -> None:
@@ -99,18 +102,20 @@ def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) ->
 
 
 def start_lockstep(
-    model_dir: Path, config: EngineConfig, size: int, launcher: RankLauncher | None = None
+    model_dir: Path, config: EngineConfig, engines: int = 1, launcher: RankLauncher | None = None
 ) -> LeadingEngine:
-    """Start engines that have a mixture's experts between them: this process is one, and starts the others. `config`
-    is each rank's: with its own requests, KV cache and threads.
+    """Start the `config.expert_parallel_size` ranks that have a mixture's experts between them: this process is the
+    first, and starts the others.
 
-    launcher: starts the others; None: as children of this process.
+    engines: how many of several ranks share this machine's memory. launcher: starts the others; None: as children of
+    this process.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
         ConfigError: the model has too few experts, a setting does not go with ranks, or a rank could not start.
     """
-    _refuse(model_dir, config, size)
+    size = config.expert_parallel_size
+    check_executor(model_dir, config, engines * size)  # before any rank starts
     launcher = launcher or SubprocessLauncher()
     host = launcher.remote_host or "127.0.0.1"
     place, token = place_of(launcher), secrets.token_bytes(16)
@@ -132,12 +137,13 @@ def start_lockstep(
                     token=token,
                     model_dir=model_dir,
                     config=config,
+                    engines=engines * size,
                 )
                 processes.append(launcher.start(rank, specification.encode()))
                 undone.callback(processes[-1].kill)
             followers = Followers(processes, lost.append)
             undone.callback(followers.expect_end)
-            executor, resolved = _load(model_dir, config, group)
+            executor, resolved = _load(model_dir, config, engines * size, group)
             undone.callback(executor.shutdown)
             try:
                 peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)
@@ -146,7 +152,7 @@ def start_lockstep(
                 group.join(lambda: lost[0] if lost else None)
                 _compare(group, model_dir, resolved)
             except (RankLostError, OSError) as error:
-                raise ConfigError(f"Not every one of {size} ranks could start: {error}") from error
+                raise ConfigError(f"expert_parallel_size is {size}, and not every rank could start: {error}") from error
         undone.pop_all()
     return _led(group, executor, resolved, followers, peers)
 
@@ -164,21 +170,3 @@ def _led(
         {rank: Line(peer, partial(engine.hear, rank), partial(engine.lose, rank)) for rank, peer in peers.items()}
     )
     return engine
-
-
-def _refuse(model_dir: Path, config: EngineConfig, size: int) -> None:
-    """Raise ConfigError for what ranks with requests of their own cannot do yet."""
-    model = read_model_config(model_dir)
-    for rank in range(size):
-        with_experts_of(model, rank, size)  # which refuses too few experts
-    reasons = {
-        "one rank shares its experts with nobody": size < 2,
-        "kernels of a GPU have no exchange of rows": choose_device(config)[0].capability is not None,
-        "tensor_parallel_size divides a model over ranks that have the same requests": config.tensor_parallel_size > 1,
-        "images are encoded without a line to other ranks": model.vision is not None,
-        "max_loras needs adapters to be loaded on all ranks": config.max_loras > 0,
-        "kv_tiers of several ranks would share files": config.kv_tiers.any,
-        "targets predict steps of one engine alone": config.targets.any,
-    }
-    if found := next((reason for reason, holds in reasons.items() if holds), None):
-        raise ConfigError(f"{size} ranks cannot have the experts of this model between them: {found}.")

@@ -58,13 +58,14 @@ def with_experts_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
     but for the experts of others.
 
     Raises:
-        ConfigError: the model has no experts, or a layer has fewer of them than there are ranks.
+        ConfigError: a layer has fewer experts than there are ranks, or none has any.
     """
     fewest = min((layer.experts.count for layer in config.layers if layer.experts is not None), default=0)
-    if not fewest:
-        raise ConfigError(f"{config.architecture} has no experts that {size} ranks could have between them.")
     if size > fewest:
-        raise ConfigError(f"{config.architecture} has {fewest} experts in a layer, fewer than the {size} ranks.")
+        raise ConfigError(
+            f"expert_parallel_size is {size}, but {config.architecture} has {fewest} experts in a layer, and a rank "
+            f"has at least one: set it to {max(fewest, 1)} or less."
+        )
 
     def held(experts: Experts) -> Experts:
         return replace(experts, held=held_experts(experts.count, rank, size))

@@ -4,7 +4,7 @@ Never plans, and never carries that word itself: the ranks' lines do."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,6 +34,11 @@ class GroupRanks:
     @property
     def size(self) -> int:
         return self._group.size
+
+    @property
+    def late_s(self) -> Sequence[float]:
+        """See Group."""
+        return self._group.late_s
 
     @property
     def is_awaited(self) -> bool:

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,8 @@ class LeadingEngine(AsyncEngine):
             self._lines[rank].send(Abort(request_id, reason))
 
     def load(self) -> LoadSnapshot:
-        return summed([super().load(), *self._loads.values()])
+        load = summed([super().load(), *self._loads.values()])
+        return replace(load, rank_late_s=tuple(self._group_ranks.late_s))
 
     async def cached_digests(self, limit: int) -> list[bytes]:
         own = await super().cached_digests(limit // (len(self._lines) + 1))
