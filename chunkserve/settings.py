@@ -47,6 +47,7 @@ class EngineSettings(TypedDict, total=False):
     max_lora_rank: int
     num_threads: int | None
     tensor_parallel_size: int
+    expert_parallel_size: int
     executor: Literal["torch", "fake"]
     load_format: Literal["auto", "dummy"]
     block_size: int

@@ -40,6 +40,7 @@ from engine.protocol import (
     TimeCause,
 )
 from engine.scheduling.request import create_request
+from engine.step import RanksEndedError
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class AsyncEngine:
         core.on_move(lambda: self._commands.put(list))
         self._lockstep: Lockstep | None = None
         if ranks is not None:
-            own = replace(core.config, num_kv_blocks=0, device="")  # what ranks need not have in common
+            # What ranks need not have in common: their memory and threads, and why they have them.
+            own = replace(core.config, num_kv_blocks=0, device="", num_threads=0, reasons={})
             self._lockstep = Lockstep(ranks, own)
             self._lockstep.on_due(lambda: self._commands.put(list))
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
@@ -251,9 +253,19 @@ class AsyncEngine:
         if self._observer is not None:
             self._observer.submitted(submission)
         self._streams[submission.request_id] = sink
-        submit = partial(self._core.submit, request, prepared=prepared, handed_over=handed_over, spent=spent)
-        self._commands.put(submit)
+        self._hand_over(
+            submission, partial(self._core.submit, request, prepared=prepared, handed_over=handed_over, spent=spent)
+        )
         self._check_alive()  # again: the thread may have died and failed its streams just before this one was added
+
+    def _hand_over(self, submission: Submission, submit: Callable[[], list[Event]]) -> None:
+        """Give an accepted request to the step thread."""
+        self._commands.put(submit)
+
+    @property
+    def _most(self) -> int:
+        """How many requests the engine holds at most."""
+        return self.config.max_num_seqs + self.config.max_queued_requests
 
     def _check_alive(self) -> None:
         if self._fault:
@@ -267,7 +279,7 @@ class AsyncEngine:
             raise RequestRejected(
                 ErrorCode.INVALID_PARAMETER, f"request_id {submission.request_id!r} is already in use.", "request_id"
             )
-        most = self.config.max_num_seqs + self.config.max_queued_requests
+        most = self._most
         if len(self._streams) >= most:
             raise RequestRejected(
                 ErrorCode.QUEUE_FULL,
@@ -405,7 +417,7 @@ class AsyncEngine:
                 events += self._step()
                 self._tell_observer(self._core.last_step, events)
                 self._publish(events)
-        except (RankGoneError, UnevenRanksError) as error:
+        except (RankGoneError, UnevenRanksError, RanksEndedError) as error:
             logger.warning("%s", error)
             message = str(error)
         except BaseException as error:  # a bug or a fatal executor error: no caller may wait for ever on a dead thread
@@ -456,6 +468,10 @@ class AsyncEngine:
     def _publish(self, events: Sequence[Event]) -> None:
         self._load = self._core.load()
         self._is_storing = self._core.is_storing
+        self._hand_out(events)
+
+    def _hand_out(self, events: Sequence[Event]) -> None:
+        """Give events to the sinks of their requests."""
         by_sink: dict[EventSink, list[Event]] = defaultdict(list)
         for event in events:
             if sink := self._streams.get(event.request_id):

@@ -100,6 +100,7 @@ def _setting(title: str, setting: str, when: Callable[[Any], Any] | None) -> Fea
 
 
 TENSOR_PARALLEL = _setting("several ranks", "tensor_parallel_size", partial(ne, 1))
+EXPERT_PARALLEL = _setting("ranks that share experts", "expert_parallel_size", partial(ne, 1))
 LORA = _setting("LoRA adapters", "max_loras", bool)
 OVERLAP = _setting("overlapped steps", "overlap", bool)
 DRAFTS = _setting("a number of drafts", "num_speculative_tokens", bool)
@@ -187,6 +188,7 @@ NO_FP8_PRODUCTS = Feature("a GPU or kernels without products of fp8", Group.KERN
 TORCH_STATES = Feature("linear attention without Triton", Group.KERNELS)
 
 EXPERTS = Feature("mixtures of experts", Group.MODEL)
+NO_EXPERTS = Feature("models without experts", Group.MODEL)
 LINEAR_ATTENTION = Feature("models with linear attention", Group.MODEL)
 RECURRENT_STATE = Feature("models with recurrent state", Group.MODEL)
 NO_STATE = Feature("models without recurrent state", Group.MODEL)
@@ -229,7 +231,10 @@ RULES = (
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
     Rule((TENSOR_PARALLEL,), (GPU,), "on a GPU, an engine has one rank so far"),
-    Rule((TENSOR_PARALLEL,), (FAKE,), "the fake executor computes nothing that ranks could share"),
+    Rule((TENSOR_PARALLEL, EXPERT_PARALLEL), (FAKE,), "the fake executor computes nothing that ranks could share"),
+    Rule((EXPERT_PARALLEL,), (GPU,), "kernels of a GPU do not exchange rows with other ranks yet"),
+    Rule((EXPERT_PARALLEL,), (IMAGES,), "images come to the leader alone"),
+    Rule((EXPERT_PARALLEL,), (NO_EXPERTS,), "ranks would have nothing to share: more engine replicas serve as well"),
     # on which kernels
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
     Rule((NARROW_KV,), (WIDE_ATTENTION,), "on a GPU, only Triton's attention reads a KV cache in 8 bits"),
@@ -341,7 +346,14 @@ RULES = (
         "this setting has an effect only with kv_tiers.host_memory_gib or kv_tiers.disk_path",
         (NO_DISK_TIER,),
     ),
-    Rule((TENSOR_PARALLEL,), (HOST_TIER, DISK_TIER), "lower tiers move the KV of one rank alone"),
+    Rule((TENSOR_PARALLEL, EXPERT_PARALLEL), (HOST_TIER, DISK_TIER), "lower tiers move the KV of one rank alone"),
+    Rule((EXPERT_PARALLEL,), (TENSOR_PARALLEL,), "a rank that has requests of its own computes them alone"),
+    Rule((EXPERT_PARALLEL,), (LORA,), "adapters are loaded by the leader alone"),
+    Rule(
+        (EXPERT_PARALLEL,),
+        (TTFT_TARGET, TPOT_TARGET),
+        "step times are predicted by a rank's own rows, and a step lasts as long as the slowest rank's",
+    ),
     Rule(
         (ENGINE_CHUNKS,),
         (OVERLAP,),

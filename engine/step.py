@@ -325,6 +325,10 @@ class ExecutorFatalError(Exception):
     """Raised by an executor that can run no further step. The engine fails all live requests and becomes unhealthy."""
 
 
+class RanksEndedError(ExecutorFatalError):
+    """Raised once a rank that this one shares a mixture's experts with is lost. The message names it."""
+
+
 class ExecutorOutOfMemoryError(Exception):
     """Raised by `launch` if memory for a step's activations is lacking. Nothing was computed; a smaller step may
     fit."""

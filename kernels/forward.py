@@ -107,6 +107,12 @@ class Routing:
     """Whether the shares of a token's experts are rescaled to sum to one."""
 
 
+def held_experts(count: int, rank: int, size: int) -> range:
+    """Return which of `count` experts a rank holds where `size` ranks have them between them; sizes differ by one at
+    most. The same as in kernels/cpu/native/experts.h."""
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
 class ForwardPass(Protocol):
     """One pass over a step's tokens. Shapes are those of `kernels.reference`; arrays are [num_tokens, ...]."""
 

@@ -42,16 +42,20 @@ CONFIG = "tests/engine/test_config.py"
 CONTROLS = "tests/engine/batch/test_logit_controls.py"
 CORE = "tests/engine/core/test_core.py"
 DECODE_LOOP = "tests/engine/execution/gpu/test_decode_loop.py"
+DIVIDED_EXPERTS = "tests/kernels/collectives/test_experts.py"
 DRAFTS = "tests/engine/core/test_drafts.py"
 DRY_RUN = "tests/engine/scheduling/test_dry_run.py"
+EXCHANGE = "tests/kernels/collectives/test_exchange.py"
 EXECUTOR = "tests/engine/execution/test_executor.py"
 LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk_size"
 FORECAST = "tests/engine/scheduling/test_forecast.py"
 GAPS = "tests/engine/core/test_mutation_gaps.py"
+GROUP_RANKS = "tests/engine/parallel/test_group_ranks.py"
 GRAMMAR = "tests/engine/batch/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
 LOCKSTEP_LIVES = "tests/engine/test_lockstep_lives.py"
 LOGPROBS = "tests/engine/batch/test_logprobs.py"
+MIXTURES = "tests/engine/lockstep/test_mixtures.py"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/cpu/native/test_program.py"
 LOW_RANK = "tests/kernels/cpu/native/test_low_rank.py"
@@ -1196,6 +1200,39 @@ MUTATIONS = (
         "        if not shape.forwards and not self.is_due:\n            return NO_STEP\n",
         "",
         (RANKS,),
+    ),
+    Mutation(
+        "lockstep padding pass",
+        "A rank without rows, or whose step failed, leaves out the exchanges of experts that the others wait for.",
+        "engine/execution/lockstep.py",
+        "            self.model.finish_pass()\n",
+        "",
+        (MIXTURES,),
+    ),
+    Mutation(
+        "lockstep exchange without rows",
+        "A rank that has no rows for anybody skips the exchange.",
+        "kernels/collectives/shared_memory.py",
+        "        given, received = ((ctypes.c_int64 * self._size)(*numbers) for numbers in (counts, ()))\n",
+        "        if not len(rows):\n            return rows, [0] * self._size\n"
+        "        given, received = ((ctypes.c_int64 * self._size)(*numbers) for numbers in (counts, ()))\n",
+        (EXCHANGE,),
+    ),
+    Mutation(
+        "lockstep order of sums",
+        "What experts make of rows is summed in the order in which it comes back, sorted by expert.",
+        "kernels/collectives/experts.py",
+        "    by_token[order] = back\n",
+        "    by_token = back\n",
+        (DIVIDED_EXPERTS,),
+    ),
+    Mutation(
+        "lockstep word",
+        "A rank opens a round and does not say so, and one that sleeps is never woken for it.",
+        "engine/parallel/group_ranks.py",
+        "        if opens:\n            self._tell(Opened(self._begun))\n",
+        "",
+        (GROUP_RANKS,),
     ),
     Mutation(
         "I-33 lost token",

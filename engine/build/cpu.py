@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from engine import features
 from engine.batch.grammar import read_grammars
-from engine.build.cpu_model import cpu_builder, threads_of_rank
+from engine.build.cpu_model import cpu_builder, ranks_of, threads_of_rank
 from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_cost, read_draft
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
@@ -23,19 +23,22 @@ from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
 from engine.execution.draft_model import DraftModel
-from engine.execution.executor import TorchExecutor
+from engine.execution.executor import ModelExecutor, TorchExecutor
+from engine.execution.lockstep import LockstepExecutor
 from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
 from engine.host.shares import Claim, shares
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
+from engine.models.expert_ranks import DividedModel
 from engine.models.matrix_counts import count_matrices
-from engine.models.shards import parts_of, sharded
+from engine.models.shards import parts_of, sharded, with_experts_of
 from engine.models.stored_forms import in_integers
 from engine.parallel.processes import RankLauncher, SubprocessLauncher
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
+from kernels.collectives.group import ExchangeGroup
 from kernels.cpu.processor import cpu_flags
 
 if TYPE_CHECKING:
@@ -72,8 +75,10 @@ class CpuStart:
     tiers: TierMemory
     launcher: RankLauncher
     claim: Claim
+    expert_ranks: ExchangeGroup | None = None
+    """The ranks that have the experts between them, of which `model` has some. None: it has all."""
 
-    def build(self) -> tuple[TorchExecutor, ResolvedConfig]:
+    def build(self) -> tuple[ModelExecutor, ResolvedConfig]:
         """Load the weights. The executor owns the claim from now on.
 
         Raises:
@@ -89,16 +94,20 @@ class CpuStart:
             executor, resolved = self._built(files)
             undone.pop_all()
         _give_back_freed_memory()
-        return executor, resolved
+        if self.expert_ranks is None:
+            return executor, resolved
+        return LockstepExecutor(executor, cast(DividedModel, executor.model), self.expert_ranks), resolved
 
     def _built(self, files: BlockFiles | None) -> tuple[TorchExecutor, ResolvedConfig]:
         """Load the weights. The executor owns files, too, and ends the other ranks."""
         with ExitStack() as undone:
+            assert (self.expert_ranks is None) == (self.config.expert_parallel_size == 1), "see engine.build.lockstep"
             leading, shape, group = self._start_ranks(), self.model, None
             if leading is not None:
                 undone.callback(leading.ranks.end)
                 shape, group = sharded(self.model, leading.shard), leading.group
-            builder = cpu_builder(self.model_dir, shape, self.config, self.resolved, self.kernels, group)
+            how = self.config, self.resolved, self.kernels, group, self.expert_ranks
+            builder = cpu_builder(self.model_dir, shape, *how)
             decoder = builder.load()
             resolved = self._with_counts(decoder)
             model = builder.attach(decoder, resolved.num_kv_blocks)
@@ -136,7 +145,7 @@ class CpuStart:
         """torch does little next to the native kernels: a second thread of its own would take a core that they need."""
         if self.kernels.name == NATIVE and (self.draft is None or self.draft.kernels.name == NATIVE):
             return 1
-        return threads_of_rank(self.resolved.num_threads, self.config.tensor_parallel_size)
+        return threads_of_rank(self.resolved.num_threads, ranks_of(self.config))
 
     def _mover(self, model: Model, files: BlockFiles | None) -> TierMover | None:
         if not self.config.kv_tiers.any:
@@ -164,9 +173,11 @@ def start_on_cpu(
     device: tuple[Device, str],
     engines: int,
     launcher: RankLauncher | None = None,
+    expert_ranks: ExchangeGroup | None = None,
 ) -> CpuStart:
     """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
-    launcher: starts the engine's other ranks, if it has several; None: as children of this process.
+    launcher: starts the engine's other ranks, if it has several; None: as children of this process. expert_ranks: those
+    that have the experts between them; None: there are none, or all is only checked, as of the first rank.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -179,6 +190,8 @@ def start_on_cpu(
     model = read_model_config(model_dir)
     refuse_conflicts({**on, **facts_of(model), **_without_byte_weights(model, config)})
     parts_of(model, config.tensor_parallel_size)  # which refuses what cannot be cut
+    if (size := config.expert_parallel_size) > 1:
+        model = with_experts_of(model, 0 if expert_ranks is None else expert_ranks.rank, size)
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     launcher = launcher or SubprocessLauncher()
@@ -199,7 +212,8 @@ def start_on_cpu(
     except ValueError:
         claim.release()
         raise
-    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, launcher, claim)
+    started = launcher, claim, expert_ranks
+    return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, *started)
 
 
 def _missing() -> Facts:
@@ -255,10 +269,11 @@ def _claimed(
 
 
 def _rank_reasons(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, str]:
-    if config.tensor_parallel_size == 1:
+    if (ranks := ranks_of(config)) == 1:
         return {}
-    threads = threads_of_rank(resolved.num_threads, config.tensor_parallel_size)
-    return {"tensor_parallel_size": f"asked for; of num_threads {resolved.num_threads}, each rank has {threads}"}
+    threads = threads_of_rank(resolved.num_threads, ranks)
+    setting = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "expert_parallel_size"
+    return {setting: f"asked for; of num_threads {resolved.num_threads}, each rank has {threads}"}
 
 
 def _keep_freed_memory() -> None:

@@ -64,19 +64,25 @@ def build_engine(
         ModelError: the model cannot be found, read or run.
         ConfigError: the settings do not fit the model or the machine.
     """
+    if config.executor != "fake" and config.expert_parallel_size > 1:
+        return _build_lockstep(model, config, engines, progress, launcher)
     if config.executor == "fake":
         executor, resolved = _build_fake(config)
         step_times = fake_step_times(config) if resolved.targets.any else None
     else:
         executor, resolved, step_times = _build_torch(model, config, engines, progress, launcher)
-    logger.info("engine resolved: %s", resolved)
-    for setting, reason in resolved.reasons.items():
-        logger.info("%s: %s", setting, reason)
+    _log(resolved)
     try:
         return AsyncEngine(EngineCore(executor, resolved, step_times=step_times))
     except BaseException:
         executor.shutdown()
         raise
+
+
+def _log(resolved: ResolvedConfig) -> None:
+    logger.info("engine resolved: %s", resolved)
+    for setting, reason in resolved.reasons.items():
+        logger.info("%s: %s", setting, reason)
 
 
 def check_engine(model: str, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
@@ -110,6 +116,17 @@ def _build_torch(
         executor.shutdown()
         raise
     return executor, resolved, step_times
+
+
+def _build_lockstep(
+    model: str, config: EngineConfig, engines: int, progress: bool, launcher: RankLauncher | None
+) -> AsyncEngine:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as above
+    from engine.build.lockstep import start_lockstep
+
+    engine = start_lockstep(_prepared(model, config, progress=progress), config, engines, launcher)
+    _log(engine.config)
+    return engine
 
 
 def _prepared(model: str, config: EngineConfig, *, progress: bool) -> Path:

@@ -25,7 +25,7 @@ from engine.parallel.follower import Follower
 from engine.parallel.model_digest import model_digest
 from kernels.choice import NATIVE, Choice
 from kernels.collectives.gloo import GlooGroup
-from kernels.collectives.group import Group, RankLostError
+from kernels.collectives.group import ExchangeGroup, RankLostError
 from kernels.collectives.shared_memory import SharedMemoryGroup
 from kernels.cpu.native.library import identity
 
@@ -47,8 +47,28 @@ class Specification:
     def encode(self) -> bytes:
         return pickle.dumps(self)
 
+    def follow(self) -> None:
+        """Follow the leader until it ends. Raises: as the function `follow`."""
+        group = group_at(self.place, self.shard)
+        native, claim = self.kernels.name == NATIVE, None
+        try:
+            whole = read_model_config(self.model_dir)
+            if not self.is_counted:
+                claim = claim_rank(self.model_dir, whole, self.shard, self.config, self.resolved, native=native)
+            model = sharded(whole, self.shard)
+            builder = cpu_builder(self.model_dir, model, self.config, self.resolved, self.kernels, group)
+            here = what_computes(self.model_dir, self.kernels)
+            TorchThreads(1 if native else threads_of_rank(self.resolved.num_threads, self.shard.size)).use()
+            follower = Follower(builder.build(), group, vocab_sizes(whole, self.shard.size), here)
+            group.join()
+            follower.run()
+        finally:
+            group.close()
+            if claim is not None:
+                claim.release()
 
-def group_at(place: Path | str, shard: Shard) -> Group:
+
+def group_at(place: Path | str, shard: Shard) -> ExchangeGroup:
     """Return a rank's end of the group. place: the directory of ranks on one machine, or host:port of the leader."""
     if isinstance(place, Path):
         return SharedMemoryGroup(place, rank=shard.rank, size=shard.size)
@@ -68,31 +88,14 @@ def what_computes(model_dir: Path, kernels: Choice) -> str:
 
 
 def follow(specification: bytes) -> None:
-    """Follow the leader until it ends. specification: Specification.encode, from the leader alone.
+    """Be a rank until the leader ends. specification: what the leader's class for the rank has encoded; its `follow` is
+    called.
 
     Raises:
         RankLostError: another rank is lost.
         Exception: this rank has failed; the others know why, once they have met.
     """
-    own: Specification = pickle.loads(specification)
-    group = group_at(own.place, own.shard)
-    native, claim = own.kernels.name == NATIVE, None
-    try:
-        whole = read_model_config(own.model_dir)
-        if not own.is_counted:
-            claim = claim_rank(own.model_dir, whole, own.shard, own.config, own.resolved, native=native)
-        model = sharded(whole, own.shard)
-        builder = cpu_builder(own.model_dir, model, own.config, own.resolved, own.kernels, group)
-        here = what_computes(own.model_dir, own.kernels)
-        threads = 1 if native else threads_of_rank(own.resolved.num_threads, own.shard.size)
-        TorchThreads(threads).use()
-        follower = Follower(builder.build(), group, vocab_sizes(whole, own.shard.size), here)
-        group.join()
-        follower.run()
-    finally:
-        group.close()
-        if claim is not None:
-            claim.release()
+    pickle.loads(specification).follow()
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def start_ranks(
     Raises:
         ConfigError: there is no place where they could meet.
     """
-    size, place = config.tensor_parallel_size, _place(launcher)
+    size, place = config.tensor_parallel_size, place_of(launcher)
     here = launcher.ranks_here(size)
     with ExitStack() as undone:
         if isinstance(place, Path):
@@ -104,7 +104,7 @@ def _starting(size: int) -> Iterator[None]:
         raise ConfigError(f"tensor_parallel_size is {size}, and not every rank could start: {error}") from error
 
 
-def _place(launcher: RankLauncher) -> Path | str:
+def place_of(launcher: RankLauncher) -> Path | str:
     """Return where the ranks meet: in memory if they are on one machine that has the native library, else at a port
     that the leader's end of the group chooses."""
     if launcher.remote_host is not None or not _has_library():

@@ -17,7 +17,7 @@ from engine.models.decoder import Decoder
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
 from engine.step import AdapterHost, ScheduledRequest
-from kernels.collectives.group import Group
+from kernels.collectives.group import Exchanging, Group
 from kernels.cpu.low_rank import Tokens, add_low_rank
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import Ops
@@ -36,9 +36,10 @@ class AdaptedModel(EagerModel):
         *,
         max_rank: int,
         group: Group | None = None,
+        expert_ranks: Exchanging | None = None,
     ) -> None:
-        """group: see EagerModel."""
-        super().__init__(decoder, ops, cache, block_size, group=group)
+        """group, expert_ranks: see EagerModel."""
+        super().__init__(decoder, ops, cache, block_size, group=group, expert_ranks=expert_ranks)
         self._max_rank = max_rank
         self._adapters: dict[str, Mapping[int, Delta]] = {}  # digest -> (id of a Linear -> its delta)
         self._linears = {

@@ -27,12 +27,13 @@ class Cut:
     """None: all. With some, the matrix's outputs are summed over the ranks."""
     zero: bool = False
     """Whether this rank has zeros instead: a bias that is to be added once."""
-    by_expert: bool = False
-    """Whether the tensor has an axis of experts before the others."""
+    experts: range | None = None
+    """The experts of a tensor that has an axis of them before the others. None: it has none."""
 
     def of(self, source: Any) -> Tensor:
         """Return the part of a Tensor or of a slice of safetensors: of a Tensor, a view where it is in one piece."""
-        before, after = (slice(None),) * self.by_expert, () if self.inputs is None else (_slice(self.inputs),)
+        before = () if self.experts is None else (_slice(self.experts),)
+        after = () if self.inputs is None else (_slice(self.inputs),)
         rows = (slice(None),) if self.outputs is None else tuple(map(_slice, self.outputs))
         found = [source[(*before, own, *after)] for own in rows]
         whole: Tensor = found[0] if len(found) == 1 else torch.cat(found, len(before))
@@ -68,6 +69,15 @@ def cuts_of(config: ModelConfig) -> Cuts:
     if config.whole is None:
         return Cuts({})
     family, found = FAMILIES[config.architecture], dict[str, Cut]()
+    if config.shard.size == 1:  # whole, but for the experts of others
+        return Cuts(
+            {
+                name.format(layer=number): Cut(experts=_experts_here(config, number))
+                for number, layer in enumerate(config.layers)
+                if layer.experts is not None
+                for name in family.stacked
+            }
+        )
     if not config.tie_word_embeddings:
         heads = [name for name, place in family.names.items() if place == "lm_head"]
         found |= dict.fromkeys(heads, Cut(outputs=(head_rows(config),)))
@@ -81,7 +91,7 @@ def cuts_of(config: ModelConfig) -> Cuts:
             elif "{layer}" in name and place in places:
                 found[name.format(layer=number)] = places[place]
         for name, place in family.stacked.items() if layer.experts is not None else ():
-            found[name.format(layer=number)] = replace(experts[place], by_expert=True)
+            found[name.format(layer=number)] = replace(experts[place], experts=_experts_here(config, number))
     return Cuts(found, config.shard.rank)
 
 
@@ -99,6 +109,13 @@ def _places(config: ModelConfig, layer: LayerConfig) -> dict[str, Cut]:
 def _expert_columns(config: ModelConfig, layer: LayerConfig) -> range:
     assert config.whole is not None
     return range(0) if layer.experts is None else expert_columns(config.whole, layer.experts, config.shard)
+
+
+def _experts_here(config: ModelConfig, number: int) -> range:
+    """Return the experts that this rank has in a layer with experts."""
+    experts = config.layers[number].experts
+    assert experts is not None
+    return experts.here
 
 
 def _expert_size(layer: LayerConfig) -> int:

@@ -32,6 +32,14 @@ class Experts:
     routing: Routing
     shared_size: int = 0
     """Intermediate size of the shared expert, an MLP with its own gate that every token also passes; 0: none."""
+    held: range | None = None
+    """The numbers of the experts that this rank has, of those that ranks with tokens of their own have between them.
+    None: all."""
+
+    @property
+    def here(self) -> range:
+        """The numbers of the experts whose weights this rank has."""
+        return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,11 @@ from torch import Tensor
 from engine.batch.inputs import StepInputs, build_inputs
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
+from engine.models.expert_ranks import CountedExchanges
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.step import AdapterHost, RowKind, ScheduledRequest, StepPlan
-from kernels.collectives.group import Group
+from kernels.collectives.group import Exchanging, Group
 from kernels.eager.forward import EagerPass, multiply
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Rewind
@@ -35,14 +36,18 @@ class EagerModel:
         state: RecurrentState | None = None,
         *,
         group: Group | None = None,
+        expert_ranks: Exchanging | None = None,
     ) -> None:
-        """group: the ranks that `decoder` is a shard for; a step then may raise RankLostError. None: it is whole."""
+        """group: the ranks that `decoder` is a shard for; a step then may raise RankLostError. None: it is whole.
+        expert_ranks: those that have the experts between them, of which `decoder` has this rank's: then it is a
+        engine.models.expert_ranks.DividedModel. None: it has all."""
         self.decoder = decoder
         self.cache = cache
         self.state = state
         self._ops = ops
         self._block_size = block_size
         self._group = group
+        self._expert_ranks = None if expert_ranks is None else CountedExchanges(expert_ranks)
 
     @property
     def adapters(self) -> AdapterHost | None:
@@ -69,7 +74,16 @@ class EagerModel:
 
     def _pass(self, rows: Sequence[ScheduledRequest], **step: Any) -> EagerPass:
         """step: see EagerPass."""
-        return EagerPass(self._ops, group=self._group, **step)
+        return EagerPass(self._ops, group=self._group, expert_ranks=self._expert_ranks, **step)
+
+    def begin_pass(self) -> None:
+        assert self._expert_ranks is not None
+        self._expert_ranks.begin()
+
+    @torch.inference_mode()
+    def finish_pass(self) -> None:
+        assert self._expert_ranks is not None
+        self._expert_ranks.finish(self.decoder)
 
 
 def _state_rows(inputs: StepInputs) -> StateRows | None:

@@ -24,8 +24,8 @@ from engine.models.parameters import DecoderWeights, LayerWeights, SharedExpertW
 from engine.models.recurrent_state import RecurrentState
 from engine.models.stored_matrix import StoredMatrix
 from engine.step import RowSampling, ScheduledRequest, StepPlan
-from kernels.collectives.group import Group
-from kernels.collectives.reduction import reduction_of
+from kernels.collectives.group import Exchanging, Group
+from kernels.collectives.reduction import exchange_of, reduction_of
 from kernels.cpu.native.linear_attention import LinearAttentionProgram, Rewind
 from kernels.cpu.native.low_rank import PackedAdapter
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped
@@ -72,12 +72,15 @@ class NativeModel:
         rounded: bool = False,
         max_lora_rank: int = 0,
         group: Group | None = None,
+        expert_ranks: Exchanging | None = None,
     ) -> None:
         """num_tokens, num_sampled: the step size to reserve memory for; a larger step reserves more, for good.
         num_drafted: the tokens of rows with drafts likewise, if the model has states.
         quantize: use 8-bit matrices; rounded: round the activations that matrices of 4 to 8 bits are multiplied by; see
         kernels.cpu.native.program.pack. max_lora_rank: 0: rows have no LoRA adapters.
-        group: the ranks that `decoder` is a shard for; a step then may raise RankLostError. None: it is whole."""
+        group: the ranks that `decoder` is a shard for; a step then may raise RankLostError. None: it is whole.
+        expert_ranks: those that have the experts between them, of which `decoder` has this rank's: then it is a
+        engine.models.expert_ranks.DividedModel. None: it has all."""
         decoder.weights = _packed(decoder.weights, quantize=quantize, rounded=rounded, num_threads=num_threads)
         self.adapters: NativeAdapters | None = None
         if max_lora_rank:
@@ -88,6 +91,8 @@ class NativeModel:
         self._block_size = block_size
         self.team = Team(num_threads)
         self._reduction = None if group is None else reduction_of(group)
+        self._exchange = None if expert_ranks is None else exchange_of(expert_ranks)
+        self._has_run = False  # the pass that has begun; see DividedModel
         self.state = state
         self.busy_s = 0.0
         """Seconds that steps have spent in the library so far; the rest of the engine's time is Python's."""
@@ -114,6 +119,7 @@ class NativeModel:
             self._spans(plan),
         )
         self._run(recorded.program, step)
+        self._has_run = True
         rewind = None
         if drafted:
             assert recorded.rewind is not None
@@ -122,6 +128,13 @@ class NativeModel:
         tokens, best = (buffer.tensor[:places, 0] for buffer in recorded.best)
         hidden, logits = recorded.hidden.tensor[: step.num_tokens], recorded.logits.tensor[:places]
         return Computed(hidden, logits, self._logits_at, (tokens, best), self._draw, rewind)
+
+    def begin_pass(self) -> None:
+        self._has_run = False
+
+    def finish_pass(self) -> None:
+        if not self._has_run:  # a record is run as a whole or not at all
+            self._run(self._recorded.program, StepRows((), (), (), ()))
 
     def _run(self, program: Program, step: StepRows) -> None:
         begun = time.perf_counter()
@@ -187,6 +200,7 @@ class NativeModel:
             capacity=num_tokens,
             dtype=self.decoder.dtype,
             reduction=self._reduction,
+            exchange=self._exchange,
         )
 
 

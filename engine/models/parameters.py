@@ -124,7 +124,7 @@ def _allocate_head(config: ModelConfig, dtype: torch.dtype, device: torch.device
 def _tied_head(config: ModelConfig, embedding: Tensor | StoredMatrix) -> Linear:
     """Return the rank's rows of the embedding. In blocks, they are to be filled by `settle`."""
     rows = head_rows(config)
-    if config.whole is None:
+    if config.shard.size == 1:
         return Linear(embedding)
     if isinstance(embedding, Tensor):
         return Linear(embedding[rows.start : rows.stop])
@@ -171,7 +171,7 @@ def _narrow_places(
             continue
         if place.startswith("shared_") and (experts is None or not experts.shared_size):
             continue
-        for expert in range(experts.count if of_expert and experts is not None else 1):
+        for expert in experts.here if of_expert and experts is not None else range(1):
             module = name.replace("{layer}", str(number)).replace("{expert}", str(expert))
             modules.setdefault(_MATRIX_OF[place], {}).setdefault(expert, []).append(module)
     of_experts = () if experts is None else _MLP_PLACES
@@ -206,7 +206,7 @@ def _allocate_layer(
 ) -> LayerWeights:
     hidden, head_dim = config.hidden_size, config.head_dim
     experts, attends = layer_config.experts, layer_config.linear is None
-    stack = () if experts is None else (experts.count,)
+    stack = () if experts is None else (len(experts.here),)
     intermediate = config.intermediate_size if experts is None else experts.intermediate_size
 
     def linear(*shape: int, bias: bool, place: str = "") -> Linear:
@@ -224,7 +224,7 @@ def _allocate_layer(
         output=linear(hidden, attended_size(config, layer_config), bias=attends and config.output_bias, place="output"),
         attention_post_norm=norm() if config.post_norms else None,
         mlp_norm=norm(),
-        router=torch.empty(*stack, hidden, dtype=torch.float32, device=device) if stack else None,
+        router=torch.empty(experts.count, hidden, dtype=torch.float32, device=device) if experts else None,
         gate_up=linear(*stack, 2 * intermediate, hidden, bias=config.mlp_bias, place="gate_up"),
         down=linear(*stack, hidden, intermediate, bias=config.mlp_bias, place="down"),
         shared=_allocate_shared(hidden, experts.shared_size, linear) if experts and experts.shared_size else None,
@@ -403,7 +403,7 @@ def stacked_table(config: ModelConfig, weights: DecoderWeights) -> dict[str, tup
 
 
 def _numbers(layer_config: LayerConfig) -> range:
-    return range(0 if layer_config.experts is None else layer_config.experts.count)
+    return range(0) if layer_config.experts is None else layer_config.experts.here
 
 
 def _matrices(config: ModelConfig, weights: DecoderWeights) -> Iterator[Linear]:
@@ -450,8 +450,8 @@ def _layer_table(
         return _table({name: place for name, place in names.items() if "{expert}" not in name}, places)
     shared = {name: place for name, place in names.items() if "{expert}" not in name and place not in _MLP_PLACES}
     table = _table(shared, places)
-    for number in range(layer_config.experts.count):
-        own = _mlp_places(layer.gate_up.of_expert(number), layer.down.of_expert(number))
+    for place, number in enumerate(layer_config.experts.here):
+        own = _mlp_places(layer.gate_up.of_expert(place), layer.down.of_expert(place))
         expert = {name.replace("{expert}", str(number)): place for name, place in names.items() if "{expert}" in name}
         table |= _table(expert, own)
     return table

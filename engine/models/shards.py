@@ -1,4 +1,4 @@
-"""Owns which part of a model each rank has that computes it together with others: heads, columns of MLPs, tokens.
+"""Owns which part of a model each rank has that computes it together with others: heads, columns, tokens, experts.
 Never reads or cuts a tensor: `engine.models.cuts` says where the parts lie in a checkpoint, and its readers cut."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 from engine.config import ConfigError
 from engine.models.description import WHOLE, Experts, LinearAttention, ModelConfig, Shard
 from engine.models.registry import FAMILIES
+from kernels.forward import held_experts
 
 _RUNS = (128, 32)
 """Columns that kernels take at a time: ranks have whole runs where the model has enough of them."""
@@ -50,6 +51,29 @@ def sharded(config: ModelConfig, shard: Shard) -> ModelConfig:
         shard=shard,
         whole=config,
     )
+
+
+def with_experts_of(config: ModelConfig, rank: int, size: int) -> ModelConfig:
+    """Return the model of one of `size` ranks that have the experts between them, each with tokens of its own: whole,
+    but for the experts of others.
+
+    Raises:
+        ConfigError: a layer has fewer experts than there are ranks, or none has any.
+    """
+    fewest = min((layer.experts.count for layer in config.layers if layer.experts is not None), default=0)
+    if size > fewest:
+        raise ConfigError(
+            f"expert_parallel_size is {size}, but {config.architecture} has {fewest} experts in a layer, and a rank "
+            f"has at least one: set it to {max(fewest, 1)} or less."
+        )
+
+    def held(experts: Experts) -> Experts:
+        return replace(experts, held=held_experts(experts.count, rank, size))
+
+    layers = (
+        layer if layer.experts is None else replace(layer, experts=held(layer.experts)) for layer in config.layers
+    )
+    return replace(config, layers=tuple(layers), whole=config)
 
 
 def parts_of(config: ModelConfig, size: int) -> list[ModelConfig]:

@@ -76,8 +76,9 @@ def load_weights(
             weights = allocate(config, dtype, device, kept)
             missing = checkpoint_table(config, weights) | dict(others)
             taken = fill_packed(stored, packed, kept.modules, missing, cuts, shapes)
+    elsewhere = _modules_elsewhere(config)
     for file in files:
-        _load_file(file, config, missing, stacked_table(config, weights), device, taken, cuts, shapes)
+        _load_file(file, config, missing, stacked_table(config, weights), device, taken, cuts, shapes, elsewhere)
     if missing:
         raise CheckpointError(
             f"{model_dir}: {_some(missing)} missing from {', '.join(file.name for file in files)}; "
@@ -114,6 +115,19 @@ def _whole_shapes(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[in
     weights = allocate(whole, dtype, torch.device("meta"))
     stacked = {name: linear.weight for name, (linear, _) in stacked_table(whole, weights).items()}
     return {name: tuple(view.shape) for name, view in (checkpoint_table(whole, weights) | stacked).items()}
+
+
+def _modules_elsewhere(config: ModelConfig) -> frozenset[str]:
+    """Return the modules of experts that other ranks have, as a checkpoint names them one by one."""
+    names = [name for name in FAMILIES[config.architecture].names if "{expert}" in name]
+    return frozenset(
+        name.format(layer=number, expert=expert)
+        for number, layer in enumerate(config.layers)
+        if layer.experts is not None and layer.experts.held is not None
+        for expert in range(layer.experts.count)
+        if expert not in layer.experts.held
+        for name in names
+    )
 
 
 def _described(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, keep: Keep) -> DecoderWeights:
@@ -209,14 +223,17 @@ def dummy_weights(
     weights = allocate(config, dtype, device, Kept(rounded=rounded))
     generator = torch.Generator(device).manual_seed(seed)
     table, cuts, shapes = checkpoint_table(config, weights), cuts_of(config), _whole_shapes(config, dtype)
-    for name, view in table.items():
-        if name.endswith("norm.weight"):
+    stacked = stacked_table(config, weights)
+    for name in table if config.whole is None else (name for name in shapes if name not in stacked):
+        view = table.get(name)  # None: other ranks have it, and draw it, too
+        if view is not None and name.endswith("norm.weight"):
             view.fill_(1.0)
-        elif not name.endswith(NARROW_PARTS):
-            shape = shapes.get(name, tuple(view.shape))
+        elif not name.endswith(("norm.weight", *NARROW_PARTS)):
+            shape = shapes.get(name) or tuple(table[name].shape)
             std = 1.0 / math.sqrt(shape[-1]) if len(shape) == 2 else 0.02
             drawn = torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
-            _store(cuts.of_tensor(name).of(drawn), view, table.get(f"{name}_scale"))
+            if view is not None:
+                _store(cuts.of_tensor(name).of(drawn), view, table.get(f"{name}_scale"))
     return _with_rounded_head(weights) if rounded and config.tie_word_embeddings else weights
 
 
@@ -275,13 +292,14 @@ def _load_file(
     taken: frozenset[str],
     cuts: Cuts,
     shapes: Mapping[str, tuple[int, ...]],
+    elsewhere: frozenset[str],
 ) -> None:
     """Fill the tensors that `file` holds, and remove them from `missing`. stacked: see stacked_table. taken: tensors
-    that were read already. shapes: of those that are cut."""
+    that were read already. shapes: of those that are cut. elsewhere: modules that other ranks have."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                if stored in taken:
+                if stored in taken or _own_name(stored, config).rpartition(".")[0] in elsewhere:
                     continue
                 found, name = tensors.get_slice(stored), _own_name(stored, config)
                 place, parts = stacked.get(name) or (

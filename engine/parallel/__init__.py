@@ -1,4 +1,4 @@
-"""One engine over several ranks: the leader's model, the followers that compute their parts of it, and their start.
+"""Several ranks: parts of one engine that compute what its leader plans, or engines that share a mixture's experts.
 
-Never schedules: a follower computes what the leader's plan says, and samples nothing.
+Never schedules: a follower computes what the leader's plan says, and engines in lockstep plan for themselves.
 """

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError, check_ranks, no_reason
+from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, no_reason
 from kernels.collectives.star import Star, accept_ranks, reach_leader
 
 _dist: Any = torch.distributed  # its types do not have what groups besides the default one are made of
@@ -123,6 +123,36 @@ class GlooGroup:
         self._exchange({rank: part for rank, part in enumerate(parts) if rank != LEADER and part.numel()}, {})
         return torch.cat(parts, dim=1)
 
+    def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        check_exchange(rows, counts, self._size)
+        own = torch.tensor([[count, rows.shape[1] * rows.element_size()] for count in counts])
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        given, parts = torch.empty_like(own), list(torch.split(rows, list(counts)))
+        given[self._rank] = own[self._rank]
+
+        def swap(gloo: Any) -> int | None:
+            if (failed := _exchanged(gloo, {r: given[r] for r in others}, {r: own[r] for r in others})) is not None:
+                return failed
+            found = {r: rows.new_empty(int(given[r, 0]), rows.shape[1]) for r in others}
+            sent = {r: parts[r] for r in others if len(parts[r])}
+            if not torch.equal(given[:, 1], own[:, 1]):
+                return None  # which the caller sees
+            if (failed := _exchanged(gloo, {r: part for r, part in found.items() if len(part)}, sent)) is not None:
+                return failed
+            for rank, part in found.items():
+                parts[rank] = part
+            return None
+
+        self._run(swap)
+        if wrong := [rank for rank in others if given[rank, 1] != own[rank, 1]]:
+            assert self._star is not None
+            self._star.lose(
+                f"Rank {wrong[0]} exchanges rows of {int(given[wrong[0], 1])} bytes where rank {self._rank} exchanges "
+                f"rows of {int(own[0, 1])} bytes."
+            )
+            self.check()
+        return torch.cat(parts), given[:, 0].tolist()
+
     def send(self, message: bytes) -> None:
         assert self._rank == LEADER
         assert self._star is not None
@@ -158,11 +188,16 @@ class GlooGroup:
                 self._gloo = None
 
     def _exchange(self, receive: dict[int, Tensor], send: dict[int, Tensor]) -> None:
+        self._run(lambda gloo: _exchanged(gloo, receive, send))
+
+    def _run(self, call: Callable[[Any], int | None]) -> None:
+        """Run a call on gloo, which returns the rank with which it failed. A rank that has done its part of it may have
+        left before this one has."""
         begun = time.monotonic()
         with self._held:
             self.check()
             self._in_call = True
-        failed = _exchanged(self._gloo, receive, send)
+        failed = call(self._gloo)
         with self._held:
             self._in_call = False
             if self._ended:  # meanwhile; the exchange may have been complete, though

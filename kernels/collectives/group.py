@@ -1,4 +1,4 @@
-"""Owns the contract of the ranks that compute one model together (tensor parallel): sums, gathered columns, messages.
+"""Owns the contract of the ranks that compute one model together: sums, gathered columns, messages, exchanged rows.
 Never moves a byte: a group of shared memory, gloo or NCCL does."""
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ def check_ranks(rank: int, size: int, timeout_s: float) -> None:
         raise ValueError(f"rank {rank} of {size}: expected 2 to {MAX_RANKS} ranks, numbered from 0")
     if timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}: expected a positive number of seconds")
+
+
+def check_exchange(rows: Tensor, counts: Sequence[int], size: int) -> None:
+    """Check what a rank brings to an exchange."""
+    assert rows.is_contiguous()
+    assert rows.device.type == "cpu"
+    assert len(counts) == size
+    assert sum(counts) == len(rows)
 
 
 def no_reason() -> str | None:
@@ -96,3 +104,31 @@ class Group(Protocol):
     def close(self) -> None:
         """Give back what the group holds. A call that follows raises RankLostError. One that another thread is in may
         be waited for: let `give_up` end it."""
+
+
+class Exchanging(Protocol):
+    """What ranks need that have the experts of a mixture between them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def give_up(self, reason: str) -> None:
+        """See Group."""
+
+    def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Give each rank its rows, and return those that all have for this one, with how many are from each rank.
+
+        rows: [sum(counts), width] contiguous, of any type, which is the same on all ranks, as the width is; those for
+        rank 0 come first. counts: [size] how many are for each rank, this one too. # [sum(received), width], rank 0's
+        first; received: [size]
+
+        The rows are moved as they are. A rank without any takes part like all others: an exchange is over for nobody
+        before all have come to it.
+        """
+
+
+class ExchangeGroup(Group, Exchanging, Protocol):
+    """A group that exchanges rows, too."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError, check_ranks, no_reason, stop_if
+from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, no_reason, stop_if
 from kernels.cpu.native.library import load_library
-from kernels.cpu.native.reduction import Reduction
+from kernels.cpu.native.reduction import Reduction, RowExchange
 
 MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
@@ -104,12 +104,27 @@ class SharedMemoryGroup:
         return Reduction(function, self._handle, self._lost, self)
 
     @property
+    def row_exchange(self) -> RowExchange:
+        """The exchange of rows as a recorded pass calls it, without Python."""
+        function = ctypes.cast(self._library.ranks_exchange, ctypes.c_void_p).value
+        assert function is not None
+        return RowExchange(function, self._handle, self._rank, self._size, self._lost, self)
+
+    @property
     def late_s(self) -> list[float]:
         """For how many seconds the others have waited for each rank alone so far, when they met it for sums or gathered
         columns. # [size]"""
         found = (ctypes.c_int64 * self._size)()
         self._library.ranks_late(self._handle, found)
         return [late_ns / 1e9 for late_ns in found]
+
+    @property
+    def num_meetings(self) -> list[int]:
+        """How often each rank has come to meet the others so far, for sums, gathered columns and exchanges. Between two
+        steps it is the same for all. # [size]"""
+        found = (ctypes.c_int64 * self._size)()
+        self._library.ranks_meetings(self._handle, found)
+        return list(found)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -128,6 +143,15 @@ class SharedMemoryGroup:
         numbers, out = (ctypes.c_int64 * self._size)(*sizes), None if found is None else found.data_ptr()
         self._check(self._library.ranks_gather(self._handle, x.data_ptr(), len(x), numbers, out))
         return found
+
+    def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        check_exchange(rows, counts, self._size)
+        given, received = ((ctypes.c_int64 * self._size)(*numbers) for numbers in (counts, ()))
+        row_bytes = rows.shape[1] * rows.element_size()
+        self._check(self._library.ranks_offer(self._handle, rows.data_ptr(), row_bytes, given, received))
+        found = rows.new_empty(sum(received), rows.shape[1])
+        self._check(self._library.ranks_take(self._handle, found.data_ptr()))
+        return found, list(received)
 
     def send(self, message: bytes) -> None:
         assert self._rank == LEADER

@@ -22,13 +22,25 @@ def experts(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: R
     shares, chosen = route(x, router, routing)  # [num_tokens, per_token]
     order = chosen.flatten().argsort(stable=True)  # indices of (token, rank of the expert), sorted by expert
     counts = chosen.flatten().bincount(minlength=len(router)).tolist()
-    sorted_x = torch.split(x[order // routing.per_token], counts)
-    parts = [
-        F.linear(silu_and_mul(F.linear(part, gate_up[number])), down[number])
-        for number, part in enumerate(sorted_x)
-        if len(part)
-    ]
     found = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
-    found[order] = torch.cat(parts)
+    found[order] = _products(x[order // routing.per_token], counts, gate_up, down)
     by_token = found.view(len(x), routing.per_token, -1).float()
     return (by_token * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+
+def expert_products(rows: Tensor, numbers: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return what its expert makes of each row, unweighted. rows: [n, hidden]; numbers: [n] experts. # [n, hidden]"""
+    order = numbers.argsort(stable=True)
+    found = torch.empty_like(rows)
+    found[order] = _products(rows[order], numbers.bincount(minlength=len(gate_up)).tolist(), gate_up, down)
+    return found
+
+
+def _products(rows: Tensor, counts: list[int], gate_up: Tensor, down: Tensor) -> Tensor:
+    """rows: [n, hidden], sorted by expert; counts: how many each has. # [n, hidden]"""
+    parts = [
+        F.linear(silu_and_mul(F.linear(part, gate_up[number])), down[number])
+        for number, part in enumerate(torch.split(rows, counts))
+        if len(part)
+    ]
+    return torch.cat(parts) if parts else rows

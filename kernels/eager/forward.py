@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.collectives.group import Group
+from kernels.collectives.experts import exchange_experts
+from kernels.collectives.group import Exchanging, Group
 from kernels.eager.ops import Ops
 from kernels.eager.rewind import Advance, Rewind
 from kernels.forward import GELU, SILU, HeadShape, Linear, LinearHeads, Routing
@@ -58,10 +59,12 @@ class EagerPass:
         rewind: Rewind | None = None,
         adapters: Adapters | None = None,
         group: Group | None = None,
+        expert_ranks: Exchanging | None = None,
     ) -> None:
         """plan: what `ops.prepare_attention` returned for the step's rows. states: None if the model has no recurrent
         state. rewind: records each state before a step with drafts advances it. adapters: None if no token has one.
-        group: the ranks that compute the model together. None: this one alone does."""
+        group: the ranks that compute the model together. None: this one alone does. expert_ranks: those that have the
+        experts between them, each with tokens of its own. None: all experts are here."""
         self._ops = ops
         self._token_ids, self._positions, self._slots = token_ids, positions, slots
         self._plan = plan
@@ -69,6 +72,7 @@ class EagerPass:
         self._rewind = rewind
         self._adapters = adapters
         self._group = group
+        self._expert_ranks = expert_ranks
 
     def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
         found = F.embedding(self._token_ids, table)
@@ -107,6 +111,8 @@ class EagerPass:
         return self._group.all_reduce(x)
 
     def experts(self, x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Tensor:
+        if self._expert_ranks is not None:
+            return exchange_experts(self._expert_ranks, x, router, gate_up.weight, down.weight, routing)
         return mix_experts(self._ops, x, router, (gate_up, down), routing)
 
     def rotate_and_cache(

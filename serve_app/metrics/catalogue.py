@@ -145,8 +145,8 @@ ENGINE = (
     ),
     _engine_counter(
         "chunkserve:rank_late_seconds",
-        "Time that the other ranks of a model waited for this one; there only with `engine.tensor_parallel_size`. The "
-        "rank for which it grows much faster than for the others is slow.",
+        "Time that the other ranks of an engine waited for this one; there only with `engine.tensor_parallel_size` or "
+        "`engine.expert_parallel_size`. The rank for which it grows much faster than for the others is slow.",
         ("rank",),
     ),
     # The next are there only if `engine.kv_tiers` sets a tier.

@@ -15,8 +15,8 @@ KIND_SHARE = 0.001
 
 
 def ranks_of(config: EngineConfig) -> int:
-    """Return how many ranks compute an engine's model together."""
-    return config.tensor_parallel_size
+    """Return how many ranks an engine has: those that compute its model together, or those that share its experts."""
+    return config.tensor_parallel_size * config.expert_parallel_size
 
 
 def check_ranks(size: int, num_gpus: float, placement: Placement) -> None:

@@ -45,7 +45,8 @@ class Meeting:
 
 
 class ThreadGroup:
-    """One thread's end: the sums and gathered columns of kernels.collectives.group.Group. It counts its calls."""
+    """One thread's end: the sums, gathered columns and exchanges of kernels.collectives.group.ExchangeGroup. It counts
+    its calls."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self._meeting = rank, meeting
@@ -67,7 +68,12 @@ class ThreadGroup:
         parts = self._exchange(x)
         return torch.cat(parts, 1) if self.rank == LEADER else None
 
-    def _exchange(self, x: Tensor) -> list[Tensor]:
+    def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        parts = self._exchange(rows.clone().split(list(counts)))
+        own = [part[self.rank] for part in parts]
+        return torch.cat(own), list(map(len, own))
+
+    def _exchange(self, x: Any) -> list[Any]:
         self.num_calls += 1
         self._meeting.brought[self.rank] = x
         try:

@@ -86,3 +86,50 @@ struct Stack {
         return found;
     }
 };
+
+// Exchange rows with other ranks: see Ranks::offer. out: for `room` rows. Not 0 once a rank is lost, or if there are more.
+using ExchangeRows = int (*)(void* context, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received,
+                             char* out, int64_t room);
+
+// The experts that this rank holds of all; each rank holds as many, or one more.
+struct HeldExperts {
+    int64_t experts, rank, ranks;
+
+    int64_t first_of(int64_t other) const { return experts * other / ranks; }
+    int64_t first() const { return first_of(rank); }
+    int64_t count() const { return first_of(rank + 1) - first(); }
+};
+
+// Rows on their way to the experts' ranks, each with its expert's number behind it, and rows that have come from all ranks.
+struct Passage {
+    HeldExperts held;
+    int64_t row_bytes;   // of a row with its number: a multiple of 8
+    int64_t room;        // for rows from all ranks
+    char* sent;          // [num_tokens * per_token, row_bytes] sorted by expert
+    char* arrived;       // [room, row_bytes] by rank
+    int64_t* rows;       // [room] which row of `arrived` each row is, sorted by expert
+    int64_t* firsts;     // [held + 1] where each held expert's rows begin, and where the last ends
+    std::vector<int64_t> counts, received;  // [ranks] rows for each, and from each
+
+    int64_t& number_of(char* rows, int64_t row) const {
+        return *reinterpret_cast<int64_t*>(rows + (row + 1) * row_bytes - sizeof(int64_t));
+    }
+
+    int64_t num_arrived() const { return firsts[held.count()]; }
+
+    void count(const Routes& routes) {
+        for (int64_t rank = 0; rank < held.ranks; rank++)
+            counts[rank] = routes.firsts[held.first_of(rank + 1)] - routes.firsts[held.first_of(rank)];
+    }
+
+    // Which rows each held expert has. In the order in which they came, so that it depends on nothing else.
+    void sort() {
+        int64_t total = 0;
+        for (const int64_t count : received) total += count;
+        std::fill(firsts, firsts + held.count() + 1, 0);
+        for (int64_t row = 0; row < total; row++) firsts[number_of(arrived, row) - held.first() + 1]++;
+        for (int64_t expert = 0; expert < held.count(); expert++) firsts[expert + 1] += firsts[expert];
+        std::vector<int64_t> next(firsts, firsts + held.count());
+        for (int64_t row = 0; row < total; row++) rows[next[number_of(arrived, row) - held.first()]++] = row;
+    }
+};

@@ -297,15 +297,16 @@ static void add_argmax(Program* program, const float* logits, int64_t vocab, int
     });
 }
 
-// Products of rows sorted by expert, each with its expert's matrix. Calls store(matrix, row, panel, first 16, last 16).
+// Products of rows sorted by expert, each with its expert's matrix. firsts: see Routes. Calls store(matrix, row, panel,
+// first 16, last 16).
 template <class T, class Store>
-static void add_products(Program* program, const T* x, Stack<T> stack, Routes routes, Store store_sums) {
+static void add_products(Program* program, const T* x, Stack<T> stack, const int64_t* firsts, Store store_sums) {
     program->add([=] {
         const int64_t panels = stack.first.num_panels();
         program->team.share(stack.experts * panels, [&](int64_t first, int64_t last) {
             while (first < last) {
                 const int64_t expert = first / panels, panel = first % panels, end = std::min(panels, panel + last - first);
-                const int64_t begin = routes.firsts[expert], rows = routes.firsts[expert + 1] - begin;
+                const int64_t begin = firsts[expert], rows = firsts[expert + 1] - begin;
                 const Linear<T> linear = stack.of(expert);
                 if (rows)
                     multiply<T>(x + begin * linear.inputs, rows, linear, panel, end,
@@ -315,6 +316,19 @@ static void add_products(Program* program, const T* x, Stack<T> stack, Routes ro
                 first += end - panel;
             }
         });
+    });
+}
+
+// Add up what a token's experts give, weighted, the largest share first: `found` has a row for each of `routes`.
+template <class T>
+static void add_weighted_sums(Program* program, Routes routes, int64_t hidden, const float* found, T* out) {
+    program->add_each_token([=](const Step&, int64_t token) {
+        const int64_t first = token * routes.per_token;
+        for (int64_t d = 0; d < hidden; d++) {
+            float sum = 0.0f;
+            for (int64_t i = 0; i < routes.per_token; i++) sum += routes.shares[first + i] * found[routes.rows[first + i] * hidden + d];
+            out[token * hidden + d] = narrow<T>(sum);
+        }
     });
 }
 
@@ -332,20 +346,75 @@ static void add_experts(Program* program, Route<T> route, Stack<T> gate_up, Stac
         for (int64_t i = 0; i < routes.per_token; i++)
             std::copy(x + token * hidden, x + (token + 1) * hidden, sorted + routes.rows[token * routes.per_token + i] * hidden);
     });
-    add_products(program, sorted, gate_up, routes, [inner](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+    add_products(program, sorted, gate_up, routes.firsts, [inner](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
         store_gated<false>(inner, l, row, panel, a, b);
     });
-    add_products(program, inner, down, routes, [found](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+    add_products(program, inner, down, routes.firsts, [found](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
         store_panel(found, l, row, panel, a, b);
     });
-    program->add_each_token([=](const Step&, int64_t token) {
-        const int64_t first = token * routes.per_token;
-        for (int64_t d = 0; d < hidden; d++) {
-            float sum = 0.0f;
-            for (int64_t i = 0; i < routes.per_token; i++) sum += routes.shares[first + i] * found[routes.rows[first + i] * hidden + d];
-            out[token * hidden + d] = narrow<T>(sum);
+    add_weighted_sums(program, routes, hidden, found, out);
+}
+
+extern "C" int ranks_exchange(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received,
+                              char* out, int64_t room);
+
+// One thread exchanges, and all wait for it. Always, also without tokens: the other ranks may have some.
+static void add_exchange(Program* program, ExchangeRows exchange, void* context, std::function<int()> call) {
+    if (exchange == reinterpret_cast<ExchangeRows>(&ranks_exchange)) program->ranks = static_cast<Ranks*>(context);
+    program->add([program, call = std::move(call), number = int64_t(program->operations.size())] {
+        program->team.share(1, [&](int64_t, int64_t) {
+            if (call()) program->lost_in = number;
+        });
+    });
+}
+
+// The same, where other ranks hold some of the experts: rows go there and their results come back, in the order in which
+// the rows were sent. stacks: of the held experts. Memory of the caller: as above, but for rows of all ranks; and `back`
+// [num_tokens * per_token, hidden] float32.
+template <class T>
+static void add_divided_experts(Program* program, Route<T> route, Stack<T> gate_up, Stack<T> down, Passage own, ExchangeRows exchange,
+                                void* context, T* sorted, T* inner, float* found, float* back, T* out) {
+    const Routes routes = route.to;
+    const int64_t hidden = route.hidden;
+    own.counts.resize(own.held.ranks);
+    own.received.resize(own.held.ranks);
+    const auto passage = std::make_shared<Passage>(std::move(own));
+    program->add_each_token(route);
+    program->add_each([](const Step&) { return 1; }, [=](const Step& step, int64_t) {
+        sort_by_expert(routes, step.num_tokens);
+        passage->count(routes);
+    });
+    program->add_each_token([=, x = route.x](const Step&, int64_t token) {
+        for (int64_t i = token * routes.per_token; i < (token + 1) * routes.per_token; i++) {
+            char* to = passage->sent + routes.rows[i] * passage->row_bytes;
+            std::copy(x + token * hidden, x + (token + 1) * hidden, reinterpret_cast<T*>(to));
+            passage->number_of(passage->sent, routes.rows[i]) = routes.chosen[i];
         }
     });
+    add_exchange(program, exchange, context, [=] {
+        const int lost = exchange(context, passage->sent, passage->row_bytes, passage->counts.data(), passage->received.data(),
+                                  passage->arrived, passage->room);
+        if (!lost) passage->sort();
+        return lost;
+    });
+    program->add_each([passage](const Step&) { return passage->num_arrived(); }, [=](const Step&, int64_t row) {
+        const T* from = reinterpret_cast<const T*>(passage->arrived + passage->rows[row] * passage->row_bytes);
+        std::copy(from, from + hidden, sorted + row * hidden);
+    });
+    const int64_t* firsts = passage->firsts;
+    add_products(program, sorted, gate_up, firsts, [inner](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+        store_gated<false>(inner, l, row, panel, a, b);
+    });
+    const int64_t* arrival = passage->rows;
+    add_products(program, inner, down, firsts, [found, arrival](const Linear<T>& l, int64_t row, int64_t panel, f32x16 a, f32x16 b) {
+        store_panel(found, l, arrival[row], panel, a, b);
+    });
+    add_exchange(program, exchange, context, [=] {
+        const int64_t sent = routes.firsts[routes.experts];
+        return exchange(context, reinterpret_cast<char*>(found), hidden * sizeof(float), passage->received.data(),
+                        passage->counts.data(), reinterpret_cast<char*>(back), sent);
+    });
+    add_weighted_sums(program, routes, hidden, back, out);
 }
 
 // The C interface: `wide` is 1 where the elements are float32, 0 where they are bfloat16.
@@ -515,6 +584,23 @@ void program_experts(Program* program, int wide, const void* x, const float* rou
             (program, Route<T>{as<T>(x), router, hidden, renormalize != 0, routes},
              Stack<T>{{gate_up, gate_up_scales, nullptr, hidden, 2 * size}, experts},
              Stack<T>{{down, down_scales, nullptr, size, hidden}, experts}, as<T>(sorted), as<T>(inner), found, as<T>(out)));
+}
+
+// `gate_up` and `down` are those of the experts that this rank holds of `experts`; see Passage for what lies where.
+void program_divided_experts(Program* program, int wide, const void* x, const float* router, int64_t experts, int64_t hidden,
+                             int64_t size, int64_t per_token, int renormalize, const void* gate_up, const float* gate_up_scales,
+                             const void* down, const float* down_scales, float* shares, int64_t* chosen, int64_t* rows,
+                             int64_t* firsts, void* sorted, void* inner, float* found, void* out, int64_t rank, int64_t ranks,
+                             ExchangeRows exchange, void* context, int64_t row_bytes, char* sent, char* arrived,
+                             int64_t* arrived_rows, int64_t* held_firsts, float* back, int64_t room) {
+    const Routes routes{experts, per_token, shares, chosen, rows, firsts};
+    const HeldExperts held{experts, rank, ranks};
+    BY_TYPE(add_divided_experts<T>,
+            (program, Route<T>{as<T>(x), router, hidden, renormalize != 0, routes},
+             Stack<T>{{gate_up, gate_up_scales, nullptr, hidden, 2 * size}, held.count()},
+             Stack<T>{{down, down_scales, nullptr, size, hidden}, held.count()},
+             Passage{held, row_bytes, room, sent, arrived, arrived_rows, held_firsts, {}, {}}, exchange, context, as<T>(sorted),
+             as<T>(inner), found, back, as<T>(out)));
 }
 
 void program_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {

@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels.cpu.native.grouped import BLOCK, LANES, PANEL, Panels, Rows, panels_of
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.low_rank import AdaptedMatrix, PackedAdapter
-from kernels.cpu.native.reduction import Reduction
+from kernels.cpu.native.reduction import Reduction, RowExchange
 from kernels.cpu.native.spans import NO_SPANS, Spans
-from kernels.forward import GELU, SILU, HeadShape, Linear, Routing
+from kernels.forward import GELU, SILU, HeadShape, Linear, Routing, held_experts
 from kernels.rows.integers import joined
 
 MAX_HEAD_DIM = 256
@@ -348,11 +348,14 @@ class Program:
         capacity: int,
         dtype: torch.dtype,
         reduction: Reduction | None = None,
+        exchange: RowExchange | None = None,
     ) -> None:
-        """reduction: how ranks sum. None: there is one rank, and no operation sums over ranks."""
+        """reduction: how ranks sum. None: there is one rank, and no operation sums over ranks. exchange: how ranks with
+        tokens of their own reach each other's experts. None: all experts are here."""
         self._library = load_library()
         self._team = team  # must outlive the program
         self._reduction = reduction
+        self._exchange = exchange
         self._handle = self._library.program_create(team.handle, block_size)
         self._capacity = capacity
         self._dtype = dtype
@@ -371,15 +374,16 @@ class Program:
         Raises:
             IndexError: a token id is outside the vocabulary, a block outside the cache, a slot outside the states, a
                 row with drafts outside the rows, or a span outside its row. Nothing was computed.
-            BaseException: the reduction's own, once a rank is lost. The operations after it were not run.
+            BaseException: the ranks' own, once one is lost. The operations after it were not run.
         """
         assert rows.num_tokens <= self._capacity
         outcome = self._library.program_run(self._handle, ctypes.byref(rows.struct))
         if outcome == _NOT_THERE:
             raise IndexError("The step names a token, block, state, row with drafts or span that is not there.")
         if outcome == _RANK_LOST:
-            assert self._reduction is not None
-            raise self._reduction.error()
+            ranks = self._reduction or self._exchange
+            assert ranks is not None
+            raise ranks.error()
 
     # --- recording --------------------------------------------------------------------------------------------------
 
@@ -451,13 +455,14 @@ class Program:
     def experts(self, x: Buffer, router: Tensor, gate_up: Linear, down: Linear, routing: Routing) -> Buffer:
         inner, outer = gate_up.weight, down.weight
         (count, hidden), size, rows = router.shape, inner.outputs // 2, self._capacity * routing.per_token
+        room = rows * (1 if self._exchange is None else self._exchange.size)
         shares = self._new(routing.per_token, torch.float32)
         chosen, places = (self._new(routing.per_token, torch.int64) for _ in range(2))
         firsts = self._new(1, torch.int64, count + 1)
-        of_experts, gated = self._new(hidden, rows=rows), self._new(size, rows=rows)
-        found, out = self._new(hidden, torch.float32, rows), self._new(hidden)
+        of_experts, gated = self._new(hidden, rows=room), self._new(size, rows=room)
+        found, out = self._new(hidden, torch.float32, room), self._new(hidden)
         between = (shares, chosen, places, firsts, of_experts, gated, found, out)
-        self._library.program_experts(
+        operation = (
             self._handle,
             self._wide,
             x.address,
@@ -471,7 +476,32 @@ class Program:
             *self._keep_weights(outer)[:2],
             *(buffer.address for buffer in between),
         )
+        if self._exchange is None:
+            self._library.program_experts(*operation)
+        else:
+            held = held_experts(count, self._exchange.rank, self._exchange.size)
+            self._divided_experts(operation, self._exchange, rows, hidden, len(held))
         return out
+
+    def _divided_experts(
+        self, operation: tuple[Any, ...], exchange: RowExchange, rows: int, hidden: int, held: int
+    ) -> None:
+        """Record experts of which this rank holds some. rows: the most that it sends."""
+        room = rows * exchange.size
+        row_bytes = -(-hidden * self._dtype.itemsize // 8) * 8 + 8  # the expert's number behind it
+        sent, arrived = (self._new(row_bytes, torch.uint8, count) for count in (rows, room))
+        arrived_rows, firsts = self._new(1, torch.int64, room), self._new(1, torch.int64, held + 1)
+        back = self._new(hidden, torch.float32, rows)
+        self._library.program_divided_experts(
+            *operation,
+            exchange.rank,
+            exchange.size,
+            exchange.function,
+            exchange.context,
+            row_bytes,
+            *(buffer.address for buffer in (sent, arrived, arrived_rows, firsts, back)),
+            room,
+        )
 
     def rotate_and_cache(
         self,

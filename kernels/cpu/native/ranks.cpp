@@ -24,6 +24,23 @@ int ranks_gather(Ranks* ranks, const float* x, int64_t rows, const int64_t* size
     return ranks->gather(x, rows, sizes, out);
 }
 
+int ranks_offer(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received) {
+    return ranks->offer(rows, row_bytes, counts, received);
+}
+
+int ranks_take(Ranks* ranks, char* out) { return ranks->take(out); }
+
+// Both, where `out` has room for so many rows. Who has none for what came ends the group.
+int ranks_exchange(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received, char* out,
+                   int64_t room) {
+    if (const int outcome = ranks->offer(rows, row_bytes, counts, received)) return outcome;
+    int64_t total = 0;
+    for (int rank = 0; rank < ranks->size(); rank++) total += received[rank];
+    if (total <= room) return ranks->take(out);
+    ranks->give_up(("it has room for " + std::to_string(room) + " rows, and " + std::to_string(total) + " came").c_str());
+    return Ranks::LOST;
+}
+
 int ranks_send(Ranks* ranks, const char* message, int64_t bytes) { return ranks->send(message, bytes); }
 
 int ranks_pending(Ranks* ranks, int64_t* bytes) { return ranks->pending(bytes); }
@@ -35,6 +52,8 @@ int ranks_check(Ranks* ranks) { return ranks->check(); }
 void ranks_give_up(Ranks* ranks, const char* why) { ranks->give_up(why); }
 
 void ranks_late(Ranks* ranks, int64_t* out_ns) { ranks->late(out_ns); }
+
+void ranks_meetings(Ranks* ranks, int64_t* out) { ranks->meetings(out); }
 
 void ranks_close(Ranks* ranks) { ranks->close(); }
 

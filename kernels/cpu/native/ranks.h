@@ -37,6 +37,7 @@ struct alignas(64) RankLine {  // written by its rank alone
     std::atomic<int64_t> arrived_ns;  // at its last meeting
     std::atomic<int64_t> late_ns;     // that others waited for it alone
     std::atomic<int64_t> asked[2];    // what it came for, to even and odd meetings
+    int64_t counts[2][MAX_RANKS];     // rows that it has for each rank, likewise
 };
 
 struct Segment {
@@ -161,6 +162,39 @@ class Ranks {
         return DONE;
     }
 
+    // Exchange rows of `row_bytes`: x has counts[0] for rank 0, then counts[1] for rank 1, and so on. In two calls, between
+    // which the caller makes room: `offer` says how many there are from each rank, and `take` gives them, rank 0's first.
+    Outcome offer(const char* x, int64_t row_bytes, const int64_t* counts, int64_t* received) {
+        Use use(*this);
+        if (!use) return LOST;
+        offered_ = x;
+        row_bytes_ = row_bytes;
+        std::copy_n(counts, size_, own().counts[(meetings_ + 1) & 1]);
+        given_.assign(size_ * size_, 0);
+        std::copy_n(counts, size_, given_.begin() + rank_ * size_);
+        put_offered(0);
+        if (!meet(EXCHANGED | row_bytes)) return LOST;
+        for (int rank = 0; rank < size_; rank++) {
+            std::copy_n(segment_->lines[rank].counts[meetings_ & 1], size_, given_.begin() + rank * size_);
+            received[rank] = given_[rank * size_ + rank_];
+        }
+        return DONE;
+    }
+
+    Outcome take(char* out) {
+        Use use(*this, /*though_lost=*/true);  // a rank that has what it needs may have left, and this one has all, too
+        if (!use) return LOST;
+        int64_t longest = 0;
+        for (int rank = 0; rank < size_; rank++) longest = std::max(longest, stream_bytes(rank, size_));
+        for (int64_t first = 0;;) {
+            lay_taken(first, out);
+            first += slot_bytes_;
+            if (first >= longest) return DONE;
+            put_offered(first);
+            if (!meet(EXCHANGED | row_bytes_)) return LOST;
+        }
+    }
+
     // The leader's alone. Waits for those who have not taken the piece before the last one.
     Outcome send(const char* message, int64_t bytes) {
         Use use(*this);
@@ -220,6 +254,11 @@ class Ranks {
         for (int rank = 0; use && rank < size_; rank++) out_ns[rank] = segment_->lines[rank].late_ns.load();
     }
 
+    void meetings(int64_t* out) {
+        Use use(*this, /*though_lost=*/true);
+        for (int rank = 0; use && rank < size_; rank++) out[rank] = segment_->lines[rank].meetings.load();
+    }
+
     // Waits for the call that another thread is in, if any: let that one end first, by give_up where it may be long.
     void close() {
         if (closed_.exchange(true)) return;
@@ -254,7 +293,7 @@ class Ranks {
     // The others compute as much as this rank: spin for what their unevenness is, then let others have the core without
     // leaving it idle, and sleep where a rank is far behind. Look for the dead as often as that.
     static constexpr int64_t SPIN_NS = 5'000, YIELD_NS = 200'000, SLEEP_NS = 100'000'000;
-    static constexpr int64_t GATHERED = int64_t(1) << 56;
+    static constexpr int64_t GATHERED = int64_t(1) << 56, EXCHANGED = int64_t(3) << 56;
 
     static int64_t now_ns() {
         timespec now;
@@ -504,7 +543,43 @@ class Ranks {
     static std::string ask_text(int64_t asked) {
         const int64_t kind = asked >> 56;
         const std::string count = std::to_string(asked & (GATHERED - 1));
+        if (kind == EXCHANGED >> 56) return "exchanges rows of " + count + " bytes";
         return (kind == GATHERED >> 56 ? "collects " : "sums ") + count + (kind == sizeof(bf16) ? " bfloat16" : " float32");
+    }
+
+    // A rank's rows for all others, without those for itself, go through its slot one slot after another: a stream. Return
+    // its bytes for the ranks before `to`.
+    int64_t stream_bytes(int from, int to) const {
+        int64_t rows = 0;
+        for (int rank = 0; rank < to; rank++)
+            if (rank != from) rows += given_[from * size_ + rank];
+        return rows * row_bytes_;
+    }
+
+    int64_t bytes_for(int from, int to) const { return given_[from * size_ + to] * row_bytes_; }
+
+    // Put the bytes of the own stream from `first` on that a slot has room for.
+    void put_offered(int64_t first) {
+        const int64_t before = stream_bytes(rank_, rank_), end = std::min(first + slot_bytes_, stream_bytes(rank_, size_));
+        char* to = slot<char>(rank_, meetings_ + 1);
+        const auto copy = [&](int64_t begin, int64_t end, int64_t skipped) {
+            if (begin < end) to = std::copy(offered_ + skipped + begin, offered_ + skipped + end, to);
+        };
+        copy(first, std::min(end, before), 0);
+        copy(std::max(first, before), end, bytes_for(rank_, rank_));
+    }
+
+    // Lay what the slots have, which is each stream from `first` on, where this rank's rows belong.
+    void lay_taken(int64_t first, char* out) {
+        for (int rank = 0; rank < size_; out += bytes_for(rank++, rank_)) {
+            const int64_t begin = stream_bytes(rank, rank_), end = begin + bytes_for(rank, rank_);
+            if (rank == rank_) {
+                if (first == 0) std::copy_n(offered_ + begin, end - begin, out);
+                continue;
+            }
+            const int64_t from = std::max(begin, first), to = std::min(end, first + slot_bytes_);
+            if (from < to) std::copy_n(slot<char>(rank, meetings_) + from - first, to - from, out + from - begin);
+        }
     }
 
     template <class T, class From>
@@ -530,6 +605,9 @@ class Ranks {
     const pid_t process_ = getpid();
     std::vector<int> locks_;  // [size] files: this rank's own, locked, and the others'
     Segment* segment_ = nullptr;
+    const char* offered_ = nullptr;
+    int64_t row_bytes_ = 0;
+    std::vector<int64_t> given_;  // [size, size] rows of an exchange, from each rank to each
     uint32_t meetings_ = 0, sent_ = 0, received_ = 0;
     std::atomic<int> users_ = 0;
     std::atomic<bool> closed_ = false;

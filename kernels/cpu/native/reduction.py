@@ -1,4 +1,4 @@
-"""Owns what a recorded pass needs to sum over ranks: a function of C, and the error where it fails.
+"""Owns what a recorded pass needs to sum over ranks and to exchange rows with them: functions of C, and their errors.
 Never sums: kernels.collectives does, and knows the ranks."""
 
 from __future__ import annotations
@@ -19,6 +19,28 @@ class Reduction:
     """Its address."""
     context: int
     """Its first argument."""
+    error: Callable[[], BaseException]
+    """Return what to raise after it has failed."""
+    owner: Any
+    """What must live for as long as the function may be called."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    """int function(void* context, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received,
+    char* out, int64_t room): see kernels.collectives.group.ExchangeGroup. Not 0 once a rank is lost, or if more rows
+    than `room` come.
+
+    One thread at a time calls it, any of a team's.
+    """
+
+    function: int
+    """Its address."""
+    context: int
+    """Its first argument."""
+    rank: int
+    size: int
+    """How many ranks there are, of which each holds as many experts as another, or one more."""
     error: Callable[[], BaseException]
     """Return what to raise after it has failed."""
     owner: Any

@@ -68,7 +68,7 @@ struct Step : StepRows {
             return std::all_of(numbers, numbers + count, [end](int64_t number) { return number >= 0 && number < end; });
         };
         if (!within(token_ids, num_tokens, num_token_ids) || !within(blocks, first_blocks[num_rows], num_blocks)) return false;
-        if (num_states >= 0 && !(state_slots && within(state_slots, num_rows, num_states))) return false;
+        if (num_states >= 0 && num_rows && !(state_slots && within(state_slots, num_rows, num_states))) return false;
         if (first_drafted < 0 || first_drafted > num_rows || num_drafted < 0 || num_drafted > num_rows - first_drafted)
             return false;
         begins.assign(1, 0);

@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 VALUES: dict[Feature, Any] = {
     features.TENSOR_PARALLEL: 2,
+    features.EXPERT_PARALLEL: 2,
     features.LORA: 2,
     features.OVERLAP: True,
     features.DRAFTS: 2,
@@ -324,7 +325,10 @@ NOT_OF_FEATURES = {
     # shapes that cannot be cut, and ranks that do not start
     "engine/models/shards.py _check_heads": 1,
     "engine/models/shards.py _columns": 1,
+    "engine/models/shards.py with_experts_of": 1,
     "engine/build/ranks.py LeadingRank.lead": 1,
+    "engine/build/lockstep.py start_lockstep": 1,
+    "engine/build/lockstep.py _compare": 1,
     # the table
     "engine/config.py refuse_conflicts": 1,
 }

@@ -1,10 +1,11 @@
 """Contracts of a real mixture whose experts are spread over ranks in lockstep: each rank answers as an engine alone.
-Never a way to serve: `StepPlan.joint` is followed here by an executor of this test around the CPU's."""
+Never starts a process: ranks are threads here; tests/engine/lockstep/test_processes.py has processes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,107 +15,70 @@ import torch
 from torch import Tensor
 
 from engine.async_engine import AsyncEngine
+from engine.build.cpu import start_on_cpu
 from engine.build.executor import create_executor
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from engine.core.core import EngineCore
+from engine.execution.device import HostDevice
 from engine.lockstep.threads import make_thread_ranks
+from engine.models.config import read_model_config
+from engine.models.shards import with_experts_of
+from engine.models.weights import dummy_weights, load_weights
 from engine.protocol import Failed, SamplingParams, Token
-from engine.step import Capabilities, ExecutorFatalError, StepOutput, StepPlan
-from kernels.collectives.experts import NUM_SUMS, exchange_experts, held_experts
-from kernels.collectives.group import RankLostError
-from kernels.forward import Routing
-from tests.support.rank_threads import ThreadGroup, make_thread_groups
+from engine.step import ScheduledRequest, StateUse, StepPlan
+from kernels.collectives.experts import NUM_EXCHANGES
+from tests.support.compiler import needs_compiler
+from tests.support.plans import chunk
+from tests.support.rank_threads import make_thread_groups
 from tests.support.tiny_models import save_model
 
 pytestmark = pytest.mark.anyio
 
 PROMPTS = [tuple(range(3, 3 + length)) for length in (5, 11, 1, 20)]
-
-
-class MixtureRank:
-    """Runs plans on a CPU executor of which this rank's part of the experts is used, and exchanges the rest."""
-
-    def __init__(self, executor: Any, ranks: ThreadGroup | None, fails_on: int | None) -> None:
-        self.executor, self._ranks = executor, ranks
-        self._fails_on = fails_on
-        decoder = executor.model.decoder
-        layers = zip(decoder.config.layers, decoder.weights.layers, strict=True)
-        self._mixtures = [(config.experts.routing, layer) for config, layer in layers if config.experts is not None]
-        self._num_launches = self._num_left = self._most = 0
-        if ranks is not None:
-            executor.model._ops = replace(executor.model._ops, experts=self._experts)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(self.executor.capabilities, lockstep=self._ranks is not None)
-
-    def _experts(self, x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
-        assert self._ranks is not None
-        if len(x) and self._num_left == len(self._mixtures) - 1 and self._num_launches == self._fails_on:
-            raise RuntimeError("injected, after the first exchange")
-        self._num_left -= 1
-        own = held_experts(len(router), self._ranks.rank, self._ranks.size)
-        held = gate_up[own.start : own.stop], down[own.start : own.stop]
-        try:
-            return exchange_experts(self._ranks, x, self._most, router, *held, routing)
-        except RankLostError as error:
-            raise ExecutorFatalError("a rank has gone") from error
-
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> None:
-        if self._ranks is None:
-            return self.executor.launch(plan)
-        assert plan.joint is not None
-        self._most, self._num_left, failure = plan.joint.tokens, len(self._mixtures), None
-        if plan.rows:
-            self._num_launches += 1
-            try:
-                self.executor.launch(replace(plan, joint=None))
-            except ExecutorFatalError:
-                raise
-            except Exception as error:  # noqa: BLE001  raised below
-                failure = error
-        for routing, layer in self._mixtures[len(self._mixtures) - self._num_left :]:
-            nothing = torch.zeros(0, layer.router.shape[1], dtype=layer.gate_up.weight.dtype)
-            self._experts(nothing, layer.router, layer.gate_up.weight, layer.down.weight, routing)
-        if failure is not None:
-            raise failure
-
-    def collect(self) -> StepOutput:
-        return self.executor.collect()
-
-    def forget(self, request_ids: Sequence[str]) -> None:
-        self.executor.forget(request_ids)
-
-    def shutdown(self) -> None:
-        if self._ranks is not None:
-            self._ranks.give_up("the rank ends")
-        self.executor.shutdown()
+KERNELS = ["torch_cpu", pytest.param("native", marks=needs_compiler)]
+KINDS = ["qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_moe"]
+ASKED = {"dtype": "float32", "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1, "max_model_len": 64}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("mixture")
-    save_model("qwen3_moe", directory)
-    return directory
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def find(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            save_model(kind, made[kind])
+        return made[kind]
+
+    return find
+
+
+def executors(directory: Path, size: int, **settings: Any) -> tuple[list[Any], list[Any], Any]:
+    """Return the executor of each rank, its group, and the config of one. Of size 1, that of an engine alone."""
+    config = EngineConfig(**{**ASKED, **settings})
+    if size == 1:
+        executor, resolved = create_executor(directory, config)
+        return [executor], [None], resolved
+    config = replace(config, expert_parallel_size=size)
+    groups = make_thread_groups(size)
+    built = [start_on_cpu(directory, config, (HostDevice(), "a test"), 1, None, group).build() for group in groups]
+    return [executor for executor, _ in built], list(groups), built[0][1]
 
 
 @pytest.fixture
-def make_engines(checkpoint: Path) -> Iterator[Any]:
+def make_engines() -> Iterator[Any]:
     made: list[AsyncEngine] = []
 
-    def make(size: int, fails_on: int | None = None, **settings: Any) -> list[tuple[AsyncEngine, ThreadGroup | None]]:
-        """`fails_on`: the launch of the last rank that fails, counted from 1."""
+    def make(directory: Path, size: int, **settings: Any) -> list[Any]:
+        """Return (engine, group, executor) of each rank."""
+        found, groups, config = executors(directory, size, **settings)
         ranks: list[Any] = [None] if size == 1 else make_thread_ranks(size)
-        sums: list[Any] = [None] if size == 1 else make_thread_groups(size)
-        engines = []
-        for number, (end, group) in enumerate(zip(ranks, sums, strict=True)):
-            asked = {"dtype": "float32", "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1, "max_model_len": 64}
-            executor, config = create_executor(checkpoint, EngineConfig(**asked, kernels="torch_cpu", **settings))
-            rank = MixtureRank(executor, group, fails_on if number == size - 1 else None)
-            engines.append((AsyncEngine(EngineCore(rank, config, lockstep=size > 1), end), group))
-        made.extend(engine for engine, _ in engines)
-        return engines
+        engines = [
+            AsyncEngine(EngineCore(executor, config, lockstep=size > 1), end)
+            for executor, end in zip(found, ranks, strict=True)
+        ]
+        made.extend(engines)
+        return list(zip(engines, groups, found, strict=True))
 
     yield make
     for engine in made:
@@ -127,23 +91,112 @@ async def answer(engine: AsyncEngine, prompt: tuple[int, ...], count: int = 9) -
     return events[-1] if isinstance(events[-1], Failed) else [e.token_id for e in events if isinstance(e, Token)]
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("overlap", [False, True])
-async def test_ranks_answer_as_an_engine_with_all_experts_does(make_engines: Any, overlap: bool) -> None:
-    ((alone, _),) = make_engines(1)
+async def test_ranks_answer_as_an_engine_with_all_experts_does(
+    make_engines: Any, checkpoint: Any, kernels: str, overlap: bool
+) -> None:
+    directory = checkpoint("qwen3_moe")
+    ((alone, _, _),) = make_engines(directory, 1, kernels=kernels)
     wanted = [await answer(alone, prompt) for prompt in PROMPTS]
-    (first, sums), (second, others) = make_engines(2, overlap=overlap, max_prefill_tokens=8)
+    (first, sums, _), (second, others, _) = make_engines(
+        directory, 2, kernels=kernels, overlap=overlap, max_prefill_tokens=8
+    )
     asked = [answer(first, PROMPTS[0]), *(answer(second, prompt) for prompt in PROMPTS[1:])]
     assert await asyncio.gather(*asked) == wanted
     assert await answer(first, PROMPTS[1]) == wanted[1], "the other rank has no request"
     assert sums.num_calls == others.num_calls
-    assert not sums.num_calls % (2 * NUM_SUMS), "two layers of three have experts"
+    assert sums.num_calls
+    assert not sums.num_calls % (2 * NUM_EXCHANGES), "two layers of three have experts"
 
 
-async def test_a_rank_that_fails_between_two_layers_makes_the_rest_of_its_exchanges(make_engines: Any) -> None:
-    ((alone, _),) = make_engines(1)
-    (first, sums), (second, others) = make_engines(2, fails_on=2)
+async def test_a_rank_that_fails_between_two_layers_makes_the_rest_of_its_exchanges(
+    make_engines: Any, checkpoint: Any
+) -> None:
+    directory = checkpoint("qwen3_moe")
+    ((alone, _, _),) = make_engines(directory, 1, kernels="torch_cpu")
+    (first, sums, _), (second, others, failing) = make_engines(directory, 2, kernels="torch_cpu")
+    ops, calls = failing.model._ops, []
+
+    def rope(*given: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 5:  # in the second of three layers of the second step
+            raise RuntimeError("injected")
+        return ops.rope(*given)
+
+    failing.model._ops = replace(ops, rope=rope)
     good, bad = await asyncio.gather(answer(first, PROMPTS[3]), answer(second, PROMPTS[1]))
     assert good == await answer(alone, PROMPTS[3])
     assert isinstance(bad, Failed)
     assert await answer(second, PROMPTS[1]) == await answer(alone, PROMPTS[1])
     assert sums.num_calls == others.num_calls
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(executor: Any, prompt: tuple[int, ...], block: int) -> ScheduledRequest:
+    row = chunk("a", prompt, 0, len(prompt), [block, block + 1])
+    return row._replace(state=StateUse(0)) if executor.capabilities.recurrent_state else row
+
+
+def log_probs(found: list[Any], prompts: list[tuple[int, ...]]) -> list[Tensor]:
+    """Run a step on all ranks, each with a prompt of its own, and return what each makes of its tokens."""
+
+    def run(executor: Any, prompt: tuple[int, ...]) -> Tensor:
+        if len(found) > 1:
+            executor.model.begin_pass()
+        if not prompt:
+            executor.model.finish_pass()
+            return torch.empty(0)
+        logits: Tensor = executor.logits(StepPlan(0, (rows_of(executor, prompt, 0),)))
+        return logits.log_softmax(-1)
+
+    with ThreadPoolExecutor(len(found)) as pool:
+        return list(pool.map(run, found, prompts))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_of_each_rank_are_those_of_an_engine_with_all_experts(
+    checkpoint: Any, kind: str, kernels: str
+) -> None:
+    """Also on a rank that is alone in having tokens, and beside ranks with others."""
+    (alone,), _, _ = executors(checkpoint(kind), 1, kernels=kernels)
+    found, groups, _ = executors(checkpoint(kind), 3, kernels=kernels)
+    steps = [[PROMPTS[3], PROMPTS[1], PROMPTS[0]], [(), PROMPTS[3], ()]]
+    for prompts in steps:
+        for prompt, got in zip(prompts, log_probs(found, prompts), strict=True):
+            if prompt:
+                torch.testing.assert_close(got, log_probs([alone], [prompt])[0], atol=1e-4, rtol=0)
+    assert len({group.num_calls for group in groups}) == 1
+    for executor in (alone, *found):
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_reads_its_own_experts_and_all_that_is_not_an_expert(checkpoint: Any, kind: str) -> None:
+    whole = read_model_config(checkpoint(kind))
+    parts = [with_experts_of(whole, rank, 4) for rank in range(4)]
+    loads: list[Any] = [
+        lambda config: load_weights(checkpoint(kind), config, torch.float32),
+        lambda config: dummy_weights(config, torch.float32),
+    ]
+    for load in loads:
+        every, own = load(whole), [load(part) for part in parts]
+        for number, layer in enumerate(every.layers):
+            assert all(torch.equal(part.layers[number].qkv.weight, layer.qkv.weight) for part in own)
+            if layer.router is None:
+                continue
+            assert all(torch.equal(part.layers[number].router, layer.router) for part in own)
+            for matrix in ("gate_up", "down"):
+                held = [getattr(part.layers[number], matrix).weight for part in own]
+                assert max(map(len, held)) - min(map(len, held)) <= 1
+                assert torch.equal(torch.cat(held), getattr(layer, matrix).weight)
+        assert all(torch.equal(part.lm_head.weight, every.lm_head.weight) for part in own)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("qwen3_moe", 6), ("qwen3", 0)])
+def test_a_model_without_enough_experts_is_refused(checkpoint: Any, kind: str, most: int) -> None:
+    with pytest.raises(ConfigError, match=f"has {most} experts in a layer, and a rank has at least one"):
+        with_experts_of(read_model_config(checkpoint(kind)), 0, 7)

@@ -1,4 +1,4 @@
-"""Owns what ranks do in the tests of their groups: each function is one rank's, in a process of its own.
+"""Owns what ranks do in the tests of their groups: each is one rank's, in a process of its own. Long: all jobs.
 Never judges: the tests do, by what ranks return."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import LEADER, Group, RankLostError
-from kernels.collectives.reduction import reduction_of
+from kernels.collectives.reduction import exchange_of, reduction_of
 from kernels.collectives.shared_memory import SharedMemoryGroup
 from kernels.cpu.native.program import Program, StepRows, Team, pack
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import REFERENCE
-from kernels.forward import Linear
+from kernels.forward import Linear, Routing, held_experts
 from tests.support.ranks import Tell
 
 SLOT_BYTES = MESSAGE_BYTES = 4096
@@ -77,6 +78,46 @@ def gathers(group: Group, tell: Tell, cases: list[tuple[int, list[int]]], seed: 
     ]
 
 
+def rows_for(rank: int, counts: list[list[int]], width: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Return what a rank has for all ranks. counts: [from, to]"""
+    return numbers_of(rank, (sum(counts[rank]), width), dtype, seed)
+
+
+def exchanges(
+    group: Any, tell: Tell, cases: list[tuple[list[list[int]], int]], dtype: torch.dtype, seed: int
+) -> list[tuple[Tensor, list[int]]]:
+    """cases: (counts [from, to], the width)."""
+    return [
+        group.exchange(rows_for(group.rank, counts, width, dtype, seed), counts[group.rank]) for counts, width in cases
+    ]
+
+
+def exchange_and_sum(group: Any, tell: Tell) -> tuple[list[float], list[float]]:
+    """The first rank has no rows at all, and all sum right after."""
+    rows = torch.full((group.rank, 2), float(group.rank))
+    found, _ = group.exchange(rows, [group.rank, *[0] * (group.size - 1)])
+    return found.flatten().tolist(), group.all_reduce(torch.full((2,), float(len(found)))).tolist()
+
+
+def exchange_different_rows(group: Any, tell: Tell) -> None:
+    group.exchange(torch.ones(group.size, 4 + group.rank // 2), [1] * group.size)
+
+
+def exchange_until_lost(group: Any, tell: Tell) -> None:
+    """The rows take several slots, so that ranks are lost within an exchange, too."""
+    group.all_reduce(torch.ones(4))
+    tell("runs")
+    while True:
+        group.exchange(torch.ones(3 * group.size, SLOT_BYTES), [3] * group.size)
+
+
+def exchange_and_leave(group: Any, tell: Tell) -> list[float]:
+    """Each rank has rows for the next one alone, and leaves as soon as it has its own."""
+    counts = [int(rank == (group.rank + 1) % group.size) for rank in range(group.size)]
+    found, _ = group.exchange(torch.full((1, 1), float(group.rank)), counts)
+    return found.flatten().tolist()
+
+
 def messages(group: Group, tell: Tell, sizes: list[int], seed: int) -> list[bytes]:
     source = random.Random(seed)
     sent = [source.randbytes(size) for size in sizes]
@@ -100,13 +141,19 @@ def send_before_anyone_listens(group: Group, tell: Tell, gate_file: str) -> list
     return [group.receive(), group.receive()]
 
 
-def many_rounds(group: Group, tell: Tell, rounds: int, seed: int) -> int:
-    """Sums, columns and messages in a random order, with random delays; return how many sums were wrong."""
+def many_rounds(group: Any, tell: Tell, rounds: int, seed: int) -> int:
+    """Sums, columns, rows and messages in a random order, with random delays; return how many were wrong."""
     plan, delays, wrong = random.Random(seed), random.Random(seed + 1 + group.rank), 0
     for number in range(rounds):
         if delays.random() < 0.02:
             time.sleep(delays.random() * 0.004)
         kind, width = plan.random(), plan.randrange(1, 3000)
+        if kind < 0.2:
+            counts = [(number + to + group.rank) % 3 for to in range(group.size)]
+            rows, received = group.exchange(torch.full((sum(counts), width), float(number)), counts)
+            wrong += received != [(number + group.rank + rank) % 3 for rank in range(group.size)]
+            wrong += not bool((rows == number).all())
+            continue
         if kind < 0.7:
             found: Tensor | None = group.all_reduce(torch.full((width,), float(group.rank + number)))
             wanted = sum(rank + number for rank in range(group.size))
@@ -233,12 +280,15 @@ def outlive_a_zombie(nobody: object, tell: Tell, directory: Path) -> tuple[str, 
 class Foreign:
     """A group that the native library does not know."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._group.all_reduce(x)
+
+    def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        return self._group.exchange(rows, counts)
 
 
 def _program(group: Any, foreign: bool, threads: int, capacity: int, dtype: torch.dtype) -> Program:
@@ -278,6 +328,63 @@ def shards_of_a_layer(group: Group, tell: Tell, dtype: torch.dtype, count: int) 
     ids = torch.arange(count)
     eager = EagerPass(REFERENCE, token_ids=ids, positions=ids, slots=ids, plan=None, group=group)
     return native.tensor[:count].clone(), layer(eager, table, *map(Linear, own))
+
+
+ROUTING = Routing(3, renormalize=True)
+
+
+def mixture_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return embeddings, a router and the experts' gate_up and down: an odd number of experts, and rows of no whole
+    words."""
+    generator = torch.Generator().manual_seed(6)
+    table, router = torch.randn(64, 34, generator=generator), torch.randn(7, 34, generator=generator) / 2
+    gate_up, down = torch.randn(7, 76, 34, generator=generator) / 6, torch.randn(7, 34, 38, generator=generator) / 6
+    return table.to(dtype), router, gate_up.to(dtype), down.to(dtype)
+
+
+def record_mixture(program: Program, dtype: torch.dtype, held: range) -> Any:
+    """Record two mixtures, one after the other."""
+    table, router, *weights = mixture_weights(dtype)
+    gate_up, down = (Linear(weight[held.start : held.stop].clone()) for weight in weights)
+    packed = pack(gate_up, gated=True), pack(down)
+    return program.experts(program.experts(program.embed(table), router, *packed, ROUTING), router, *packed, ROUTING)
+
+
+def divided_experts(
+    group: Any, tell: Tell, foreign: bool, threads: int, steps: list[list[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return what this rank's tokens get in each step. steps: how many tokens each rank has."""
+    exchange = exchange_of(Foreign(group) if foreign else group)
+    program = Program(Team(threads), block_size=16, capacity=64, dtype=dtype, exchange=exchange)
+    out, found = record_mixture(program, dtype, held_experts(7, group.rank, group.size)), []
+    for counts in steps:
+        out.tensor.fill_(torch.nan)
+        program.run(_rows(counts[group.rank]) if counts[group.rank] else StepRows((), (), (), ()))
+        found.append(out.tensor[: counts[group.rank]].clone())
+    return found
+
+
+def experts_until_lost(group: Any, tell: Tell) -> None:
+    program = Program(Team(2), block_size=16, capacity=64, dtype=torch.float32, exchange=exchange_of(group))
+    record_mixture(program, torch.float32, held_experts(7, group.rank, group.size))
+    program.run(_rows(64))
+    tell("runs")
+    while True:
+        program.run(_rows(64))
+
+
+def more_rows_than_there_is_room(group: Any, tell: Tell, foreign: bool) -> str:
+    """The last rank has room for a token of each rank."""
+    exchange = exchange_of(Foreign(group) if foreign else group)
+    capacity = 1 if group.rank else 64
+    program = Program(Team(1), block_size=16, capacity=capacity, dtype=torch.float32, exchange=exchange)
+    record_mixture(program, torch.float32, held_experts(7, group.rank, group.size))
+    try:
+        program.run(StepRows((), (), (), ()) if group.rank else _rows(64))
+    except (RankLostError, ValueError) as error:
+        group.give_up("it has failed")
+        return str(error)
+    return "computed"
 
 
 def layer_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

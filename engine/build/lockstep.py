@@ -1,0 +1,175 @@
+"""Owns the start of engines that are ranks of a mixture, each a process with its own requests and KV.
+Never decides a step, and never loads weights of another rank."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import pickle
+import secrets
+import shutil
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.async_engine import AsyncEngine
+from engine.build.cpu import start_on_cpu
+from engine.build.executor import check_executor
+from engine.build.follower import group_at
+from engine.build.ranks import place_of
+from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.core.core import EngineCore
+from engine.execution.device import choose_device
+from engine.execution.executor import ModelExecutor
+from engine.models.description import Shard
+from engine.parallel.group_ranks import GroupRanks
+from engine.parallel.leading_engine import LeadingEngine
+from engine.parallel.line import Line
+from engine.parallel.model_digest import model_digest
+from engine.parallel.processes import Followers, RankLauncher, RankProcess, SubprocessLauncher
+from engine.parallel.served_rank import ServedRank
+from kernels.collectives.gloo import GlooGroup
+from kernels.collectives.group import LEADER, ExchangeGroup, RankLostError
+from kernels.collectives.star import accept_ranks, reach_leader
+
+_JOIN_S = 3600.0
+"""How long ranks may take to load their weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockstepSpecification:
+    """What a rank needs in order to load its experts, to join, and to be given requests. The leader's word alone."""
+
+    shard: Shard
+    place: Path | str
+    """Where the group meets: see engine.build.follower.group_at."""
+    host: str
+    port: int
+    token: bytes
+    """Where the leader waits for the rank's line, and what it is to say first. # [16]"""
+    model_dir: Path
+    config: EngineConfig
+    engines: int
+    """How many share a machine's memory, ranks counted one by one."""
+
+    def encode(self) -> bytes:
+        return pickle.dumps(self)
+
+    def follow(self) -> None:
+        """Be the rank until the leader ends it. Raises: as engine.build.follower.follow."""
+        peer = reach_leader(self.host, self.port, self.token, self.shard.rank, _JOIN_S)[LEADER]
+        group = group_at(self.place, self.shard)
+        with ExitStack() as undone:
+            undone.callback(peer.close)
+            undone.callback(group.close)
+            executor, resolved = _load(self.model_dir, self.config, self.engines, group)
+            undone.callback(executor.shutdown)
+            group.join()
+            _compare(group, self.model_dir, resolved)
+            undone.pop_all()
+        asyncio.run(_serve(peer, group, executor, resolved))
+
+
+async def _serve(peer: socket.socket, group: ExchangeGroup, executor: ModelExecutor, resolved: ResolvedConfig) -> None:
+    ranks = GroupRanks(group, lambda message: line.send(message))
+    served = ServedRank(AsyncEngine(EngineCore(executor, resolved, lockstep=True), ranks), ranks)
+    served.line = line = Line(peer, served.hear, served.end)
+    line.start()
+    try:
+        await served.run()
+    finally:
+        await asyncio.to_thread(line.close)
+
+
+def _load(
+    model_dir: Path, config: EngineConfig, engines: int, group: ExchangeGroup
+) -> tuple[ModelExecutor, ResolvedConfig]:
+    """Load one rank's part."""
+    return start_on_cpu(model_dir, config, choose_device(config), engines, expert_ranks=group).build()
+
+
+def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) -> None:
+    """Raise ConfigError, on all ranks, unless they have the same model and compute it by the same kernels."""
+    own = hashlib.sha256(f"{model_digest(model_dir)} {resolved.kernels} {resolved.dtype}".encode()).digest()
+    digests = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
+    found, _ = group.exchange(digests, [1] * group.size)
+    others = [rank for rank in range(group.size) if not torch.equal(found[rank], digests[rank])]
+    if others:
+        raise ConfigError(f"Ranks {others} have another model than rank {group.rank}, or compute it by other kernels.")
+
+
+def start_lockstep(
+    model_dir: Path, config: EngineConfig, engines: int = 1, launcher: RankLauncher | None = None
+) -> LeadingEngine:
+    """Start the `config.expert_parallel_size` ranks that have a mixture's experts between them: this process is the
+    first, and starts the others.
+
+    engines: how many of several ranks share this machine's memory. launcher: starts the others; None: as children of
+    this process.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+        ConfigError: the model has too few experts, a setting does not go with ranks, or a rank could not start.
+    """
+    size = config.expert_parallel_size
+    check_executor(model_dir, config, engines * size)  # before any rank starts
+    launcher = launcher or SubprocessLauncher()
+    host = launcher.remote_host or "127.0.0.1"
+    place, token = place_of(launcher), secrets.token_bytes(16)
+    lost: list[str] = []
+    with ExitStack() as undone:
+        if isinstance(place, Path):
+            undone.callback(shutil.rmtree, place, ignore_errors=True)
+        listener = socket.create_server(("" if launcher.remote_host else host, 0))
+        group = group_at(place, Shard(LEADER, size))
+        undone.callback(group.close)
+        if isinstance(group, GlooGroup):
+            place = group.address  # with the port that it holds
+        processes: list[RankProcess] = []
+        with listener:
+            for rank in range(1, size):
+                specification = LockstepSpecification(
+                    shard=Shard(rank, size),
+                    place=place,
+                    host=host,
+                    port=listener.getsockname()[1],
+                    token=token,
+                    model_dir=model_dir,
+                    config=config,
+                    engines=engines * size,
+                )
+                processes.append(launcher.start(rank, specification.encode()))
+                undone.callback(processes[-1].kill)
+            followers = Followers(processes, lost.append)
+            undone.callback(followers.expect_end)
+            executor, resolved = _load(model_dir, config, engines * size, group)
+            undone.callback(executor.shutdown)
+            try:
+                peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)
+                for peer in peers.values():
+                    undone.callback(peer.close)
+                group.join(lambda: lost[0] if lost else None)
+                _compare(group, model_dir, resolved)
+            except (RankLostError, OSError) as error:
+                raise ConfigError(f"expert_parallel_size is {size}, and not every rank could start: {error}") from error
+        undone.pop_all()
+    return _led(group, executor, resolved, followers, peers)
+
+
+def _led(
+    group: ExchangeGroup,
+    executor: ModelExecutor,
+    resolved: ResolvedConfig,
+    followers: Followers,
+    peers: dict[int, socket.socket],
+) -> LeadingEngine:
+    ranks = GroupRanks(group, lambda message: engine.tell(message))
+    engine = LeadingEngine(EngineCore(executor, resolved, lockstep=True), ranks, followers)
+    engine.connect(
+        {rank: Line(peer, partial(engine.hear, rank), partial(engine.lose, rank)) for rank, peer in peers.items()}
+    )
+    return engine

@@ -1,0 +1,170 @@
+"""Owns the engine that leads ranks with requests of their own: callers see one, and each request is served by one rank.
+Never moves a request from one rank to another, and never runs a step of another rank."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from engine.async_engine import AsyncEngine
+from engine.core.core import EngineCore
+from engine.parallel.group_ranks import GroupRanks
+from engine.parallel.line import Line
+from engine.parallel.loads import summed
+from engine.parallel.processes import Followers
+from engine.parallel.rank_messages import Abort, Answer, Ask, Drain, End, Left, Opened, Question, Stepped, Submit, Told
+from engine.protocol import TERMINAL, Event, FinishReason, LoadSnapshot, Submission
+from kernels.collectives.group import LEADER
+
+_END_S = 10.0
+"""How long a rank may take to end once it was told."""
+
+
+class LeadingEngine(AsyncEngine):
+    """The first rank's engine, and the way to the others'. They end together, when one is shut down, fails, dies or
+    does not arrive."""
+
+    def __init__(self, core: EngineCore, ranks: GroupRanks, followers: Followers) -> None:
+        """followers: the processes of the other ranks; they end with the engine. See `connect`."""
+        self._lines: Mapping[int, Line] = {}
+        self._group_ranks = ranks
+        self._followers = followers
+        self._rank_of: dict[str, int] = {}  # of requests that have not ended
+        self._loads: dict[int, LoadSnapshot] = {}  # of other ranks, since they first had a request
+        self._answers: dict[int, Callable[[Any], object]] = {}
+        self._numbers = itertools.count()
+        self._handing_out = threading.Lock()
+        super().__init__(core, ranks)
+
+    def connect(self, lines: Mapping[int, Line]) -> None:
+        """Use these lines from now on, whose messages go to `hear` and whose ends to `lose`. lines: by rank."""
+        self._lines = lines
+        for line in lines.values():
+            line.start()
+
+    # --- callers' side: see AsyncEngine -------------------------------------------------------------------------------
+
+    def _hand_over(self, submission: Submission, submit: Callable[[], list[Event]]) -> None:
+        """Give a request to the rank with the fewest; of equals, to the first."""
+        with self._handing_out:
+            rank = self._rank_of[submission.request_id] = self._choose_rank(submission)
+        if rank == LEADER:
+            super()._hand_over(submission, submit)
+        else:
+            self._lines[rank].send(Submit(submission))
+
+    def _choose_rank(self, submission: Submission) -> int:
+        counts = Counter(self._rank_of.values())
+        return min(range(len(self._lines) + 1), key=lambda rank: counts[rank])
+
+    @property
+    def _most(self) -> int:
+        most: int = super()._most
+        return most * (len(self._lines) + 1)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        rank = self._rank_of.get(request_id, LEADER)
+        if rank == LEADER:
+            super().abort(request_id, reason)
+        else:
+            self._lines[rank].send(Abort(request_id, reason))
+
+    def load(self) -> LoadSnapshot:
+        load = summed([super().load(), *self._loads.values()])
+        return replace(load, rank_late_s=tuple(self._group_ranks.late_s))
+
+    async def cached_digests(self, limit: int) -> list[bytes]:
+        own = await super().cached_digests(limit // (len(self._lines) + 1))
+        asked = await self._ask(Question.CACHED_DIGESTS, limit // (len(self._lines) + 1))
+        return [*own, *itertools.chain.from_iterable(asked)]
+
+    async def reset_prefix_cache(self) -> int:
+        dropped = [await super().reset_prefix_cache(), *await self._ask(Question.RESET_PREFIX_CACHE)]
+        return sum(map(int, dropped))
+
+    async def drain(self) -> None:
+        for line in self._lines.values():
+            line.send(Drain())
+        await super().drain()
+
+    def shutdown(self) -> None:
+        self._followers.expect_end()
+        super().shutdown()
+        for line in self._lines.values():
+            line.send(End())
+        self._followers.end(_END_S)
+        for line in self._lines.values():
+            line.close()
+        self._lines = {}
+
+    async def _ask(self, question: Question, *arguments: int) -> list[Any]:
+        """Return the answers of all other ranks.
+
+        Raises:
+            EngineError: a rank is lost.
+        """
+        return [await self._ask_rank(line, question, arguments) for line in self._lines.values()]
+
+    async def _ask_rank(self, line: Line, question: Question, arguments: tuple[int, ...]) -> Any:
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._answers[number] = lambda result: loop.call_soon_threadsafe(answer.set_result, result)
+        try:
+            line.send(Ask(number, question, arguments))
+            while not answer.done():  # polled, because a lost rank never answers
+                self._check_alive()
+                await asyncio.wait([answer], timeout=0.1)
+            return answer.result()
+        finally:
+            self._answers.pop(number, None)
+
+    # --- the lines' threads -------------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, message: Any) -> None:
+        """Take what a rank says, and pass on what is for all."""
+        match message:
+            case Opened(round=number):
+                self._group_ranks.opened(number)
+                self.tell(message, but=rank)
+            case Left(reason=reason):
+                self._group_ranks.lose(reason)
+                self.tell(message, but=rank)
+            case Told(events=events, load=load):
+                self._loads[rank] = load
+                self._hand_out(events)
+            case Stepped(facts=facts, events=events):
+                self._commands.put(partial(self._note_step, facts, events))
+            case Answer(number=number, result=result):
+                if (give := self._answers.pop(number, None)) is not None:
+                    give(result)
+
+    def lose(self, rank: int) -> None:
+        """A rank's process has ended: end all others."""
+        reason = f"Rank {rank} has died"
+        self._group_ranks.lose(reason)
+        self.tell(Left(reason), but=rank)
+
+    def tell(self, message: Opened | Left, but: int = LEADER) -> None:
+        """Tell the other ranks."""
+        for rank, line in self._lines.items():
+            if rank != but:
+                line.send(message)
+
+    def _note_step(self, facts: Any, events: Sequence[Event]) -> list[Event]:
+        """On the step thread, which alone tells the observer of steps."""
+        self._tell_observer(facts, events)
+        return []
+
+    def _hand_out(self, events: Sequence[Event]) -> None:
+        """One thread at a time: a request that fails here because its rank is lost may just have ended there."""
+        with self._handing_out:
+            super()._hand_out(events)
+            for event in events:
+                if isinstance(event, TERMINAL):
+                    self._rank_of.pop(event.request_id, None)

@@ -1,0 +1,69 @@
+"""Owns one end of a connection between the leader and a rank with requests of its own: whole messages, both ways.
+Never blocks who sends, and never says what a message means."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Line:
+    """Messages are pickled: both ends are this engine's own processes, and said so with the group's token when they
+    connected."""
+
+    def __init__(self, peer: socket.socket, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        """peer: is closed with this. on_message: is given each message, in order, by a thread of the line. on_end: is
+        called once, by that thread, when the other end has closed or its process has ended; not after `close`."""
+        peer.settimeout(None)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._peer = peer
+        self._pipe = Connection(socket.dup(peer.fileno()))
+        self._on_message, self._on_end = on_message, on_end
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=run, name="rank-line", daemon=True) for run in (self._read, self._write)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: object) -> None:
+        """Send a message, from any thread. If the other end has gone, it is lost: `on_end` says so."""
+        self._outgoing.put(pickle.dumps(message))
+
+    def close(self) -> None:
+        """Send what is left, and end the line. Waits for its threads, unless one of them calls this."""
+        self._closed = True
+        self._outgoing.put(None)
+        if threading.current_thread() not in self._threads:
+            self._threads[1].join()
+        with suppress(OSError):  # the other end may have gone first
+            self._peer.shutdown(socket.SHUT_RDWR)  # which ends the reader, too
+        if threading.current_thread() not in self._threads:
+            self._threads[0].join()
+        self._peer.close()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            while (message := self._outgoing.get()) is not None:
+                self._pipe.send_bytes(message)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._on_message(pickle.loads(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            with suppress(OSError):
+                self._peer.shutdown(socket.SHUT_RDWR)  # whoever still writes would wait for ever
+            if not self._closed:
+                self._on_end()
+        finally:
+            self._pipe.close()

@@ -1,0 +1,267 @@
+"""Contracts of ranks in lockstep that are processes: each answers as an engine alone, and all end with one.
+Never needs a second machine, nor a time limit: what is waited for comes, or the test's own limit fails it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.build.engine import build_engine
+from engine.build.lockstep import start_lockstep
+from engine.config import ConfigError, EngineConfig
+from engine.observer import StepFacts
+from engine.parallel.leading_engine import LeadingEngine
+from engine.parallel.processes import Child, SubprocessLauncher
+from engine.protocol import (
+    EngineError,
+    ErrorCode,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    RequestRejected,
+    SamplingParams,
+    Submission,
+    Token,
+)
+from tests.support.compiler import needs_compiler
+from tests.support.conditions import until
+from tests.support.thread_launcher import ThreadLauncher
+from tests.support.tiny_models import edit_config, save_model, save_tokenizer
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = [tuple(range(3, 3 + length)) for length in (5, 11, 1, 20, 7)]
+ASKED: dict[str, Any] = {
+    "dtype": "float32",
+    "num_kv_blocks": 24,
+    "max_num_seqs": 4,
+    "num_threads": 1,
+    "max_model_len": 128,
+    "max_prefill_tokens": 8,
+}
+
+
+def asked(size: int, **settings: Any) -> EngineConfig:
+    return EngineConfig(**ASKED | settings, expert_parallel_size=size)
+
+
+class Launcher(SubprocessLauncher):
+    """Keeps the processes, to kill them."""
+
+    def __init__(self, remote_host: str | None = None) -> None:
+        self.remote_host = remote_host
+        self.children: list[Child] = []
+
+    def start(self, rank: int, specification: bytes) -> Child:
+        self.children.append(super().start(rank, specification))
+        return self.children[-1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mixture")
+    save_model("qwen3_moe", directory)
+    edit_config(directory, max_position_embeddings=4096)  # for answers that are long enough to be cut short
+    save_tokenizer(directory)
+    return directory
+
+
+Start = Callable[..., tuple[LeadingEngine, Any]]
+
+
+@pytest.fixture
+def start(checkpoint: Path) -> Iterator[Start]:
+    made: list[LeadingEngine] = []
+
+    def begin(size: int, launcher: Any = None, **settings: Any) -> tuple[LeadingEngine, Any]:
+        launcher = launcher or Launcher()
+        made.append(start_lockstep(checkpoint, asked(size, **settings), 1, launcher))
+        place_by_name(made[-1])
+        return made[-1], launcher
+
+    yield begin
+    for engines in made:
+        engines.shutdown()
+
+
+def place_by_name(engine: LeadingEngine) -> None:
+    """Let a request "1 name" go to rank 1, and one without a number where it would."""
+    choose = engine._choose_rank
+
+    def chosen(submission: Submission) -> int:
+        rank = submission.request_id.split()[0]
+        return int(rank) if rank.isdecimal() else choose(submission)
+
+    engine._choose_rank = chosen  # type: ignore[method-assign]
+
+
+async def events_of(
+    engine: LeadingEngine, name: str, prompt: tuple[int, ...], count: int = 9, seen: list[Event] | None = None
+) -> list[Event]:
+    """seen: gets the events as they come."""
+    params, found = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), [] if seen is None else seen
+    async for events in engine.stream(Submission(name, prompt, params)):
+        found += events
+    return found
+
+
+async def answer(*how: Any, **more: Any) -> list[int]:
+    events = await events_of(*how, **more)
+    assert isinstance(events[-1], Finished), events[-1]
+    return [event.token_id for event in events if isinstance(event, Token)]
+
+
+async def answers_alone(checkpoint: Path, **settings: Any) -> list[list[int]]:
+    engine = build_engine(str(checkpoint), EngineConfig(**ASKED | settings), progress=False)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        return [
+            [event.token_id async for event in engine.generate(prompt, params) if isinstance(event, Token)]
+            for prompt in PROMPTS
+        ]
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "remote_host"),
+    [
+        pytest.param("native", None, marks=needs_compiler, id="memory"),
+        pytest.param("torch_cpu", "127.0.0.1", marks=pytest.mark.slow, id="gloo"),
+    ],
+)
+async def test_each_rank_answers_as_an_engine_alone_also_beside_one_without_requests(
+    start: Start, checkpoint: Path, kernels: str, remote_host: str | None
+) -> None:
+    """And all have come to equally many exchanges once none has a step left to make."""
+    wanted = await answers_alone(checkpoint, kernels=kernels)
+    engine, _ = start(2, Launcher(remote_host), kernels=kernels, overlap=True)
+    for rank in (0, 1):  # the other one has none
+        assert await answer(engine, f"{rank} alone", PROMPTS[0]) == wanted[0]
+    asking = [answer(engine, f"{int(n != 1)} {n}", prompt) for n, prompt in enumerate(PROMPTS)]
+    assert await asyncio.gather(*asking) == wanted
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_blocks) == (0, 0, 2 * 24)
+    await engine.drain()
+    if remote_host is None:
+        meetings = engine._group_ranks._group.num_meetings  # type: ignore[attr-defined]
+        assert meetings[0] == meetings[1] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "busy"), [(2, 0), (2, 1), (3, 2), (3, None)])
+async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests(
+    start: Start, size: int, busy: int | None
+) -> None:
+    engine, launcher = start(size, kernels="torch_cpu", max_model_len=4096, num_kv_blocks=400)
+    seen: list[Event] = []
+    reading = (
+        asyncio.create_task(events_of(engine, f"{busy} long", PROMPTS[0], 4000, seen)) if busy is not None else None
+    )
+    await until(lambda: reading is None or any(isinstance(event, Token) for event in seen))
+    os.kill(launcher.children[0].pid, signal.SIGKILL)
+    if reading is not None:
+        await reading
+        failed = seen[-1]
+        assert isinstance(failed, Failed), "no half answer is a whole one"
+        assert failed.code is ErrorCode.ENGINE_DEAD
+        assert "Rank 1 has died" in failed.message
+        assert sum(isinstance(event, Failed | Finished) for event in seen) == 1
+    await until(lambda: engine._fault is not None)
+    with pytest.raises(EngineError, match="Rank 1 has died"):
+        await engine.check_health()
+    for rank in range(size):
+        with pytest.raises(EngineError, match="Rank 1 has died"):
+            await answer(engine, f"{rank} later", PROMPTS[0])
+
+
+class Observer:
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.submissions, self.tokens, self.ends = list[str](), Counter[str](), list[str]()
+
+    def submitted(self, submission: Submission) -> None:
+        self.submissions.append(submission.request_id)
+
+    def rejected(self, code: ErrorCode) -> None: ...
+
+    def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
+        for event in events:
+            self.tokens[event.request_id] += isinstance(event, Token)
+            self.ends += [event.request_id] * isinstance(event, Finished | Failed)
+
+
+async def test_requests_go_to_the_rank_with_the_fewest_and_the_observer_is_told_of_all(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    engine.observe(observer := Observer())
+    names = ["a", "b", "c", "d"]
+    asking = [asyncio.create_task(events_of(engine, name, PROMPTS[3], 40)) for name in names]
+    await until(lambda: len(observer.submissions) == 4)
+    assert sorted(engine._rank_of.values()) == [0, 0, 1, 1]
+    ended = await asyncio.gather(*asking)
+    assert [len([event for event in events if isinstance(event, Token)]) for events in ended] == [40] * 4
+    await until(lambda: sorted(observer.ends) == names)
+    assert observer.tokens == Counter(dict.fromkeys(names, 40))
+
+
+async def test_a_request_of_another_rank_is_aborted_refused_and_counted_as_one_of_this(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    seen: list[Event] = []
+    asking = asyncio.create_task(events_of(engine, "1 long", PROMPTS[3], 100, seen))
+    await until(lambda: any(isinstance(event, Token) for event in seen))
+    with pytest.raises(RequestRejected, match="already in use"):
+        await events_of(engine, "1 long", PROMPTS[0])
+    with pytest.raises(RequestRejected, match="maximum context length is 128"):
+        await events_of(engine, "1 longer", tuple([3] * 200))
+    engine.abort("1 long")
+    last = (await asking)[-1]
+    assert isinstance(last, Finished)
+    assert last.reason is FinishReason.ABORT
+    await until(lambda: not engine._rank_of)
+
+
+async def test_cached_prefixes_are_those_of_all_ranks(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    prompts = [tuple(range(rank, rank + 40)) for rank in (3, 4)]  # two whole blocks
+    for rank, prompt in enumerate(prompts):
+        await answer(engine, f"{rank} prompt", prompt)
+    assert len(set(await engine.cached_digests(100))) == len(await engine.cached_digests(100)) >= 4
+    assert await engine.reset_prefix_cache() >= 4
+    assert await engine.cached_digests(100) == []
+
+
+def test_a_rank_with_another_model_is_refused_at_the_start_and_no_process_is_left(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = iter(("one version", "another version"))
+    monkeypatch.setattr("engine.build.lockstep.model_digest", lambda directory: next(versions))
+    launcher = ThreadLauncher()
+    with pytest.raises(ConfigError, match=r"have another model than rank 0"):
+        start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, launcher)
+    assert isinstance(launcher.ranks[0].error, ConfigError)
+
+
+def test_more_ranks_than_experts_are_refused_before_any_starts(checkpoint: Path) -> None:
+    launcher = Launcher()
+    with pytest.raises(ConfigError, match=r"expert_parallel_size is 7, but Qwen3MoeForCausalLM has 6 experts"):
+        start_lockstep(checkpoint, asked(7), 1, launcher)
+    assert not launcher.children
+
+
+async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:
+    config = asked(2, kernels="torch_cpu")
+    engine = build_engine(str(checkpoint), config, progress=False, launcher=ThreadLauncher())
+    assert isinstance(engine, LeadingEngine)
+    place_by_name(engine)
+    first, second = [await answer(engine, f"{rank} prompt", PROMPTS[1]) for rank in (0, 1)]
+    assert first == second
+    await asyncio.to_thread(engine.shutdown)
