@@ -2594,6 +2594,14 @@ MUTATIONS = (
         (f"{RANKS_START}::test_each_rank_claims_its_memory_on_its_own_machine",),
     ),
     Mutation(
+        "ranks: joined",
+        "What a rank has taken counts as promised, too, so that no second engine fits on the machine.",
+        "engine/host/shares.py",
+        "pairs = [(process, before), *zip(others[::2], others[1::2], strict=True)]",
+        "pairs = [(process, before)]",
+        ("tests/engine/host/test_shares.py::test_what_a_rank_takes_is_taken_of_its_leaders_claim",),
+    ),
+    Mutation(
         "ranks: idle",
         "An idle engine is healthy although the process of a rank has ended.",
         "engine/async_engine.py",

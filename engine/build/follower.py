@@ -18,6 +18,7 @@ from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.build.rank_fit import claim_rank
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import TorchThreads
+from engine.host.shares import join_claim
 from engine.models.config import read_model_config
 from engine.models.description import Shard
 from engine.models.shards import sharded, vocab_sizes
@@ -43,6 +44,8 @@ class Specification:
     kernels: Choice
     is_counted: bool
     """Whether this rank is on the leader's machine, where the leader has claimed its memory."""
+    claim: Path | None
+    """The leader's claim; None: nobody knows of it."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -81,6 +84,8 @@ def follow(specification: bytes) -> None:
         whole = read_model_config(own.model_dir)
         if not own.is_counted:
             claim = claim_rank(own.model_dir, whole, own.shard, own.config, own.resolved, native=native)
+        elif own.claim is not None:
+            join_claim(own.claim)
         model = sharded(whole, own.shard)
         builder = cpu_builder(own.model_dir, model, own.config, own.resolved, own.kernels, group)
         here = what_computes(own.model_dir, own.kernels)
