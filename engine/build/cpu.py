@@ -130,7 +130,9 @@ class CpuStart:
             return None
         from engine.build.ranks import start_ranks  # few engines have several
 
-        return start_ranks(self.launcher, self.model_dir, self.model, self.config, self.resolved, self.kernels)
+        return start_ranks(
+            self.launcher, self.model_dir, self.model, self.config, self.resolved, self.kernels, self.claim
+        )
 
     def _draft_model(self) -> DraftModel | None:
         """Load the draft model, which the leader has whole."""

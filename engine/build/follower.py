@@ -18,6 +18,7 @@ from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.build.rank_fit import claim_rank
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import TorchThreads
+from engine.host.shares import join_claim
 from engine.models.config import read_model_config
 from engine.models.description import Shard
 from engine.models.shards import sharded, vocab_sizes
@@ -43,6 +44,8 @@ class Specification:
     kernels: Choice
     is_counted: bool
     """Whether this rank is on the leader's machine, where the leader has claimed its memory."""
+    claim: Path | None
+    """The leader's claim; None: nobody knows of it."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -55,6 +58,8 @@ class Specification:
             whole = read_model_config(self.model_dir)
             if not self.is_counted:
                 claim = claim_rank(self.model_dir, whole, self.shard, self.config, self.resolved, native=native)
+            elif self.claim is not None:
+                join_claim(self.claim)
             model = sharded(whole, self.shard)
             builder = cpu_builder(self.model_dir, model, self.config, self.resolved, self.kernels, group)
             here = what_computes(self.model_dir, self.kernels)

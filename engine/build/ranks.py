@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.build.follower import Specification, group_at, what_computes
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
+from engine.host.shares import Claim
 from engine.models.computed import Model
 from engine.models.description import ModelConfig, Shard
 from engine.models.shards import vocab_sizes
@@ -61,8 +62,10 @@ def start_ranks(
     config: EngineConfig,
     resolved: ResolvedConfig,
     kernels: Choice,
+    claim: Claim,
 ) -> LeadingRank:
-    """Start the followers, which end with `LeadingRank.ranks`. model: the whole one.
+    """Start the followers, which end with `LeadingRank.ranks`. model: the whole one. claim: on the memory of all ranks
+    of this machine.
 
     Raises:
         ConfigError: there is no place where they could meet.
@@ -87,6 +90,7 @@ def start_ranks(
                 resolved=resolved,
                 kernels=kernels,
                 is_counted=rank in here,
+                claim=claim.path,
             )
             processes.append(launcher.start(rank, specification.encode()))
             undone.callback(processes[-1].kill)

@@ -44,12 +44,28 @@ class Claim:
     """An engine's claim on memory. It ends with `release`, with this object, or with the process."""
 
     def __init__(self, path: Path | None, descriptor: int) -> None:
+        self.path = path
+        """By which other processes of the engine join; None: nobody knows of this claim."""
         self._end = weakref.finalize(self, _end, path, descriptor) if path is not None else None
 
     def release(self) -> None:
         """End the claim. A second call does nothing."""
         if self._end is not None:
             self._end()
+
+
+def join_claim(path: Path) -> None:
+    """Count what this process takes from now on as taken of another process's claim, which counts it already: else it
+    would seem promised as well as taken. path: Claim.path, on this machine."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    except OSError as error:  # such as one that has been released
+        logger.warning("%s: %s", UNKNOWN_TO_OTHERS, error)
+        return
+    try:
+        os.write(descriptor, f" {os.getpid()} {_resident(os.getpid())}".encode())
+    finally:
+        os.close(descriptor)
 
 
 def _end(path: Path, descriptor: int) -> None:
@@ -59,7 +75,7 @@ def _end(path: Path, descriptor: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Promise:
-    """Bytes that a running engine has claimed, and how many of them its process has taken."""
+    """Bytes that a running engine has claimed, and how many of them its processes have taken."""
 
     size: int
     taken: int
@@ -160,8 +176,9 @@ def _read(path: Path) -> _Promise | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             return None
-        process, size, before = map(int, file.read().split())
-        return _Promise(size, min(size, max(0, _resident(process) - before)))
+        process, size, before, *others = map(int, file.read().split())
+        pairs = [(process, before), *zip(others[::2], others[1::2], strict=True)]
+        return _Promise(size, min(size, sum(max(0, _resident(one) - had) for one, had in pairs)))
     return None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.host.memory import HostMemory
 from engine.host.own_directory import own_directory
-from engine.host.shares import Room, shares
+from engine.host.shares import Room, join_claim, shares
 from loadtest.server import ROOT
 
 GIB = 2**30
@@ -25,6 +25,17 @@ with shares(Path(sys.argv[1])) as shared:
     claim = shared.claim(int(sys.argv[2]))
 taken = bytearray(b"x") * int(sys.argv[3])
 print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+HELPER = """
+import sys
+from pathlib import Path
+from engine.host.shares import join_claim
+join_claim(Path(sys.argv[1]))
+taken = bytearray(b"x") * int(sys.argv[2])
+print("joined", flush=True)
 sys.stdin.read()
 """
 
@@ -129,3 +140,27 @@ def test_a_promise_that_cannot_be_written_is_a_warning(
         shared.claim(GIB).release()
     assert "may promise themselves the same memory: No space left on device" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_what_a_rank_takes_is_taken_of_its_leaders_claim(tmp_path: Path) -> None:
+    """Regression: it counted as promised, too, so that a second engine of two ranks did not fit beside the first."""
+    with shares(tmp_path) as shared:
+        claim = shared.claim(GIB)
+    command = [sys.executable, "-c", HELPER, str(claim.path), str(200 * 2**20)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as helper:
+        assert helper.stdout is not None
+        assert helper.stdout.readline() == b"joined\n"
+        taken = GIB - room(tmp_path).promised
+        assert 200 * 2**20 <= taken < 300 * 2**20
+        helper.kill()
+    assert GIB - room(tmp_path).promised < 100 * 2**20, "it has given back what it took"
+    claim.release()
+
+
+def test_a_rank_whose_leaders_claim_is_gone_makes_none(tmp_path: Path) -> None:
+    with shares(tmp_path) as shared:
+        claim = shared.claim(GIB)
+    assert claim.path is not None
+    claim.release()
+    join_claim(claim.path)
+    assert not claim.path.exists()

@@ -188,6 +188,17 @@ def test_each_rank_claims_its_memory_on_its_own_machine(tmp_path: Path) -> None:
     assert min(apart) > 0.4 * together[0], "each has about half of it"
 
 
+def test_a_rank_joins_the_leaders_claim_where_that_counts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes would seem promised as well as taken, and another engine would not fit beside this one."""
+    joined: list[Path] = []
+    monkeypatch.setattr("engine.build.follower.join_claim", joined.append)
+    save_model("llama", tmp_path)
+    counted(tmp_path, None)
+    assert len(joined) == 1
+    counted(tmp_path, [0])
+    assert len(joined) == 1
+
+
 def test_threads_of_a_rank_on_another_machine_do_not_count_here(tmp_path: Path) -> None:
     cores = usable_cores()
     save_model("llama", tmp_path)
