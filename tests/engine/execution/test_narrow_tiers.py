@@ -54,6 +54,7 @@ def settings(tiers: KvTiersConfig, **more: Any) -> EngineConfig:
 
 
 @pytest.fixture(
+    scope="module",
     params=[pytest.param(way, marks=needs_compiler) if way[0] == "native" else way for way in WAYS],
     ids=lambda way: "-".join(way),
 )
