@@ -17,9 +17,12 @@ from benchmarks.engine.tiers.driver import DrivenEngine
 from engine.build.executor import create_executor
 from engine.build.kv_tiers import cpu_copier
 from engine.config import EngineConfig, KvTiersConfig, SchedulerConfig, SpeculativeConfig
+from engine.core.core import EngineCore
 from engine.execution.executor import TorchExecutor
 from engine.kv_tiers import Tier
 from engine.models.kv_cache import KVCache
+from engine.protocol import SamplingParams, Submission, Token
+from engine.scheduling.request import create_request
 from engine.step import StepPlan
 from engine.tiers.mover import TierMover
 from tests.support.compiler import needs_compiler
@@ -51,6 +54,7 @@ def settings(tiers: KvTiersConfig, **more: Any) -> EngineConfig:
 
 
 @pytest.fixture(
+    scope="module",
     params=[pytest.param(way, marks=needs_compiler) if way[0] == "native" else way for way in WAYS],
     ids=lambda way: "-".join(way),
 )
@@ -199,3 +203,25 @@ def test_a_prefix_hit_from_a_narrow_disk_tier_after_a_restart_answers_and_is_cou
         assert engine.blocks_in(Tier.DISK) == FULL, "it has its own"
     spaces = [path for path in (tmp_path / "kv").glob("v*/*") if len(path.name) == 32]
     assert len(spaces) == 2, "a directory for each type"
+
+
+def test_a_victims_kv_comes_back_from_a_narrow_tier_and_its_answer_ends(directory: Path) -> None:
+    """The other one takes the blocks that the victim had."""
+    scheduler = SchedulerConfig(reserve_mode="prompt", preempt_policy="offload", watermark_blocks=0)
+    tiers = KvTiersConfig(host_memory_gib=2**-10, dtype="int8")
+    executor, resolved = create_executor(directory, settings(tiers, num_kv_blocks=10, scheduler=scheduler))
+    core, answers = EngineCore(executor, resolved), dict[str, list[int]]()
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    for number in range(2):
+        name = str(number)
+        assert not core.submit(create_request(Submission(name, tuple(other(number)[:40]), params), resolved, number))
+        answers[name] = []
+    while core.has_work or core.is_moving:
+        for event in core.step():
+            if isinstance(event, Token):
+                answers[event.request_id].append(event.token_id)
+    found = core.load()
+    assert found.num_preemptions > 0
+    assert found.tiers[0].hit_blocks > 0
+    assert [len(answer) for answer in answers.values()] == [100] * 2
+    core.shutdown()

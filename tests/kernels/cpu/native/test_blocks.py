@@ -3,6 +3,8 @@ Never assumes that order: what the kernels write into a cache is looked at first
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
@@ -97,6 +99,12 @@ def test_every_number_and_every_tie_is_rounded_as_torch_does(dtype: torch.dtype,
     found = torch.frombuffer(row, dtype=torch.int8).view(2, -1)[:, : len(x) * 16]
     for i in (0, 1):
         assert torch.equal(found[i], in_order(numbers[:, None], dtype, keys=i == 0))
+
+
+def test_other_threads_run_during_a_conversion() -> None:
+    """ctypes gives the interpreter's lock up for the calls of such a library."""
+    library = NativeBlocks(BlockForm(2, 16, 1, 16, torch.float32, torch.int8))._library
+    assert type(library) is ctypes.CDLL
 
 
 def test_a_block_or_a_row_of_another_size_is_refused() -> None:
