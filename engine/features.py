@@ -225,7 +225,6 @@ RULES = (
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
-    Rule((TENSOR_PARALLEL,), (GPU,), "on a GPU, an engine has one rank so far"),
     Rule((TENSOR_PARALLEL,), (FAKE,), "the fake executor computes nothing that ranks could share"),
     # on which kernels
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),

@@ -40,6 +40,7 @@ class Specification:
     config: EngineConfig
     resolved: ResolvedConfig
     kernels: Choice
+    on_gpu: bool = False
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -72,6 +73,11 @@ def follow(specification: bytes) -> None:
         Exception: this rank has failed; the others know why, once they have met.
     """
     own: Specification = pickle.loads(specification)
+    if own.on_gpu:
+        from engine.build.gpu_follower import follow_on_gpu  # ranks without a GPU need none of it
+
+        follow_on_gpu(own)
+        return
     group = group_at(own.place, own.shard)
     try:
         whole = read_model_config(own.model_dir)

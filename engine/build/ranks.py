@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from engine.build.follower import Specification, group_at, what_computes
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
@@ -70,28 +72,33 @@ def start_ranks(
         if isinstance(place, Path):
             undone.callback(shutil.rmtree, place, ignore_errors=True)
         group = group_at(place, Shard(LEADER, size))
-        processes: list[RankProcess] = []
-        for rank in range(1, size):
-            specification = Specification(
-                shard=Shard(rank, size),
-                place=place,
-                model_dir=model_dir,
-                config=config,
-                resolved=resolved,
-                kernels=kernels,
-            )
-            processes.append(launcher.start(rank, specification.encode()))
-            undone.callback(processes[-1].kill)
+
+        def specify(shard: Shard) -> bytes:
+            own: dict[str, Any] = {"shard": shard, "place": place, "model_dir": model_dir, "kernels": kernels}
+            return Specification(**own, config=config, resolved=resolved).encode()
+
+        processes = start_followers(launcher, size, specify, undone)
         undone.pop_all()
     return LeadingRank(
         group, Ranks(group, processes), model_dir, vocab_sizes(model, size), resolved.block_size, kernels
     )
 
 
+def start_followers(
+    launcher: RankLauncher, size: int, specify: Callable[[Shard], bytes], undone: ExitStack
+) -> list[RankProcess]:
+    """Start ranks 1 and up. specify: what each is told. undone: ends those that have started, if one does not."""
+    processes: list[RankProcess] = []
+    for rank in range(1, size):
+        processes.append(launcher.start(rank, specify(Shard(rank, size))))
+        undone.callback(processes[-1].kill)
+    return processes
+
+
 def _place(launcher: RankLauncher) -> Path | str:
     """Return where the ranks meet: in memory if they are on one machine that has the native library."""
     if launcher.remote_host is not None or not _has_library():
-        return f"{launcher.remote_host or '127.0.0.1'}:{_free_port()}"
+        return f"{launcher.remote_host or '127.0.0.1'}:{free_port()}"
     return new_directory()
 
 
@@ -103,7 +110,8 @@ def _has_library() -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port on which nobody listens, for a leader to listen on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -74,6 +74,11 @@ class GlooGroup:
             raise
 
     @property
+    def has_joined(self) -> bool:
+        """Whether the others can be told anything."""
+        return self._star is not None
+
+    @property
     def rank(self) -> int:
         return self._rank
 

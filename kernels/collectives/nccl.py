@@ -94,9 +94,7 @@ class NcclGroup(GlooGroup):
         try:
             store = _dist.PrefixStore("device/", self._store)
             self._on_device = self._backend.make(store, self._rank, self._size, limit_s)
-            with self._watch.over(
-                self._join_timeout_s
-            ):  # a rank that leaves once it is connected is no failure of this
+            with self._watch.over(self._join_timeout_s):  # not `watched`: who is connected may leave
                 self.all_reduce(torch.zeros(1, device=self._device)).cpu()
         except RuntimeError as error:
             self.close()

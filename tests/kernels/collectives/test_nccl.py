@@ -1,4 +1,4 @@
-"""The group of GPUs, with gloo in NCCL's place: what it promises of sums, and that no wait for a device outlasts a rank.
+"""The group of GPUs, with gloo in NCCL's place: what it promises of sums, and that waits for a device end with a rank.
 Never needs a GPU, and so never shows what NCCL does."""
 
 from __future__ import annotations
@@ -78,11 +78,21 @@ def hanging() -> tuple[list[NcclGroup], list[Hanging]]:
     return [found[0], found[1]], made
 
 
+def wait_for_the_device(
+    leader: NcclGroup, follower: NcclGroup, device: Hanging, error: Exception | None = None
+) -> None:
+    """Wait until the device is aborted, because the follower gives up. error: what the device raises then."""
+    with leader.watched(60):
+        follower.give_up("no memory")
+        assert device.aborted.wait(30)
+        if error is not None:
+            raise error
+
+
 def test_a_wait_for_the_device_ends_when_a_rank_gives_up(hanging: tuple[list[NcclGroup], list[Hanging]]) -> None:
     (leader, follower), (leaders, followers) = hanging
-    with pytest.raises(RankLostError, match=r"Rank 1 gave up: no memory."), leader.watched(60):
-        follower.give_up("no memory")
-        assert leaders.aborted.wait(30)
+    with pytest.raises(RankLostError, match=r"Rank 1 gave up: no memory."):
+        wait_for_the_device(leader, follower, leaders)
     assert followers.aborted.wait(30), "its own device waits, too"
     for group in (leader, follower):
         group.close()
@@ -101,10 +111,8 @@ def test_a_wait_for_the_device_ends_after_the_timeout(hanging: tuple[list[NcclGr
 
 def test_an_error_of_what_was_aborted_is_not_its_cause(hanging: tuple[list[NcclGroup], list[Hanging]]) -> None:
     (leader, follower), (leaders, _) = hanging
-    with pytest.raises(RankLostError, match="Rank 1 gave up"), leader.watched(60):
-        follower.give_up("no memory")
-        assert leaders.aborted.wait(30)
-        raise RuntimeError("NCCL communicator was aborted")
+    with pytest.raises(RankLostError, match="Rank 1 gave up"):
+        wait_for_the_device(leader, follower, leaders, RuntimeError("NCCL communicator was aborted"))
     with pytest.raises(RankLostError, match="Rank 1 gave up"):
         leader.all_reduce(torch.ones(1))
     for group in (leader, follower):
