@@ -84,7 +84,7 @@ GROUPS = (
     Group(
         "Several ranks",
         "Lower `tensor_parallel_size`; for a rank that could not start, the message has its reason.",
-        ("engine/build/ranks.py", "engine/build/follower.py", "engine/parallel/*.py"),
+        ("engine/build/*ranks.py", "engine/build/*follower.py", "engine/parallel/*.py"),
     ),
     Group("Draft model", "Choose another draft model or `method: auto`.", ("engine/build/draft.py",)),
     Group("Images", "Raise `max_num_batched_tokens`, or allow smaller images.", ("engine/build/encoder.py",)),

@@ -225,6 +225,8 @@ RULES = (
     Rule((NARROW_KV,), (FAKE,), "the fake executor stores no KV cache"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
+    Rule((TENSOR_PARALLEL,), (LORA,), "on several GPUs, the other ranks are not told of adapters so far", (GPU,)),
+    Rule((TENSOR_PARALLEL,), (FP8_ACTIVATIONS,), "on several GPUs, activations are not rounded so far", (GPU,)),
     Rule((TENSOR_PARALLEL,), (FAKE,), "the fake executor computes nothing that ranks could share"),
     # on which kernels
     Rule((LORA,), (TORCH_ADAPTERS,), "on a GPU, only the Triton kernels compute adapters"),
@@ -259,6 +261,12 @@ RULES = (
         (TORCH_STATES,),
     ),
     # for which models
+    Rule(
+        (TENSOR_PARALLEL,),
+        (EXPERTS,),
+        "each GPU times its own kernels and chooses a token's experts by itself, and all would have to choose the same",
+        (GPU,),
+    ),
     Rule((LORA,), (IMAGES,), "adapters are not computed for models with an encoder"),
     Rule((LORA,), (LINEAR_ATTENTION,), "adapters are not computed for linear attention and its gates"),
     Rule((DRAFT_MODEL,), (IMAGES,), "draft models cannot process images"),

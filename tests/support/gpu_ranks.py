@@ -3,6 +3,7 @@ Never shows what NCCL or CUDA do: gloo sums at once, and a replay does the captu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from engine.build.gpu import start_on_device
 from engine.config import EngineConfig
 from engine.execution.device import Device
 from engine.execution.gpu.executor import DeviceExecutor
+from engine.parallel.processes import RankLauncher
 from engine.step import ScheduledRequest, StepOutput, StepPlan
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_flash import FakeFlash
@@ -35,17 +37,25 @@ def pretend_gpus(patch: pytest.MonkeyPatch, make: Callable[[int], Device] = lamb
     found = iter(range(1, 1000))
     patch.setattr("engine.build.gpu_follower.choose_device", lambda config: (make(next(found)), "a test"))
     flash: Any = FakeFlash(any_dtype=True)
-    patch.setitem(__import__("sys").modules, "vllm_flash_attn", flash)
+    patch.setitem(sys.modules, "vllm_flash_attn", flash)
     patch.setattr("kernels.flash.packages.DTYPES", (torch.float32, torch.bfloat16))
 
 
 class GpuRanks:
     """An executor over several devices, whose followers are threads."""
 
-    def __init__(self, ranks: int, model: Path, device: Device | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        model: Path,
+        device: Device | None = None,
+        launcher: RankLauncher | None = None,
+        **settings: Any,
+    ) -> None:
+        """device: the leader's. launcher: None: threads."""
         self.launcher = ThreadLauncher()
         config = EngineConfig(**SETTINGS | settings, tensor_parallel_size=ranks)
-        start = start_on_device(model, config, device or FakeDevice(), "a test", self.launcher)
+        start = start_on_device(model, config, device or FakeDevice(), "a test", launcher or self.launcher)
         self.executor, self.resolved = start.build()
 
     def step(self, *rows: ScheduledRequest, **plan: Any) -> StepOutput:

@@ -323,6 +323,8 @@ NOT_OF_FEATURES = {
     "engine/models/shards.py _check_heads": 1,
     "engine/models/shards.py _columns": 1,
     "engine/build/ranks.py LeadingRank.lead": 1,
+    "engine/build/gpu_ranks.py _gpus_for": 1,
+    "engine/build/gpu_follower.py follow_on_gpu": 1,
     # the table
     "engine/config.py refuse_conflicts": 1,
 }

@@ -3,7 +3,9 @@ Never needs a GPU: gloo is in NCCL's place, and the followers are threads."""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from engine.core.core import EngineCore
 from engine.protocol import Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, ExecutorFatalError, GraphUse, PromptScoring, StepPlan
+from kernels.choice import TRITON_TABLE
 from tests.support.fake_device import FakeDevice
+from tests.support.gpu_rank_process import StandInLauncher
 from tests.support.gpu_ranks import GpuRanks, gpu_ranks, pretend_gpus
 from tests.support.plans import chunk, decode, forced_logits, greedy_text
 from tests.support.tiny_models import VOCAB, save_model
@@ -169,6 +173,36 @@ def test_a_step_that_fails_after_the_others_were_told_ends_the_engine(
     made.executor.shutdown()
     (follower,) = made.launcher.ranks
     assert "Rank 0 gave up: RuntimeError: no tokens today" in str(follower.error)
+
+
+def test_a_rank_that_is_killed_ends_the_engine_and_is_named(model: Path) -> None:
+    launcher = StandInLauncher()
+    made = GpuRanks(2, model, launcher=launcher, **CAPTURED)
+    try:
+        assert len(greedy_text(made.executor, TOKENS[:20], BLOCKS, 4)) == 4
+        os.kill(launcher.ranks[0].pid, signal.SIGKILL)
+        with pytest.raises(ExecutorFatalError, match=r"ranks cannot go on: Rank 1 has died."):
+            greedy_text(made.executor, TOKENS[:20], BLOCKS, 200)
+    finally:
+        made.executor.shutdown()
+
+
+@pytest.mark.slow  # Triton's interpreter, and one process for each rank, as it is not made for threads
+def test_triton_s_kernels_compute_each_rank_s_part_also_in_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    monkeypatch.setattr("kernels.choice.TRITON_TABLE", TRITON_TABLE)
+    save_model("llama", tmp_path)
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "attention": "triton"}
+    settings |= {"quantize": "int8", "kv_cache_dtype": "int8", "cuda_graphs": "decode", "cuda_graph_decode_rows": (2,)}
+    found = []
+    for size in (1, 2):
+        made = GpuRanks(size, tmp_path, launcher=StandInLauncher(TRITON_TABLE), **settings)
+        found.append(forced_logits(made.executor, TOKENS[:9], BLOCKS, 8).log_softmax(-1))
+        made.executor.shutdown()
+    # Each rank rounds its part of a row, by the largest number in it.
+    torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
 
 
 def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_reason(
