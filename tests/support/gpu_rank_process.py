@@ -3,6 +3,7 @@ Never decides what it computes: its environment says only whether there is Trito
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tests.support.fake_flash import FakeFlash
 
 TABLE = "STAND_IN_TRITON_TABLE"
 """The environment variable that names Triton's table."""
+MEMORY = "STAND_IN_MEMORY"
+"""The one with the device's memory."""
 NO_TABLE = "kernels.triton.absent"
 
 
@@ -24,12 +27,13 @@ class StandInLauncher:
 
     remote_host: str | None = None
 
-    def __init__(self, table: str = NO_TABLE) -> None:
+    def __init__(self, table: str = NO_TABLE, mebibytes: tuple[float, ...] = ()) -> None:
+        """mebibytes: of each device: free ones, and all; none: as little as a FakeDevice has."""
         self.ranks: list[Child] = []
-        self._table = table
+        self._environment = {TABLE: table, MEMORY: json.dumps(mebibytes)}
 
     def start(self, rank: int, specification: bytes) -> Child:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), TABLE: self._table}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | self._environment
         command = [sys.executable, "-m", "tests.support.gpu_rank_process"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert process.stdin is not None
@@ -49,7 +53,9 @@ def main() -> None:
     sys.modules["vllm_flash_attn"] = flash
     kernels.flash.packages.DTYPES = (torch.float32, torch.bfloat16)
     kernels.choice.TRITON_TABLE = os.environ[TABLE]
-    engine.build.gpu_follower.choose_device = lambda config: (FakeDevice(), "a stand-in")
+    memory = json.loads(os.environ[MEMORY])
+    device = FakeDevice(free=memory[:1], total=memory[1]) if memory else FakeDevice()
+    engine.build.gpu_follower.choose_device = lambda config: (device, "a stand-in")
     engine.build.follower.main()
 
 
