@@ -9,13 +9,12 @@ import os
 import pickle
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.build.cpu_model import cpu_builder, threads_of_rank
-from engine.config import EngineConfig, ResolvedConfig
+from engine.build.rank_start import Specification
 from engine.execution.device import TorchThreads
 from engine.models.config import read_model_config
 from engine.models.description import Shard
@@ -27,23 +26,6 @@ from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import Group, RankLostError
 from kernels.collectives.shared_memory import SharedMemoryGroup
 from kernels.cpu.native.library import identity
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Specification:
-    """What a follower needs in order to load its part and to join."""
-
-    shard: Shard
-    place: Path | str
-    """Where the group meets: see `group_at`."""
-    model_dir: Path
-    config: EngineConfig
-    resolved: ResolvedConfig
-    kernels: Choice
-    on_gpu: bool = False
-
-    def encode(self) -> bytes:
-        return pickle.dumps(self)
 
 
 def group_at(place: Path | str, shard: Shard) -> Group:

@@ -15,7 +15,6 @@ import torch
 
 from engine.batch.grammar import read_grammars
 from engine.build.facts import facts_of
-from engine.build.follower import Specification
 from engine.build.gpu_ranks import (
     FollowingGpu,
     LeadingGpu,
@@ -28,6 +27,7 @@ from engine.build.gpu_ranks import (
 from engine.build.host_fit import claim_tiers
 from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
 from engine.build.model import ModelBuilder
+from engine.build.rank_start import Specification
 from engine.build.resolve import all_state_bytes, resolve, resolve_dtype
 from engine.build.trial_steps import (
     decode_blocks,

@@ -3,9 +3,9 @@ Never plans or answers, and never outlives its leader."""
 
 from __future__ import annotations
 
-from engine.build.follower import Specification
 from engine.build.gpu import start_on_device
 from engine.build.gpu_ranks import FollowingGpu, group_of
+from engine.build.rank_start import Specification
 from engine.config import ConfigError
 from engine.execution.device import choose_device
 from engine.models.config import read_model_config

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.cuda
 
-from engine.build.ranks import free_port, start_followers
+from engine.build.rank_start import free_port, start_followers
 from engine.config import ConfigError
 from engine.execution.device import Device
 from engine.execution.gpu.executor import DeviceExecutor

@@ -4,19 +4,18 @@ Never loads weights: each rank loads its own."""
 from __future__ import annotations
 
 import shutil
-import socket
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from engine.build.follower import Specification, group_at, what_computes
+from engine.build.follower import group_at, what_computes
+from engine.build.rank_start import Specification, free_port, start_followers
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.models.computed import Model
 from engine.models.description import ModelConfig, Shard
 from engine.models.shards import vocab_sizes
 from engine.parallel.leader import LeadingModel
-from engine.parallel.processes import RankLauncher, RankProcess
+from engine.parallel.processes import RankLauncher
 from engine.parallel.ranks import Ranks
 from kernels.choice import Choice
 from kernels.collectives.group import LEADER, Group, RankLostError
@@ -84,17 +83,6 @@ def start_ranks(
     )
 
 
-def start_followers(
-    launcher: RankLauncher, size: int, specify: Callable[[Shard], bytes], undone: ExitStack
-) -> list[RankProcess]:
-    """Start ranks 1 and up. specify: what each is told. undone: ends those that have started, if one does not."""
-    processes: list[RankProcess] = []
-    for rank in range(1, size):
-        processes.append(launcher.start(rank, specify(Shard(rank, size))))
-        undone.callback(processes[-1].kill)
-    return processes
-
-
 def _place(launcher: RankLauncher) -> Path | str:
     """Return where the ranks meet: in memory if they are on one machine that has the native library."""
     if launcher.remote_host is not None or not _has_library():
@@ -108,10 +96,3 @@ def _has_library() -> bool:
     except NoLibraryError:
         return False
     return True
-
-
-def free_port() -> int:
-    """Return a port on which nobody listens, for a leader to listen on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
