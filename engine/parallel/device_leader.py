@@ -19,7 +19,7 @@ from kernels.collectives.group import RankLostError
 from kernels.collectives.nccl import NcclGroup
 
 KEPT_STEPS = 8
-"""Of how many steps the tokens may be named as pending. There are at most two steps in flight."""
+"""How many steps' tokens may be named as pending. There are at most two steps in flight."""
 
 
 class LeadingDevice:

@@ -52,7 +52,9 @@ def pair(model: Path) -> Iterator[GpuRanks]:
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-@pytest.mark.parametrize(("kind", "ranks"), [("llama", 2), ("gemma3", 2), ("qwen3", 4)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("llama", 2), ("gemma3", 2), pytest.param("qwen3", 4, marks=pytest.mark.slow)]
+)
 def test_log_probabilities_and_greedy_text_are_those_of_one_gpu(
     kind: str, ranks: int, graphs: dict[str, Any], tmp_path: Path
 ) -> None:
