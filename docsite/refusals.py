@@ -86,9 +86,9 @@ GROUPS = (
         "Lower `tensor_parallel_size` or `expert_parallel_size`; for a rank that could not start, the message has its "
         "reason.",
         (
-            "engine/build/ranks.py",
-            "engine/build/rank_fit.py",
-            "engine/build/follower.py",
+            "engine/build/*ranks.py",
+            "engine/build/rank_*.py",
+            "engine/build/*follower.py",
             "engine/build/lockstep.py",
             "engine/parallel/*.py",
         ),

@@ -696,8 +696,8 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1,
         "Ranks that compute the model together, each in a process of its own with a part of every layer's weights and "
-        "of the KV cache, so that a model may be larger than one rank's memory. An engine on the CPU divides "
-        "num_threads among them. The leader, rank 0, plans and samples; all ranks add up their parts of each layer's "
+        "of the KV cache, so that a model may be larger than one rank's memory. Each has a GPU of its own; on the CPU, "
+        "they divide num_threads. The leader, rank 0, plans and samples; all ranks add up their parts of each layer's "
         "output twice.",
         ge=1,
     )

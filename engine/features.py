@@ -230,7 +230,8 @@ RULES = (
     Rule((NARROW_TIERS,), (GPU,), "a GPU moves blocks byte for byte; kv_cache_dtype narrows both cache and tiers"),
     Rule((ROUNDED,), (FAKE,), "the fake executor multiplies no matrices"),
     Rule((IMAGES,), (GPU,), "models that take images run only on the CPU"),
-    Rule((TENSOR_PARALLEL,), (GPU,), "on a GPU, an engine has one rank so far"),
+    Rule((TENSOR_PARALLEL,), (LORA,), "on several GPUs, the other ranks are not told of adapters so far", (GPU,)),
+    Rule((TENSOR_PARALLEL,), (FP8_ACTIVATIONS,), "on several GPUs, activations are not rounded so far", (GPU,)),
     Rule((TENSOR_PARALLEL, EXPERT_PARALLEL), (FAKE,), "the fake executor computes nothing that ranks could share"),
     Rule((EXPERT_PARALLEL,), (GPU,), "kernels of a GPU do not exchange rows with other ranks yet"),
     Rule((EXPERT_PARALLEL,), (IMAGES,), "images come to the leader alone"),
@@ -268,6 +269,12 @@ RULES = (
         (TORCH_STATES,),
     ),
     # for which models
+    Rule(
+        (TENSOR_PARALLEL,),
+        (EXPERTS,),
+        "each GPU times its own kernels and chooses a token's experts by itself, and all would have to choose the same",
+        (GPU,),
+    ),
     Rule((LORA,), (IMAGES,), "adapters are not computed for models with an encoder"),
     Rule((LORA,), (LINEAR_ATTENTION,), "adapters are not computed for linear attention and its gates"),
     Rule((DRAFT_MODEL,), (IMAGES,), "draft models cannot process images"),

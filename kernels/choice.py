@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.collectives.group import Group
 from kernels.cpu.native.library import NoLibraryError, load_library, origin
 from kernels.cpu.native.program import why_unfit
 from kernels.eager.forward import Adapters, EagerPass
@@ -179,6 +180,7 @@ class PassMaker(Protocol):
         plan: object,
         states: StateRows | None = None,
         adapters: Adapters | None = None,
+        group: Group | None = None,
     ) -> ForwardPass: ...
 
 

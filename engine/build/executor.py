@@ -55,7 +55,7 @@ def _start(model_dir: Path, config: EngineConfig, engines: int, launcher: RankLa
     if device.capability is not None:
         from engine.build.gpu import start_on_device
 
-        return start_on_device(model_dir, config, device, reason)
+        return start_on_device(model_dir, config, device, reason, launcher)
     from engine.build.cpu import start_on_cpu
 
     return start_on_cpu(model_dir, config, (device, reason), engines, launcher)

@@ -5,7 +5,7 @@ Never computes a request's step, and never guesses what can be measured."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,20 @@ import torch
 
 from engine.batch.grammar import read_grammars
 from engine.build.facts import facts_of
+from engine.build.gpu_ranks import (
+    FollowingGpu,
+    LeadingGpu,
+    OneGpu,
+    Together,
+    Trial,
+    not_every_rank,
+    start_gpu_ranks,
+)
 from engine.build.host_fit import claim_tiers
 from engine.build.kv_tiers import TierMemory, check_key, open_files, tier_memory, tier_reasons
 from engine.build.model import ModelBuilder
-from engine.build.resolve import block_bytes, resolve, resolve_dtype
+from engine.build.rank_start import GpuSpecification
+from engine.build.resolve import all_state_bytes, resolve, resolve_dtype
 from engine.build.trial_steps import (
     decode_blocks,
     largest_step,
@@ -26,7 +36,7 @@ from engine.build.trial_steps import (
     short_decode_step,
 )
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
-from engine.execution.device import Device, StateLostError, device_faults
+from engine.execution.device import Device, StateLostError, TorchThreads, device_faults
 from engine.execution.gpu.adapters import AdapterSlots, slots_bytes
 from engine.execution.gpu.cuda_graph_buckets import Buckets, plan_buckets
 from engine.execution.gpu.executor import DeviceExecutor
@@ -66,13 +76,19 @@ from engine.features import (
 from engine.host.shares import Claim
 from engine.models.config import ModelConfig, read_model_config
 from engine.models.decoder import Decoder
-from engine.models.kv_cache import KVCache, blocks_in
+from engine.models.description import Shard
+from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block, cache_dtype
 from engine.models.narrow import Keep
 from engine.models.recurrent_state import RecurrentState, state_bytes
-from engine.step import ExecutorOutOfMemoryError, StepPlan
+from engine.models.shards import parts_of, vocab_sizes
+from engine.parallel.device_follower import DeviceFollower
+from engine.parallel.model_digest import model_digest
+from engine.parallel.processes import RankLauncher
+from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, StepPlan
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import Choice, choose_attention
+from kernels.collectives.group import LEADER
 from kernels.eager.ops import Ops
 
 logger = logging.getLogger(__name__)
@@ -81,8 +97,16 @@ GPU_MEMORY_UTILIZATION = 0.9
 """The default share of the GPU's memory."""
 
 
-def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reason: str) -> GpuStart:
-    """Check and choose everything before a weight is read. reason: why this device was chosen.
+def start_on_device(
+    model_dir: Path,
+    config: EngineConfig,
+    device: Device,
+    reason: str,
+    launcher: RankLauncher | None = None,
+    follows: FollowingGpu | None = None,
+) -> GpuStart:
+    """Check and choose everything before a weight is read. reason: why this device was chosen. launcher: starts the
+    engine's other ranks, if it has several; None: as children of this process. follows: this is one of those.
 
     Raises:
         CheckpointError: the checkpoint is not supported.
@@ -93,6 +117,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
     check_key(config)
     model = read_model_config(model_dir)
     refuse_conflicts(on | facts_of(model))
+    part = parts_of(model, config.tensor_parallel_size)[LEADER if follows is None else follows.shard.rank]
     dtype, _ = resolve_dtype(config, device)
     attention, ops = _attention(model, config, device, dtype)
     buckets, why_graphs = _buckets(config, device, attention, ops, model)
@@ -100,7 +125,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
     keep = Keep.NOTHING if ops.narrow is None else Keep.NARROW
     resolved = resolve(model_dir, model, config, attention, (device, reason), measured_later, keep=keep)
     tiers = tier_memory(model, config, dtype)
-    reasons = {"cuda_graphs": why_graphs, **tier_reasons(config, tiers)}
+    reasons = {"cuda_graphs": why_graphs, **tier_reasons(config, tiers), **_rank_reasons(config)}
     resolved = replace(resolved, reasons=resolved.reasons | reasons)
 
     def runner(decoder: Decoder, cache: KVCache, state: RecurrentState | None) -> DeviceModel:
@@ -109,7 +134,7 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
 
     builder = ModelBuilder(
         model_dir=model_dir,
-        model=model,
+        model=part,
         config=config,
         resolved=resolved,
         runner=runner,
@@ -118,7 +143,18 @@ def start_on_device(model_dir: Path, config: EngineConfig, device: Device, reaso
         rounded=config.quantize == "int8",
         round_inputs=config.activations == "fp8",
     )
-    return GpuStart(builder, device, ops, buckets, dtype, tiers, claim_tiers(config, tiers))
+
+    def gather() -> Together:
+        if follows is not None or config.tensor_parallel_size == 1:
+            return follows or OneGpu()
+
+        def specify(shard: Shard, place: str) -> bytes:
+            return GpuSpecification(shard=shard, place=place, model_dir=model_dir, config=config).encode()
+
+        size = config.tensor_parallel_size
+        return start_gpu_ranks(launcher, size, device, vocab_sizes(model, size), specify)
+
+    return GpuStart(builder, model, device, attention, ops, buckets, dtype, tiers, claim_tiers(config, tiers), gather)
 
 
 class GpuStart:
@@ -127,17 +163,24 @@ class GpuStart:
     def __init__(
         self,
         builder: ModelBuilder[DeviceModel],
+        whole: ModelConfig,
         device: Device,
+        attention: Choice,
         ops: Ops,
         buckets: Buckets,
         dtype: torch.dtype,
         tiers: TierMemory,
         claim: Claim | None,
+        gather: Callable[[], Together],
     ) -> None:
-        self._tiers, self._claim = tiers, claim
+        """builder: of this rank's part of `whole`. gather: starts the other ranks, if there are any."""
+        self._tiers, self._claim, self._attention = tiers, claim, attention
+        self._whole, self._gather = whole, gather
+        self._together: Together = OneGpu()
         self._builder, self._config, self.resolved = builder, builder.config, builder.resolved
         self._device, self._ops, self._buckets, self._dtype = device, ops, buckets, dtype
-        self._block_bytes = block_bytes(builder.model, builder.config, dtype, draft=None)
+        kept = cache_dtype(builder.config.kv_cache_dtype, dtype)
+        self._block_bytes = bytes_per_block(builder.model, builder.config.block_size, kept)
         self._narrow = NarrowProducts()
         self._spare_blocks = 1 if buckets.all else 0  # for the padding of captured steps
         self._adapters: AdapterSlots | None = None
@@ -155,14 +198,55 @@ class GpuStart:
             files = open_files(self._builder.model_dir, self._builder.model, self._config, self.resolved, self._tiers)
             if files is not None:
                 undone.callback(files.close)
-            built = self._built(files)
+            with self._ranks_start():
+                undone.callback(self._together.end)
+                built = self._built(files)
             undone.pop_all()
         return built
 
+    def follow(self) -> None:
+        """Load this rank's part, start with the others, and follow until the leader ends.
+
+        Raises: as build, and as engine.parallel.device_follower.DeviceFollower.run.
+        """
+        with self._ranks_start():
+            TorchThreads(self.resolved.num_threads).use()
+            model, *_ = self._ready()
+            assert isinstance(self._together, FollowingGpu)
+            DeviceFollower(model, self._together.ranks, self._device).run()
+
+    @contextmanager
+    def _ranks_start(self) -> Iterator[None]:
+        """Raise ConfigError if the ranks do not start together."""
+        self._together = self._gather()
+        try:
+            yield
+        except ExecutorFatalError as error:
+            if self._together.started is None:
+                raise
+            raise not_every_rank(self._config.tensor_parallel_size, error) from error
+
     def _built(self, files: BlockFiles | None) -> tuple[DeviceExecutor, ResolvedConfig]:
-        """Build the engine on the device. The executor owns files, too."""
+        """Build the engine on the device. The executor owns files, and ends the other ranks."""
+        model, use, resolved = self._ready()
+        executor = DeviceExecutor(
+            model,
+            self._device,
+            num_threads=resolved.num_threads,
+            grammars=read_grammars(self._builder.model_dir, resolved),
+            kv_mover=self._mover(model, use, files),
+            ranks=self._together.started,
+            claim=self._claim,
+        )
+        if isinstance(self._together, LeadingGpu):
+            self._together.ranks.start_serving()
+        return executor, resolved
+
+    def _ready(self) -> tuple[DeviceModel, MemoryUse, ResolvedConfig]:
+        """Load this rank's part of the model, and measure and capture steps together with the other ranks."""
         free, total = self._device.memory()
         decoder = self._load(free, total)
+        self._together.meet(self._computes)
         loaded = self._device.memory()[0]
         use = MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0)
         if self._config.kv_tiers.any:
@@ -177,15 +261,13 @@ class GpuStart:
         if self._buckets.all:
             with self._captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
                 model.capture(self._buckets)
-        executor = DeviceExecutor(
-            model,
-            self._device,
-            num_threads=resolved.num_threads,
-            grammars=read_grammars(self._builder.model_dir, resolved),
-            kv_mover=self._mover(model, use, files),
-            claim=self._claim,
-        )
-        return executor, resolved
+        return model, use, resolved
+
+    @property
+    def _computes(self) -> str:
+        """What must be the same on all ranks: else they capture other steps, or add up parts of different models."""
+        device, digest = self._device, model_digest(self._builder.model_dir)
+        return f"the model {digest}, computed by {self._attention.name} (torch {torch.__version__}) on {device.name}"
 
     def release(self) -> None:
         """Give up the claim on the host's memory. The GPU's is not reserved: one engine has it to itself."""
@@ -239,7 +321,7 @@ class GpuStart:
                 f"{self._device.name}'s {total / GIB:.2f} GiB were free. Set num_kv_blocks or gpu_memory_utilization "
                 "lower."
             ) from error
-        model.adapters = self._adapters
+        model.adapters, model.ranks = self._adapters, self._together.ranks
         return model
 
     def _measure(self, decoder: Decoder, use: MemoryUse) -> MemoryUse:
@@ -248,23 +330,25 @@ class GpuStart:
         plan = largest_step(resolved)
         use = replace(use, states=state_bytes(self._builder.model, resolved, self._dtype))
         check_states_fit(use)
-        num_blocks = blocks_to_time_with(
-            use,
-            self._utilization,
-            self._block_bytes,
-            least=len(plan.rows[0].block_ids),
-            most=sum(decode_blocks(resolved, None)),
+        num_blocks = self._together.least(
+            blocks_to_time_with(
+                use,
+                self._utilization,
+                self._block_bytes,
+                least=len(plan.rows[0].block_ids),
+                most=sum(decode_blocks(resolved, None)),
+            )
         )
         probe = self._attach(decoder, num_blocks)
         before = self._device.memory()[0]
-        executor = DeviceExecutor(probe, self._device, num_threads=self.resolved.num_threads)
+        trial = self._together.trial(probe, self._device, self.resolved.num_threads)
         why = f"max_num_batched_tokens is {resolved.max_num_batched_tokens}, but the GPU has no memory for such a step"
         with _fits(why, use, "max_num_batched_tokens"), self._trial_adapter() as adapter:
             with device_faults():
                 warm_up_experts(decoder, self._ops, plan.num_tokens)
                 warm_up_linear(decoder, self._ops, plan.num_tokens, adapters=self._adapters is not None)
-            _run(executor, plan, adapter)
-            self._leave_out_large_captures(probe, plan)
+            _run(trial, plan, adapter)
+            self._leave_out_large_captures(trial, plan)
             with device_faults(), torch.inference_mode():
                 warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
                 if self._ops.narrow is not None:
@@ -274,27 +358,29 @@ class GpuStart:
         rows = f"max_num_seqs is {resolved.max_num_seqs} and max_model_len {resolved.max_model_len}"
         why = f"{rows}, but the GPU has no memory for a decode step of such rows"
         with _fits(why, use, "max_num_seqs or max_model_len"), self._trial_adapter() as adapter:
-            _run(executor, longest_decode_step(resolved, num_blocks), adapter)
-            _run(executor, short_decode_step(resolved, num_blocks), adapter)
-            _run(executor, longest_rows_step(resolved, num_blocks), adapter)
+            _run(trial, longest_decode_step(resolved, num_blocks), adapter)
+            _run(trial, short_decode_step(resolved, num_blocks), adapter)
+            _run(trial, longest_rows_step(resolved, num_blocks), adapter)
         # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
             use = self._measure_captures(probe, use, before)
-        executor.shutdown()
-        del probe
+        trial.end()
+        del probe, trial
         self._device.release_unused()
         logger.info("device memory: %s", use.text())
         return use
 
-    def _leave_out_large_captures(self, probe: DeviceModel, plan: StepPlan) -> None:
+    def _leave_out_large_captures(self, trial: Trial, plan: StepPlan) -> None:
         """Capture no mixed step of a size at which launching it is hidden behind the device's work, unless the config
         names the sizes. plan: the largest step, which has run before."""
         if not self._buckets.mixed_tokens or self._config.cuda_graph_mixed_tokens is not None:
             return
         with device_faults(), torch.inference_mode():
-            cost = measure_launch(self._device, lambda: probe.start(plan, {}, ()), plan.num_tokens)
-        before, self._buckets = self._buckets, self._buckets.without_hidden_launches(cost)
+            cost = measure_launch(self._device, lambda: trial.compute(plan), plan.num_tokens)
+        before, most = self._buckets, len(self._buckets.without_hidden_launches(cost).mixed_tokens)
+        most = self._together.least(most)
+        self._buckets = replace(before, mixed_tokens=before.mixed_tokens[:most])
         if self._buckets != before:
             why = (
                 f"{self.resolved.reasons['cuda_graphs']}, of which {len(self._buckets.all)} are captured: the host "
@@ -340,16 +426,19 @@ class GpuStart:
         config, spare = self._config, self._spare_blocks
         asked, why = config.num_kv_blocks, "asked for"
         if asked is None and config.kv_cache_memory_gib is not None:
-            asked = blocks_in(config.kv_cache_memory_gib, self._block_bytes, use.states)
-            less = f", less {use.states} bytes of recurrent state," if use.states else ""
-            why = f"kv_cache_memory_gib {config.kv_cache_memory_gib:g}{less} at {self._block_bytes} bytes a block"
+            states, size = all_state_bytes(self._whole, config, self._dtype), self.resolved.kv_block_bytes
+            asked = blocks_in(config.kv_cache_memory_gib, size, states)
+            less = f", less {states} bytes of recurrent state," if states else ""
+            why = f"kv_cache_memory_gib {config.kv_cache_memory_gib:g}{less} at {size} bytes a block"
         if asked is not None:
             name = "num_kv_blocks" if config.num_kv_blocks is not None else "kv_cache_memory_gib"
             setting = f"{name} {getattr(config, name):g}"
             check_blocks_fit(use, self._block_bytes, asked, spare_blocks=spare, setting=setting)
             return asked, f"{why}; {use.text()}"
-        found = kv_blocks_that_fit(use, self._utilization, self._block_bytes, spare_blocks=spare)
-        return found, f"what gpu_memory_utilization {self._utilization:g} leaves; {use.text()}"
+        own = kv_blocks_that_fit(use, self._utilization, self._block_bytes, spare_blocks=spare)
+        found = self._together.least(own)
+        least = f", on the rank with the least room; {own} here" if found < own else ""
+        return found, f"what gpu_memory_utilization {self._utilization:g} leaves{least}; {use.text()}"
 
     @property
     def _utilization(self) -> float:
@@ -365,9 +454,14 @@ def _fits(why: str, use: MemoryUse, settings: str) -> Iterator[None]:
         raise ConfigError(f"{why} in addition to the weights: {use.text()}. Lower {settings}.") from error
 
 
-def _run(executor: DeviceExecutor, plan: StepPlan, adapter: str) -> None:
-    executor.launch(replace(plan, rows=tuple(row._replace(adapter=adapter) for row in plan.rows)))
-    executor.collect()
+def _run(trial: Trial, plan: StepPlan, adapter: str) -> None:
+    trial.run(replace(plan, rows=tuple(row._replace(adapter=adapter) for row in plan.rows)))
+
+
+def _rank_reasons(config: EngineConfig) -> dict[str, str]:
+    if config.tensor_parallel_size == 1:
+        return {}
+    return {"tensor_parallel_size": "asked for; each rank has a GPU of its own"}
 
 
 def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: torch.dtype) -> tuple[Choice, Ops]:

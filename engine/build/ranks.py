@@ -7,15 +7,17 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from engine.build.follower import Specification, group_at, what_computes
+from engine.build.rank_start import any_port, start_followers
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.host.shares import Claim
 from engine.models.computed import Model
 from engine.models.description import ModelConfig, Shard
 from engine.models.shards import vocab_sizes
 from engine.parallel.leader import LeadingModel
-from engine.parallel.processes import RankLauncher, RankProcess
+from engine.parallel.processes import RankLauncher
 from engine.parallel.ranks import Ranks
 from kernels.choice import Choice
 from kernels.collectives.gloo import GlooGroup
@@ -80,20 +82,13 @@ def start_ranks(
         undone.callback(group.close)
         if isinstance(group, GlooGroup):
             place = group.address  # with the port that it holds
-        processes: list[RankProcess] = []
-        for rank in range(1, size):
-            specification = Specification(
-                shard=Shard(rank, size),
-                place=place,
-                model_dir=model_dir,
-                config=config,
-                resolved=resolved,
-                kernels=kernels,
-                is_counted=rank in here,
-                claim=claim.path,
-            )
-            processes.append(launcher.start(rank, specification.encode()))
-            undone.callback(processes[-1].kill)
+
+        def specify(shard: Shard) -> bytes:
+            own: dict[str, Any] = {"shard": shard, "place": place, "model_dir": model_dir, "kernels": kernels}
+            own |= {"is_counted": shard.rank in here, "claim": claim.path}
+            return Specification(**own, config=config, resolved=resolved).encode()
+
+        processes = start_followers(launcher, size, specify, undone)
         undone.pop_all()
     return LeadingRank(
         group, Ranks(group, processes), model_dir, vocab_sizes(model, size), resolved.block_size, kernels
@@ -112,8 +107,7 @@ def place_of(launcher: RankLauncher) -> Path | str:
     """Return where the ranks meet: in memory if they are on one machine that has the native library, else at a port
     that the leader's end of the group chooses."""
     if launcher.remote_host is not None or not _has_library():
-        host = launcher.remote_host or "127.0.0.1"
-        return f"[{host}]:0" if ":" in host else f"{host}:0"
+        return any_port(launcher.remote_host or "127.0.0.1")
     return new_directory()
 
 

@@ -27,11 +27,12 @@ from engine.batch.sampler import sample
 from engine.execution.answers import Answers
 from engine.execution.device import TorchThreads, advancing, device_faults
 from engine.execution.draft_model import DraftModel
+from engine.execution.ranks import Ranks
 from engine.host.shares import Claim
 from engine.kv_tiers import KvMover
 from engine.models.computed import Computed, Model
 from engine.protocol import TokenLogprobs
-from engine.step import Capabilities, Executor, ExecutorFatalError, RankStatus, StepOutput, StepPlan
+from engine.step import Capabilities, Executor, ExecutorFatalError, StepOutput, StepPlan
 
 
 class ModelExecutor(Executor, Protocol):
@@ -43,13 +44,6 @@ class ModelExecutor(Executor, Protocol):
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the step and return the logits of every token on the CPU, for tests and offline scoring.
         # [num_tokens, vocab]"""
-
-
-class Ranks(RankStatus, Protocol):
-    """The ranks that compute a model, as the leader has them."""
-
-    def end(self) -> None:
-        """End the others."""
 
 
 class TorchExecutor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.computed import Computed, Model
-from engine.parallel.messages import Drop, End, Keep, Rewind, Score, Start, Step, decode
+from engine.parallel.messages import DeviceStep, Drop, End, Keep, Message, Rewind, Score, Start, Step, decode
 from engine.step import StepPlan
 from kernels.collectives.group import Group, RankLostError
 
@@ -62,10 +62,12 @@ class Follower:
             case Drop(digest=digest):
                 assert self._model.adapters is not None
                 self._model.adapters.drop(digest)
-            case Start(model=model):
-                self._start(model)
+            case Start() as start:
+                answer_start(self._group, start, self._digest)
             case End():
                 return False
+            case DeviceStep():
+                raise ValueError("a step for a device, and this rank computes on the CPU")
         return True
 
     def _step(self, plan: StepPlan) -> None:
@@ -91,11 +93,6 @@ class Follower:
         if len(logits):
             self._group.gather(logits.float().contiguous(), self._vocab_sizes)
 
-    def _start(self, model: str) -> None:
-        if model != self._digest:
-            raise ValueError(f"it has {self._digest}, and the leader has {model}")
-        self._group.all_reduce(torch.zeros(1))  # so that the leader knows
-
     def _keep(self, digest: str, files: dict[str, bytes]) -> None:
         assert self._model.adapters is not None
         with tempfile.TemporaryDirectory(prefix="adapter-") as directory:
@@ -105,3 +102,16 @@ class Follower:
         if found != digest:
             raise ValueError(f"an adapter has the digest {found} here, and {digest} for the leader")
         self._model.adapters.keep(digest, weights)
+
+
+def answer_start(group: Group, message: Message, computes: str) -> None:
+    """Let the leader know that this rank computes the same model in the same way. computes: here.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(message, Start):
+        raise ValueError(f"{type(message).__name__} before the start")
+    if message.model != computes:
+        raise ValueError(f"it has {computes}, and the leader has {message.model}")
+    group.all_reduce(torch.zeros(1))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.batch.inputs import fed_tokens
+from engine.execution.gpu.ranks import Way
 from engine.step import RowSampling, ScheduledRequest, StepPlan
 
 
@@ -27,7 +28,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
 
 class Score(msgspec.Struct, tag="score", array_like=True):
-    """Give the leader the logits of these tokens of the last step."""
+    """Give the leader the logits of these tokens of the last step, which on a device was one of Way.COMPUTE."""
 
     tokens: list[int]
 
@@ -56,7 +57,20 @@ class End(msgspec.Struct, tag="end", array_like=True):
     """There will be no more steps."""
 
 
-Message = Start | Step | Score | Rewind | Keep | Drop | End
+class DeviceStep(msgspec.Struct, tag="device_step", array_like=True):
+    """Queue a step on a device."""
+
+    way: Way
+    plan: StepPlan
+    """See `bare`."""
+    pending: list[tuple[int, int, int]]
+    """Fed tokens that are on the device: (its place in the step, how many steps with chosen tokens ago, its number
+    among that step's)."""
+    scored: list[list[int]]
+    """Tokens whose logits are joined before tokens are chosen, piece by piece."""
+
+
+Message = Start | Step | Score | Rewind | Keep | Drop | End | DeviceStep
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)

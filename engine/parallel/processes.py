@@ -44,11 +44,17 @@ class SubprocessLauncher:
 
     remote_host: str | None = None
 
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
+        """gpus: CUDA's name of the GPU that each rank has. Empty: they have none."""
+        self._gpus = gpus
+
     def ranks_here(self, size: int) -> Sequence[int]:
         return range(size)
 
     def start(self, rank: int, specification: bytes) -> Child:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[rank]
         command = [sys.executable, "-m", "engine.build.follower"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)  # logs go where ours go
         assert process.stdin is not None

@@ -24,6 +24,7 @@ class Ranks:
     def __init__(self, group: Group, processes: Sequence[RankProcess]) -> None:
         """processes: of ranks 1 and up."""
         self._group = group
+        self.processes = processes
         self._lost: str | None = None
         self._have_met = False
         self._followers = Followers(processes, self._lose)

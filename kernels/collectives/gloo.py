@@ -84,6 +84,11 @@ class GlooGroup:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     @property
+    def has_joined(self) -> bool:
+        """Whether the others can be told anything."""
+        return self._star is not None
+
+    @property
     def rank(self) -> int:
         return self._rank
 

@@ -80,7 +80,8 @@ class Group(Protocol):
         """Sum over the ranks, in place, and return x: [...] contiguous, float32 or bfloat16, of the same size on all.
 
         The ranks' numbers are added in float32 in the order of ranks, and the sum is rounded once. So each rank gets
-        the same bits, and a number's sum does not depend on what else is in x.
+        the same bits, and a number's sum does not depend on what else is in x. On GPUs the order is NCCL's: each rank
+        gets the same bits there, too, but a sum may depend on what else is in x; see kernels.collectives.nccl.
         """
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kernels.collectives.group import Group
 from kernels.eager.forward import Adapters, EagerPass
 from kernels.eager.ops import Ops
 from kernels.forward import HeadShape
@@ -30,10 +31,19 @@ class TritonPass(EagerPass):
         plan: object,
         states: StateRows | None = None,
         adapters: Adapters | None = None,
+        group: Group | None = None,
     ) -> None:
-        """ops: the Triton table, with any attention. plan: what its `prepare_attention` returned for the step."""
+        """ops: the Triton table, with any attention. plan: what its `prepare_attention` returned for the step. group:
+        see EagerPass."""
         super().__init__(
-            ops, token_ids=token_ids, positions=positions, slots=slots, plan=plan, states=states, adapters=adapters
+            ops,
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            plan=plan,
+            states=states,
+            adapters=adapters,
+            group=group,
         )
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,8 @@ def check_ranks(size: int, num_gpus: float, placement: Placement) -> None:
         )
     if size == 1 and num_gpus > 1:
         raise ValueError(
-            f"engine_num_gpus is {num_gpus:g}, but an engine runs on one GPU: use 1, and engine_replicas for more GPUs."
+            f"engine_num_gpus is {num_gpus:g}, but engine.tensor_parallel_size is 1: use 1 and engine_replicas for "
+            f"more GPUs, or engine.tensor_parallel_size {num_gpus:g} for a model that is larger than one."
         )
     if num_gpus not in (0, size):
         raise ValueError(

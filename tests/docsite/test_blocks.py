@@ -77,6 +77,7 @@ NOT_RUN = {
             ' --phases rest --again steps --prediction "64 rows: 8.1 to 6.9 ms"',
         )
     },
+    "python3 -m pytest -n 0 tests/gpu/test_ranks.py": "it needs two GPUs",
     ".venv/bin/pip install --force-reinstall torch==2.13.0 --index-url INDEX": "it downloads torch for a GPU",
 }
 CONFIGS = [one.text for one in BLOCKS if one.kind == "yaml"]

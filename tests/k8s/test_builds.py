@@ -20,7 +20,7 @@ def service_of(overlay: str) -> dict[str, object]:
 
 
 def test_the_overlays_are_those_that_the_readme_describes() -> None:
-    names = "cpu-demo gcs-fault-tolerance gpu incremental-upgrade inference-gateway kv-disk mtls spot"
+    names = "cpu-demo gcs-fault-tolerance gpu incremental-upgrade inference-gateway kv-disk mtls spot tensor-parallel"
     assert list(OVERLAYS) == names.split()
     readme = (K8S / "README.md").read_text()
     assert not [name for name in OVERLAYS if f"| `{name}` |" not in readme]
@@ -40,13 +40,19 @@ def test_an_overlay_is_valid_and_its_parts_fit_together(overlay: str) -> None:
     assert check_build([*builds.rendered(overlay), *MONITORING_DOCS]) == []
 
 
-def test_the_demo_asks_for_no_gpu_and_the_others_for_one_an_engine() -> None:
+def test_the_demo_asks_for_no_gpu_and_the_others_for_one_a_rank_of_an_engine() -> None:
     for overlay in OVERLAYS:
         service = service_of(overlay)
         gpus = {group.start_params.get("num-gpus", "0") for group in groups(service)[1:]}
-        wanted = 0.0 if overlay == "cpu-demo" else 1.0
+        wanted = 0.0 if overlay == "cpu-demo" else settings_of(service).num_ranks
         assert gpus == {str(int(wanted))}, overlay
         assert settings_of(service).engine_num_gpus == wanted, overlay
+
+
+def test_both_ranks_of_an_engine_are_on_the_node_whose_gpus_it_reserves() -> None:
+    settings = settings_of(service_of("tensor-parallel"))
+    assert settings.engine_placement["placement_group_strategy"] == "STRICT_PACK"
+    assert settings.engine_placement["placement_group_bundles"] == [{"CPU": 4.0, "GPU": 1.0}] * 2
 
 
 def test_an_engine_on_a_spot_node_is_not_where_clients_are_sent() -> None:

@@ -329,7 +329,10 @@ MUTANTS = {
         "args.autoscaling.max_replicas", served(f"{ARGS}.engine_num_cpus", 20), "hold 0 engines", at=SERVE
     ),
     "two GPUs for one engine": Mutant(
-        "args.", served(f"{ARGS}.engine_num_gpus", 2), "engine_num_gpus is 2, but an engine runs on one GPU", at=SERVE
+        "args.",
+        served(f"{ARGS}.engine_num_gpus", 2),
+        "engine_num_gpus is 2, but engine.tensor_parallel_size is 1",
+        at=SERVE,
     ),
     "ingress replicas without a place": Mutant(
         "args.ingress_replicas", served(f"{ARGS}.ingress_replicas", 9), "needs 34 CPUs", at=SERVE

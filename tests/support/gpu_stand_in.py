@@ -14,17 +14,20 @@ import pytest
 import torch
 
 import engine.build.executor
+import engine.build.gpu_ranks
 import engine.execution.device
 import engine.models
 from engine.config import EngineConfig
 from engine.execution.device import Device, HostDevice
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_flash import FakeFlash
+from tests.support.gpu_rank_process import StandInLauncher
 
 if os.environ.get("STAND_IN_TRITON") != "1":  # then its interpreter runs the kernels
     sys.modules["triton"] = None  # type: ignore[assignment]
 sys.modules["vllm_flash_attn"] = FakeFlash()  # type: ignore[assignment]
 torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 2
 SHAPES = Path(engine.models.__file__).parent / "shapes"
 _scratch = TemporaryDirectory(prefix="stand-in-")
 
@@ -46,7 +49,8 @@ class StandInEvent:
         return (later._s - self._s) * 1000
 
 
-THERE = StandIn(free=(8000,), total=10_000)
+MEBIBYTES = (8000, 10_000)
+THERE = StandIn(free=MEBIBYTES[:1], total=MEBIBYTES[1])
 
 
 def choose_device(config: EngineConfig) -> tuple[Device, str]:
@@ -54,6 +58,7 @@ def choose_device(config: EngineConfig) -> tuple[Device, str]:
 
 
 engine.execution.device.choose_device = engine.build.executor.choose_device = choose_device
+engine.build.gpu_ranks.SubprocessLauncher = lambda gpus: StandInLauncher(mebibytes=MEBIBYTES)  # type: ignore[assignment,misc]
 
 
 def tiny_shape(name: str, **changes: int) -> Path:

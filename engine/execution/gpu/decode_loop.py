@@ -14,6 +14,7 @@ from engine.batch.sampler import SMALLEST_TEMPERATURE
 from engine.execution.device import Device, Graph
 from engine.execution.gpu.cuda_graph_buckets import Bucket
 from engine.execution.gpu.inputs import DeviceInputs, Layout
+from engine.execution.gpu.ranks import DeviceRanks
 from engine.step import PENDING_TOKEN, RowKind, RowSampling, ScheduledRequest
 from kernels.eager.ops import Ops
 
@@ -56,16 +57,19 @@ class DecodeLoop:
 
     # --- captures -----------------------------------------------------------------------------------------------------
 
-    def choose(self, bucket: Bucket, logits: Callable[[], Tensor]) -> Callable[[], None]:
-        """The work of choosing tokens. logits: [bucket's rows, vocab] of any float type"""
+    def choose(self, bucket: Bucket, logits: Callable[[], Tensor], ranks: DeviceRanks) -> Callable[[], None]:
+        """The work of choosing tokens, or of getting those that another rank chooses. logits: [bucket's rows, vocab] of
+        any float type"""
         floats, integers, tokens = self._views(bucket)
 
         def work() -> None:
-            if self._ops.sample_packed is not None:
-                self._ops.sample_packed(logits(), floats, integers[:3], tokens)
-            else:
-                best, likeliest = logits().float().max(dim=-1)
+            found = logits()
+            if ranks.chooses and self._ops.sample_packed is not None:
+                self._ops.sample_packed(found, floats, integers[:3], tokens)
+            elif ranks.chooses:
+                best, likeliest = found.float().max(dim=-1)
                 tokens.copy_(torch.where(best.isfinite(), likeliest, NO_TOKEN))
+            ranks.broadcast(tokens)
 
         return work
 
@@ -117,13 +121,19 @@ class DecodeLoop:
         """Note that the device's inputs are no longer those of the step that ran last."""
         self._last = None
 
-    def goes_on(self, rows: tuple[ScheduledRequest, ...], newest: Mapping[str, int]) -> Bucket | None:
-        """The captured size in which `rows` follow the step that ran last; None if they do not. newest: by request, the
-        token that the host has read last."""
+    @property
+    def bucket(self) -> Bucket:
+        """The captured size of the step that ran last."""
+        assert self._last is not None, "a decode step ran last"
+        return self._last.bucket
+
+    def goes_on(self, rows: tuple[ScheduledRequest, ...], newest: Mapping[str, int]) -> bool:
+        """Whether `rows` follow the step that ran last, in its captured size. newest: by request, the token that the
+        host has read last."""
         last = self._last
         if last is None or len(last.rows) != len(rows):
-            return None
-        follow = all(
+            return False
+        return all(
             before.request_id == row.request_id
             and before.start + 1 == row.start
             and row.token_ids[0] in (PENDING_TOKEN, newest.get(row.request_id))
@@ -132,9 +142,8 @@ class DecodeLoop:
             and row.end <= min(len(row.block_ids) * self._block_size, self._max_model_len)
             for before, row in zip(last.rows, rows, strict=True)
         )
-        return last.bucket if follow else None
 
-    def go_on(self, bucket: Bucket, rows: tuple[ScheduledRequest, ...], tables: Tensor) -> None:
+    def go_on(self, rows: tuple[ScheduledRequest, ...], tables: Tensor) -> None:
         """Queue what turns the inputs of the step that ran last into those of `rows`. tables: [rows, width], where the
         captures read block tables, contiguous but for a longer width."""
         last, self._last = self._last, None
@@ -150,7 +159,7 @@ class DecodeLoop:
             index, values = self._device.upload(int_tensor([places, blocks]).view(2, -1))
             whole = tables.as_strided((len(tables) * tables.stride(0),), (1,))
             whole.index_copy_(0, index, values)
-        self._captured[bucket].advance.replay()
+        self._captured[last.bucket].advance.replay()
 
     def begin(self, bucket: Bucket, rows: tuple[ScheduledRequest, ...]) -> None:
         """Copy the parameters by which the tokens of `rows` are chosen to the device."""

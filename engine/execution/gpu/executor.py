@@ -35,9 +35,11 @@ from engine.batch.row_order import (
 )
 from engine.execution.answers import Answers
 from engine.execution.device import Device, Download, StateLostError, TorchThreads, advancing, device_faults
-from engine.execution.gpu.model import DeviceModel, Pending
+from engine.execution.gpu.model import DeviceModel
+from engine.execution.gpu.ranks import Pending
 from engine.execution.gpu.sampler import NO_TOKEN, choose_on_device
 from engine.execution.gpu.token_counts import TokenCounts
+from engine.execution.ranks import Ranks
 from engine.host.shares import Claim
 from engine.kv_tiers import KvMover
 from engine.models.computed import Computed
@@ -106,14 +108,16 @@ class DeviceExecutor:
         num_threads: int,
         grammars: Grammars | None = None,
         kv_mover: KvMover | None = None,
+        ranks: Ranks | None = None,
         claim: Claim | None = None,
     ) -> None:
         """num_threads: for torch's operators on the host. grammars: see Answers. kv_mover: moves the model's KV; it
-        ends with the executor. claim: on the host's memory; given up at shutdown."""
+        ends with the executor. ranks: the others that compute the model, which end with it, too. claim: on the host's
+        memory; given up at shutdown."""
         self.model = model
         self._device = device
         self._answers = Answers(grammars)
-        self._kv_mover, self._claim = kv_mover, claim
+        self._kv_mover, self._ranks, self._claim = kv_mover, ranks, claim
         self._threads = TorchThreads(num_threads)
         self._launched: deque[_Launched] = deque()
         self._counts = TokenCounts(device, model.decoder.config.vocab_size)
@@ -132,6 +136,7 @@ class DeviceExecutor:
             adapters=self.model.adapters,
             sizes=self.model.sizes,
             kv_mover=self._kv_mover,
+            ranks=self._ranks,
         )
 
     # --- launch -------------------------------------------------------------------------------------------------------
@@ -144,10 +149,10 @@ class DeviceExecutor:
             ValueError: the plan breaks the seam's contract.
             ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens. The step left no trace.
             StateLostError: the same, of a model with recurrent state.
-            ExecutorFatalError: the device can do nothing more.
+            ExecutorFatalError: the device can do nothing more, or the step failed on one of several ranks.
         """
         try:
-            with device_faults():
+            with device_faults(), self.model.ranks.together():
                 with advancing(self.model.state, plan):
                     launched = self._start(plan)
                 self._launched.append(launched)
@@ -217,6 +222,7 @@ class DeviceExecutor:
         )
         logits = computed.logits  # [places, vocab]
         tokens = queued.tokens = choose_on_device(self._device, self.model.ops, logits, *how, within, seen)
+        self.model.share(tokens)
         asking = [number for number, row in enumerate(how.rows) if row.num_logprobs is not None]
         for first in range(0, len(asking), SCORED_POSITIONS):
             piece = asking[first : first + SCORED_POSITIONS]
@@ -234,9 +240,9 @@ class DeviceExecutor:
         found = []
         for first in range(0, len(flat), SCORED_POSITIONS):
             index, token_ids, counts = zip(*flat[first : first + SCORED_POSITIONS], strict=True)
-            there = self._device.upload(torch.tensor([index, token_ids]))
-            logits = computed.logits_at(there[0])
-            found.append((*self._logprobs(logits, there[1], max(counts)), find_ranks(logits, there[1])))
+            there = self._device.upload(torch.tensor(token_ids))
+            logits = computed.logits_at(torch.tensor(index))
+            found.append((*self._logprobs(logits, there, max(counts)), find_ranks(logits, there)))
         return found
 
     def _note_flying(self, plan: StepPlan, places: Sequence[SamplePosition], tokens: Tensor | None) -> None:
@@ -268,7 +274,7 @@ class DeviceExecutor:
             if flying is not None and flying[0] is queued.tokens:
                 del self._flying[row.request_id]
         with device_faults():
-            parts = deque(launched.download.wait())
+            parts = deque(self.model.ranks.wait(launched.download))
         sampled = [] if queued.tokens is None else parts.popleft().tolist()
         pooled, without_state = pooled_by_row(plan, None if queued.pooled is None else parts.popleft())
         tokens: dict[int, list[int | None]] = {}
@@ -328,6 +334,9 @@ class DeviceExecutor:
         self._answers.shutdown()
         if self._kv_mover is not None:
             self._kv_mover.shutdown()
+        if self._ranks is not None:
+            self._ranks.end()
+            self._ranks = None
         if self._claim is not None:
             self._claim.release()
         with suppress(AttributeError):
@@ -338,8 +347,9 @@ class DeviceExecutor:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         self._threads.use()
-        computed = self.model.forward(plan, self._answers.newest)
-        return computed.logits_at(torch.arange(plan.num_tokens, device=self._device.torch_device)).cpu()
+        with self.model.ranks.together():
+            computed = self.model.forward(plan, self._answers.newest)
+            return computed.logits_at(torch.arange(plan.num_tokens)).cpu()
 
 
 def _three(parts: deque[Tensor]) -> _Found:

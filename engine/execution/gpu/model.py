@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from engine.execution.gpu.adapters import AdapterSlots
 from engine.execution.gpu.cuda_graph_buckets import Bucket, Buckets
 from engine.execution.gpu.decode_loop import DecodeLoop
 from engine.execution.gpu.inputs import DeviceInputs, Layout, bucket_layout, layout_of, pack
+from engine.execution.gpu.ranks import ALONE, DeviceRanks, Pending, Way
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
@@ -27,16 +26,6 @@ from kernels.eager.forward import multiply
 from kernels.eager.ops import Ops
 from kernels.rows.adapter_tokens import AdapterTokens
 from kernels.rows.step import PagedRows, StateRows
-
-
-class Pending(NamedTuple):
-    """An input token of the step that an earlier step sampled and that was not read yet: `tokens[number]`, on the
-    device."""
-
-    place: int
-    """The token's index within the step."""
-    tokens: Tensor
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +49,8 @@ class DeviceModel:
         state: RecurrentState | None = None,
     ) -> None:
         """cache: if steps are captured, its last block is for padding."""
+        self.ranks: DeviceRanks = ALONE
+        """Set before the first step or capture, if `decoder` is this rank's part of a model."""
         self.adapters: AdapterSlots | None = None
         """Set before the first step or capture, if rows may have LoRA adapters."""
         self.decoder, self.cache, self.ops, self.state = decoder, cache, ops, state
@@ -89,7 +80,7 @@ class DeviceModel:
                 self._place(self._nothing(), bucket, layout)
                 self._work(bucket, layout)()
                 if self._loop is not None and _chooses(bucket):
-                    self._loop.choose(bucket, self._logits_of(bucket))()
+                    self._loop.choose(bucket, self._logits_of(bucket), self.ranks)()
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
@@ -104,7 +95,8 @@ class DeviceModel:
             self._captured[bucket] = _Captured(graph, layout)
             if self._loop is not None and _chooses(bucket):
                 advance = self._loop.advance(bucket, layout, self._views(layout))
-                self._loop.capture(bucket, advance, self._loop.choose(bucket, self._logits_of(bucket)), first)
+                choose = self._loop.choose(bucket, self._logits_of(bucket), self.ranks)
+                self._loop.capture(bucket, advance, choose, first)
         self._buckets = buckets
 
     def _prepare(self, buckets: Buckets) -> dict[Bucket, Layout]:
@@ -177,7 +169,10 @@ class DeviceModel:
 
     def _logits_of(self, bucket: Bucket) -> Callable[[], Tensor]:
         """The logits after every token of a captured decode step. # [rows, vocab]"""
-        return lambda: multiply(self.ops, self.decoder.weights.lm_head, self._hidden[: bucket.num_rows])
+        return lambda: self._logits(self._hidden[: bucket.num_rows])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.ranks.joined(multiply(self.ops, self.decoder.weights.lm_head, hidden))
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -190,31 +185,54 @@ class DeviceModel:
         Raises:
             ValueError: as `start`.
         """
-        loop = self._loop
-        if loop is None or not loop.takes(plan.rows):
+        if self._loop is None or not self._loop.takes(plan.rows):
             return None
-        if (bucket := loop.goes_on(plan.rows, newest)) is not None:
-            loop.go_on(bucket, plan.rows, self._views(self._captured[bucket].layout).tables)
-        else:
-            loop.stop()
-            inputs = self._inputs(plan, newest)
-            found = self._bucket(inputs)
-            if not isinstance(found, Bucket):
-                return None
-            bucket, places = found, self._loose(inputs, pending)[1]
-            _put(self._place(inputs, bucket, self._captured[bucket].layout).token_ids, places)
-            loop.begin(bucket, plan.rows)
+        if self._loop.goes_on(plan.rows, newest):
+            return self.go_on(plan, newest)
+        return self.begin(plan, newest, pending)
+
+    def go_on(self, plan: StepPlan, newest: Mapping[str, int]) -> tuple[Tensor, GraphUse]:
+        """Queue a decode step whose rows follow those of the step before, as `decode` finds."""
+        loop = self._loop
+        assert loop is not None
+        self.ranks.tell(Way.GO_ON, plan, newest, ())
+        bucket = loop.bucket
+        loop.go_on(plan.rows, self._views(self._captured[bucket].layout).tables)
+        return self._end(bucket, plan)
+
+    def begin(
+        self, plan: StepPlan, newest: Mapping[str, int], pending: Sequence[Pending]
+    ) -> tuple[Tensor, GraphUse] | None:
+        """Queue any other decode step whose choice of tokens is captured. None: no captured size holds it."""
+        loop = self._loop
+        assert loop is not None
+        loop.stop()
+        inputs = self._inputs(plan, newest)
+        bucket = self._bucket(inputs)
+        if not isinstance(bucket, Bucket):
+            return None
+        self.ranks.tell(Way.BEGIN, plan, newest, pending)
+        places = self._loose(inputs, pending)[1]
+        _put(self._place(inputs, bucket, self._captured[bucket].layout).token_ids, places)
+        loop.begin(bucket, plan.rows)
+        return self._end(bucket, plan)
+
+    def _end(self, bucket: Bucket, plan: StepPlan) -> tuple[Tensor, GraphUse]:
+        assert self._loop is not None
         self._captured[bucket].graph.replay()
-        return loop.end(bucket, plan.rows), GraphUse(True, bucket.name)
+        tokens = self._loop.end(bucket, plan.rows)
+        self.ranks.keep(tokens)
+        return tokens, GraphUse(True, bucket.name)
 
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
-        return self.start(plan, newest, ())[0]
+        return self.start(plan, newest, (), Way.COMPUTE)[0]
 
     def start(
-        self, plan: StepPlan, newest: Mapping[str, int], pending: Sequence[Pending]
+        self, plan: StepPlan, newest: Mapping[str, int], pending: Sequence[Pending], way: Way = Way.CHOOSE
     ) -> tuple[Computed, GraphUse | None]:
-        """Queue a step; the plan is in kernel order. pending: tokens that `newest` does not have yet. Also returns
-        which captured step ran, or why none did; None if nothing was captured.
+        """Queue a step; the plan is in kernel order. pending: tokens that `newest` does not have yet. way: COMPUTE or
+        CHOOSE. With the latter, `logits_at` is called for what rows with `scoring` ask for alone, and `share` with the
+        chosen tokens. Also returns which captured step ran, or why none did; None if nothing was captured.
 
         Raises:
             ValueError: a row breaks the contract of engine.step.
@@ -223,11 +241,23 @@ class DeviceModel:
             self._loop.stop()
         inputs = self._inputs(plan, newest)
         bucket = self._bucket(inputs)
+        self.ranks.tell(way, plan, newest, pending)
         sampled, places = self._loose(inputs, pending)
         hidden = self._replay(bucket, inputs, places) if isinstance(bucket, Bucket) else self._eager(inputs, places)
-        computed = Computed.by_head(hidden, sampled, partial(multiply, self.ops, self.decoder.weights.lm_head))
+
+        def logits_at(index: Tensor) -> Tensor:
+            if way is Way.COMPUTE:
+                self.ranks.tell_scored(index.tolist())
+            return self._logits(hidden[self._device.upload(index)])
+
+        computed = Computed(hidden, self._logits(hidden[sampled]), logits_at)
         use = GraphUse(True, bucket.name) if isinstance(bucket, Bucket) else GraphUse(False, bucket)
         return computed, use if self._captured else None
+
+    def share(self, tokens: Tensor) -> None:
+        """Give all ranks the tokens that were chosen after `start`: [places] int64, the same number on each."""
+        self.ranks.broadcast(tokens)
+        self.ranks.keep(tokens)
 
     def _inputs(self, plan: StepPlan, newest: Mapping[str, int]) -> StepInputs:
         num_slots = 0 if self.state is None else self.state.num_slots
@@ -318,6 +348,7 @@ class DeviceModel:
             plan=self.ops.prepare_attention(rows, config.num_kv_heads, self.decoder.dtype),
             states=states,
             adapters=None if adapters is None or self.adapters is None else self.adapters.step(adapters),
+            group=self.ranks.group,
         )
         hidden: Tensor = self.decoder.forward(run, self.cache, self.state)
         return hidden

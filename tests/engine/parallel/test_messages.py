@@ -6,8 +6,22 @@ import msgspec
 import pytest
 
 from engine.batch.inputs import NONE_PENDING
+from engine.execution.gpu.ranks import Way
 from engine.multimodal_inputs import EncodeJob, PlacedInput
-from engine.parallel.messages import Drop, End, Keep, Message, Rewind, Score, Start, Step, bare, decode, encode
+from engine.parallel.messages import (
+    DeviceStep,
+    Drop,
+    End,
+    Keep,
+    Message,
+    Rewind,
+    Score,
+    Start,
+    Step,
+    bare,
+    decode,
+    encode,
+)
 from engine.step import (
     PENDING_TOKEN,
     LogitControls,
@@ -51,6 +65,12 @@ def test_a_plan_arrives_with_all_that_decides_what_is_computed() -> None:
     for name in ("step_id", "state_moves", "dropped", "encodes"):
         assert getattr(found, name) == getattr(PLAN, name), name
     assert [row.sampling is None for row in found.rows] == [False, True, False]
+
+
+def test_a_step_for_a_device_arrives_with_its_way_and_with_where_its_tokens_are() -> None:
+    sent = DeviceStep(Way.BEGIN, bare(PLAN, {}), [(0, 1, 3)], [[4, 5], [6]])
+    assert decode(encode(sent)) == sent
+    assert b"secret" not in encode(sent)
 
 
 def test_nothing_that_chooses_a_token_and_no_name_of_a_request_is_told() -> None:

@@ -4,6 +4,7 @@ Never needs a real process where a thread will do; the slow tests have real ones
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import pickle
 import signal
@@ -21,6 +22,7 @@ import torch
 
 from engine.build.engine import build_engine
 from engine.build.executor import check_executor, create_executor
+from engine.build.gpu_ranks import visible_gpus
 from engine.build.host_fit import host_use
 from engine.build.rank_fit import claim_rank
 from engine.build.resolve import block_bytes
@@ -57,6 +59,22 @@ class Scripted:
     def kill(self) -> None:
         self.kills += 1
         self.how = self.how or "was killed"
+
+
+def test_a_rank_on_this_machine_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def start(command: object, *, stdin: int, env: dict[str, str]) -> SimpleNamespace:
+        seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+        return SimpleNamespace(pid=1, stdin=io.BytesIO())
+
+    monkeypatch.setattr("engine.parallel.processes.subprocess.Popen", start)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5,GPU-7,GPU-9")
+    SubprocessLauncher(visible_gpus(3)).start(2, b"specification")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    SubprocessLauncher(visible_gpus(3)).start(1, b"specification")
+    SubprocessLauncher().start(1, b"specification")
+    assert seen == ["GPU-9", "1", None]
 
 
 def test_the_first_process_that_ends_is_told_with_its_rank() -> None:

@@ -11,7 +11,7 @@ import pytest
 from kernels.collectives.shared_memory import new_directory
 from kernels.cpu.native.library import load_library
 from loadtest.server import free_port
-from tests.kernels.collectives.jobs import SLOT_BYTES, in_memory, over_tcp
+from tests.kernels.collectives.jobs import SLOT_BYTES, Devices, in_memory, over_tcp
 from tests.support.compiler import needs_compiler
 from tests.support.ranks import MakeGroup
 
@@ -37,8 +37,26 @@ def _gloo(timeout_s: float = 30) -> MakeGroup:
     return partial(over_tcp, f"127.0.0.1:{free_port()}", timeout_s)
 
 
-@pytest.fixture(params=[pytest.param("memory", marks=needs_compiler), "gloo"])
+def _devices(timeout_s: float = 30) -> MakeGroup:
+    return Devices(f"127.0.0.1:{free_port()}", timeout_s)
+
+
+ON_CPUS = [pytest.param("memory", marks=needs_compiler), "gloo"]
+
+
+@pytest.fixture(params=[*ON_CPUS, "devices"])
 def group(request: pytest.FixtureRequest) -> Make:
     """Groups of each kind."""
-    made: Make = _gloo if request.param == "gloo" else request.getfixturevalue("memory")
+    return _made(request)
+
+
+@pytest.fixture(params=ON_CPUS)
+def exact_group(request: pytest.FixtureRequest) -> Make:
+    """Groups that add in the order of ranks, and know which rank does not arrive."""
+    return _made(request)
+
+
+def _made(request: pytest.FixtureRequest) -> Make:
+    simple = {"gloo": _gloo, "devices": _devices}
+    made: Make = simple.get(request.param) or request.getfixturevalue("memory")
     return made

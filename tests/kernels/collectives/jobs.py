@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import LEADER, Group, RankLostError
+from kernels.collectives.nccl import GLOO, Backend, NcclGroup
 from kernels.collectives.reduction import exchange_of, reduction_of
 from kernels.collectives.shared_memory import SharedMemoryGroup
 from kernels.cpu.native.program import Program, StepRows, Team, pack
@@ -42,6 +44,31 @@ def in_memory(directory: Path, timeout_s: float, slot_bytes: int, rank: int, siz
 
 def over_tcp(address: str, timeout_s: float, rank: int, size: int) -> GlooGroup:
     return joined_over_tcp(address, rank=rank, size=size, timeout_s=timeout_s)
+
+
+def on_devices(address: str, timeout_s: float, rank: int, size: int, backend: Backend = GLOO) -> NcclGroup:
+    """The group of GPUs, with gloo in NCCL's place."""
+    how: dict[str, Any] = {"device": torch.device("cpu"), "backend": backend, "timeout_s": timeout_s}
+    group = NcclGroup(address, rank=rank, size=size, **how)
+    group.join()
+    return group
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Makes each rank's end of such a group."""
+
+    address: str
+    timeout_s: float = 30.0
+
+    def __call__(self, rank: int, size: int) -> NcclGroup:
+        return on_devices(self.address, self.timeout_s, rank, size)
+
+
+def leaders_tokens(group: NcclGroup, tell: Tell) -> list[int]:
+    tokens = torch.tensor([7, -1, 2**40]) if group.rank == LEADER else torch.zeros(3, dtype=torch.int64)
+    group.broadcast(tokens)
+    return tokens.tolist()
 
 
 def joined_over_tcp(address: str, **how: Any) -> GlooGroup:

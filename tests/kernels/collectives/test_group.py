@@ -39,9 +39,11 @@ def in_order(parts: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_ranks_get_the_sum_in_the_order_of_ranks_rounded_once(group: Make, size: int, dtype: torch.dtype) -> None:
+def test_all_ranks_get_the_sum_in_the_order_of_ranks_rounded_once(
+    exact_group: Make, size: int, dtype: torch.dtype
+) -> None:
     seed = next_seed() % 1000
-    found = run_ranks(group(), size, jobs.sums, SHAPES, dtype, seed)
+    found = run_ranks(exact_group(), size, jobs.sums, SHAPES, dtype, seed)
     found_order = False
     for number, shape in enumerate(SHAPES):
         parts = [jobs.numbers_of(rank, shape, dtype, seed) for rank in range(size)]
@@ -51,9 +53,9 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks_rounded_once(group: Make, s
     assert found_order or size == 2, "these numbers show no order"
 
 
-def test_a_number_s_sum_is_the_same_wherever_it_lies(group: Make) -> None:
+def test_a_number_s_sum_is_the_same_wherever_it_lies(exact_group: Make) -> None:
     """A denormal is where a vector's rounding may differ from a single number's."""
-    found = run_ranks(group(), 2, jobs.sums_of_one_number, 1.5e-39, 70)
+    found = run_ranks(exact_group(), 2, jobs.sums_of_one_number, 1.5e-39, 70)
     for sums in found:
         assert len(set(sums.view(torch.int16).tolist())) == 1
 
@@ -121,8 +123,8 @@ def test_a_listener_learns_that_another_listener_was_killed(group: Make) -> None
         assert started.told(1) == "Rank 2 has died."
 
 
-def test_a_rank_that_does_not_arrive_is_lost_after_the_timeout_and_learns_it(group: Make) -> None:
-    with ranks(group(0.7), 3, jobs.sums_until_lost) as started:
+def test_a_rank_that_does_not_arrive_is_lost_after_the_timeout_and_learns_it(exact_group: Make) -> None:
+    with ranks(exact_group(0.7), 3, jobs.sums_until_lost) as started:
         for rank in range(3):
             started.told(rank)
         started.signal(1, signal.SIGSTOP)

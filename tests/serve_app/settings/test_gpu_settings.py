@@ -43,7 +43,10 @@ def test_the_config_for_gpus_differs_from_the_other_in_its_arguments_alone() -> 
             r"engine_num_gpus is 0\.5, but an engine measures and takes the memory of a whole GPU",
         ),
         ({"engine_num_gpus": 1.5}, r"engine_num_gpus is 1\.5, but an engine measures"),
-        ({"engine_num_gpus": 2}, "engine_num_gpus is 2, but an engine runs on one GPU: use 1, and engine_replicas"),
+        (
+            {"engine_num_gpus": 2},
+            "is 2, but engine.tensor_parallel_size is 1: use 1 and engine_replicas",
+        ),
         ({"engine_num_gpus": 1, "engine": {"device": "cpu"}}, "but engine.device is cpu: Ray would reserve a GPU"),
         (
             {"engine_num_gpus": 1, "engine": {"executor": "fake"}},

@@ -29,7 +29,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (2, 4, ONE_NODE, r"engine_num_gpus is 4, but engine\.tensor_parallel_size is 2"),
         (2, 0.5, ONE_NODE, r"engine_num_gpus is 0\.5, but an engine measures and takes the memory of a whole GPU"),
         (2, 1.5, ONE_NODE, r"engine_num_gpus is 1\.5, but an engine measures"),
-        (1, 2, ONE_NODE, "engine_num_gpus is 2, but an engine runs on one GPU"),
+        (1, 2, ONE_NODE, r"engine_num_gpus is 2, but engine\.tensor_parallel_size is 1: use 1 and"),
         (1, 1, "spread", r"tensor_parallel_placement is spread, but engine\.tensor_parallel_size is 1"),
     ],
 )

@@ -20,7 +20,7 @@ def test_the_tests_of_a_gpu_pass_on_a_stand_in(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *command,
-            *(f"tests/gpu/test_{name}.py" for name in ("engine", "attention", "kv_tiers")),
+            *(f"tests/gpu/test_{name}.py" for name in ("engine", "attention", "kv_tiers", "ranks")),
             "-k",
             "not thousand",
         ],

@@ -1,0 +1,142 @@
+"""The group of GPUs, with gloo in NCCL's place: what it promises of sums, and that waits for a device end with a rank.
+Never needs a GPU, and so never shows what NCCL does."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+import torch
+
+from kernels.collectives.group import RankLostError
+from kernels.collectives.nccl import GLOO, Backend, NcclGroup
+from kernels.collectives.watch import Watch
+from loadtest.server import free_port
+from tests.kernels.collectives import jobs
+from tests.kernels.collectives.jobs import on_devices
+from tests.support.ranks import LostResult, ranks, run_ranks
+
+SHAPES = [(1,), (17,), (3, 33), (5, 2000), (0, 7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_ranks_get_the_same_bits_of_a_sum(dtype: torch.dtype) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    found = run_ranks(jobs.Devices(address), 3, jobs.sums, SHAPES, dtype, 7)
+    for number, shape in enumerate(SHAPES):
+        want = sum(jobs.numbers_of(rank, shape, dtype, 7).double() for rank in range(3))
+        scale = sum(jobs.numbers_of(rank, shape, dtype, 7).double().abs() for rank in range(3))
+        for rank in range(3):
+            assert torch.equal(found[rank][number], found[0][number])
+        assert ((found[0][number].double() - want).abs() <= 2 * torch.finfo(dtype).eps * scale).all()
+
+
+def test_all_ranks_get_the_leader_s_tokens() -> None:
+    found = run_ranks(jobs.Devices(f"127.0.0.1:{free_port()}"), 3, jobs.leaders_tokens)
+    assert found == [[7, -1, 2**40]] * 3
+
+
+def test_a_rank_that_does_not_arrive_is_lost_after_the_timeout() -> None:
+    with ranks(jobs.Devices(f"127.0.0.1:{free_port()}", 0.7), 3, jobs.sums_until_lost) as started:
+        for rank in range(3):
+            started.told(rank)
+        started.signal(1, signal.SIGSTOP)
+        for message in started.results(1):
+            assert message == LostResult("Not every rank arrived within 0.7 s.")
+        started.signal(1, signal.SIGCONT)
+        assert started.told(1) == "Not every rank arrived within 0.7 s."
+
+
+class Hanging:
+    """A process group whose device waits for ever, until it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> None:
+        """Queue nothing, as NCCL: the wait is elsewhere."""
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+def hanging() -> tuple[list[NcclGroup], list[Hanging]]:
+    made = [Hanging(), Hanging()]
+    backend = Backend("a test", lambda store, rank, size, limit_s: made[rank], aborts=True)
+    address, found = f"127.0.0.1:{free_port()}", dict[int, NcclGroup]()
+
+    def join(rank: int) -> None:
+        found[rank] = on_devices(address, 0.4, rank, 2, backend)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[0], found[1]], made
+
+
+def wait_for_the_device(
+    leader: NcclGroup, follower: NcclGroup, device: Hanging, error: Exception | None = None
+) -> None:
+    """Wait until the device is aborted, because the follower gives up. error: what the device raises then."""
+    with leader.watched(60):
+        follower.give_up("no memory")
+        assert device.aborted.wait(30)
+        if error is not None:
+            raise error
+
+
+def test_a_wait_for_the_device_ends_when_a_rank_gives_up(hanging: tuple[list[NcclGroup], list[Hanging]]) -> None:
+    (leader, follower), (leaders, followers) = hanging
+    with pytest.raises(RankLostError, match=r"Rank 1 gave up: no memory."):
+        wait_for_the_device(leader, follower, leaders)
+    assert followers.aborted.wait(30), "its own device waits, too"
+    for group in (leader, follower):
+        group.close()
+
+
+def test_a_wait_for_the_device_ends_after_the_timeout(hanging: tuple[list[NcclGroup], list[Hanging]]) -> None:
+    (leader, follower), (leaders, followers) = hanging
+    with pytest.raises(RankLostError, match=r"Not every rank arrived within 0.4 s."), leader.watched():
+        assert leaders.aborted.wait(30)
+    with pytest.raises(RankLostError, match=r"Not every rank arrived within 0.4 s."):
+        follower.receive()
+    assert followers.aborted.wait(30)
+    for group in (leader, follower):
+        group.close()
+
+
+def test_an_error_of_what_was_aborted_is_not_its_cause(hanging: tuple[list[NcclGroup], list[Hanging]]) -> None:
+    (leader, follower), (leaders, _) = hanging
+    with pytest.raises(RankLostError, match="Rank 1 gave up"):
+        wait_for_the_device(leader, follower, leaders, RuntimeError("NCCL communicator was aborted"))
+    with pytest.raises(RankLostError, match="Rank 1 gave up"):
+        leader.all_reduce(torch.ones(1))
+    for group in (leader, follower):
+        group.close()
+
+
+def test_a_watch_tells_of_each_long_wait_once_and_of_no_short_one() -> None:
+    late, told = list[float](), threading.Semaphore(0)
+
+    def tell(limit_s: float) -> None:
+        late.append(limit_s)
+        told.release()
+
+    watch = Watch(tell, 0.01)
+    with watch.over(60):
+        pass
+    for limit_s in (0.02, 0.03):
+        with watch.over(limit_s):
+            assert told.acquire(timeout=30)
+    watch.close()
+    assert late == [0.02, 0.03]
+
+
+def test_nccl_is_what_a_group_has_unless_it_is_told_otherwise() -> None:
+    group = NcclGroup("127.0.0.1:1", rank=0, size=2, device=torch.device("cuda", 0))
+    assert group._backend.name == "nccl"
+    assert GLOO.name == "gloo"
