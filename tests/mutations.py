@@ -2637,8 +2637,8 @@ MUTATIONS = (
         "ranks: digest",
         "A rank with other weights or another processor computes with the others.",
         "engine/parallel/follower.py",
-        "if model != self._digest:",
-        "if not model:",
+        "if message.model != computes:",
+        "if not message.model:",
         (f"{RANKS_START}::test_a_rank_with_other_weights_is_refused_at_the_start",),
     ),
     Mutation(
