@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine.build import lockstep
 from engine.build.engine import build_engine
 from engine.build.lockstep import start_lockstep
 from engine.config import ConfigError, EngineConfig
@@ -248,6 +249,24 @@ def test_a_rank_with_another_model_is_refused_at_the_start_and_no_process_is_lef
     with pytest.raises(ConfigError, match=r"have another model than rank 0"):
         start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, launcher)
     assert isinstance(launcher.ranks[0].error, ConfigError)
+
+
+@pytest.mark.parametrize("host", [pytest.param(None, marks=needs_compiler), "127.0.0.1"], ids=["memory", "gloo"])
+def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, host: str | None
+) -> None:
+    load = lockstep._load
+
+    def fail_elsewhere(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+        if group.rank:
+            raise MemoryError("no room for these weights")
+        return load(directory, config, engines, group)
+
+    monkeypatch.setattr(lockstep, "_load", fail_elsewhere)
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_size is 2.*rank 1 ended with MemoryError.*no room for these"
+    ):
+        start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, ThreadLauncher(host))
 
 
 def test_more_ranks_than_experts_are_refused_before_any_starts(checkpoint: Path) -> None:
