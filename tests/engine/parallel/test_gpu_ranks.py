@@ -16,6 +16,10 @@ import torch
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.core.core import EngineCore
+from engine.execution.gpu.ranks import Way
+from engine.parallel.messages import DeviceStep, Message
+from engine.parallel.messages import decode as decode_message
+from engine.parallel.ranks import Ranks
 from engine.protocol import Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, ExecutorFatalError, GraphUse, PromptScoring, StepPlan
@@ -81,6 +85,23 @@ def test_decode_steps_in_flight_go_on_from_tokens_that_no_host_has_read(pair: Gp
     got += executor.collect().sampled[0]
     assert got == want
     assert {graph.name for graph in graphs[1:] if graph is not None} == {"decode 2"}
+
+
+def test_blocks_that_followers_know_are_not_told_again(pair: GpuRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a long context has hundreds, and the others wait for the message."""
+    want, told = greedy_text(pair.executor, TOKENS[:14], BLOCKS, 8), list[Message]()
+    group = pair.executor.model.ranks.group
+    assert group is not None
+    send = group.send
+    monkeypatch.setattr(group, "send", lambda message: (told.append(decode_message(message)), send(message)))
+    text = list(pair.step(chunk("b", TOKENS[:14], 0, 14, OTHER_BLOCKS)).sampled[0])
+    for place in range(14, 21):  # the block ends within
+        blocks = OTHER_BLOCKS if place < 17 else (*OTHER_BLOCKS[:2], 6)
+        text += pair.step(decode("b", text[-1], place, blocks)).sampled[0]
+    assert text == want
+    steps = [message for message in told if isinstance(message, DeviceStep)]
+    known = [step.plan.rows[0].block_ids for step in steps if step.way is Way.GO_ON]
+    assert known == [(), (), (1, 2, 6), (1, 2, 6), (1, 2, 6), (1, 2, 6)]
 
 
 def test_rows_whose_tokens_are_in_flight_from_different_steps_are_fed_on_all_ranks(model: Path) -> None:
@@ -152,6 +173,17 @@ def test_a_recurrent_state_moves_on_all_ranks(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
+def test_captured_steps_are_gone_before_the_group_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends no communicator while a graph has its calls."""
+    had_model: list[bool] = []
+    with gpu_ranks(2, model, **CAPTURED) as made:
+        ranks = made.executor.capabilities.ranks
+        assert isinstance(ranks, Ranks)
+        end = ranks.end
+        monkeypatch.setattr(ranks, "end", lambda: (had_model.append(hasattr(made.executor, "model")), end()))
+    assert had_model == [False]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +207,18 @@ def test_a_step_that_fails_after_the_others_were_told_ends_the_engine(
     made.executor.shutdown()
     (follower,) = made.launcher.ranks
     assert "Rank 0 gave up: RuntimeError: no tokens today" in str(follower.error)
+
+
+def test_the_results_of_a_step_in_which_a_rank_is_lost_are_not_believed(model: Path) -> None:
+    """An aborted sum ends, and what the device computed from it is worth nothing."""
+    made = GpuRanks(2, model)
+    made.executor.launch(StepPlan(1, (chunk("a", TOKENS[:20], 0, 20, BLOCKS),)))
+    group = made.executor.model.ranks.group
+    assert group is not None
+    group.give_up("a test")
+    with pytest.raises(ExecutorFatalError, match=r"ranks cannot go on: Rank 0 gave up: a test."):
+        made.executor.collect()
+    made.executor.shutdown()
 
 
 def test_a_rank_that_is_killed_ends_the_engine_and_is_named(model: Path) -> None:
