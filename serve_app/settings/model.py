@@ -174,4 +174,4 @@ class ModelSettings(NameSettings):
     @property
     def engine_capacity(self) -> int:
         """The most requests that one engine holds, running and waiting; it refuses more by itself, with a reason."""
-        return self.engine.max_num_seqs + self.engine.max_queued_requests
+        return self.engine.num_seats + self.engine.queue_room

@@ -45,6 +45,19 @@ def test_each_rank_has_a_gpu_or_none_has(size: int, gpus: float) -> None:
     check_ranks(size, gpus, ONE_NODE)
 
 
+def test_ranks_with_requests_of_their_own_have_seats_and_a_queue_each() -> None:
+    """Otherwise each rank of N would get an Nth of what it can run, and Serve would hold back the rest."""
+    engine = {"max_num_seqs": 8, "max_queued_requests": 3, "expert_parallel_size": 4}
+    settings = AppSettings.model_validate({"engine": engine, "admission": {"dispatch_backlog": 2}})
+    (policy,) = settings.gate_policies
+    assert policy.dispatch_per_engine == 4 * 8 + 2
+    assert policy.concurrent_per_engine == settings.engine_capacity == 4 * (8 + 3)
+    few = AppSettings.model_validate({"engine": engine, "admission": {"dispatch_backlog": 100}})
+    assert few.gate_policies[0].dispatch_per_engine == 4 * (8 + 3), "no more than the ranks have room for"
+    alone = AppSettings.model_validate({"engine": engine | {"expert_parallel_size": 1, "tensor_parallel_size": 4}})
+    assert alone.engine_capacity == 8 + 3, "these have one queue"
+
+
 def test_a_replicas_resources_are_shared_out_equally() -> None:
     assert rank_options(4, 8, 4, "H200") == {"num_cpus": 2, "num_gpus": 1, "accelerator_type": "H200"}
     assert rank_options(1, 0.5, 0, None) == {"num_cpus": 0.5, "num_gpus": 0}
