@@ -24,7 +24,7 @@ from engine.lockstep.threads import make_thread_ranks
 from engine.models.config import read_model_config
 from engine.models.shards import with_experts_of
 from engine.models.weights import dummy_weights, load_weights
-from engine.protocol import Failed, SamplingParams, Token
+from engine.protocol import ErrorCode, Failed, SamplingParams, Token
 from engine.step import ScheduledRequest, StateUse, StepPlan
 from kernels.collectives.experts import NUM_EXCHANGES
 from tests.support.compiler import needs_compiler
@@ -130,6 +130,25 @@ async def test_a_rank_that_fails_between_two_layers_makes_the_rest_of_its_exchan
     assert isinstance(bad, Failed)
     assert await answer(second, PROMPTS[1]) == await answer(alone, PROMPTS[1])
     assert sums.num_calls == others.num_calls
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_a_rank_that_fails_once_others_have_its_rows_ends_all_and_nobody_gets_a_wrong_token(
+    make_engines: Any, checkpoint: Any, kernels: str
+) -> None:
+    """Others have gone on to the next layer: what they exchange there is not what a repeated exchange is for."""
+    (first, _, _), (second, failing, _) = make_engines(checkpoint("qwen3_moe"), 2, kernels=kernels)
+    exchange = failing.exchange
+
+    def fails_late(rows: Tensor, counts: Any) -> Any:
+        found = exchange(rows, counts)
+        if failing.num_calls == 2 * NUM_EXCHANGES + 1:  # in the first of two layers of the second step
+            raise MemoryError("injected")
+        return found
+
+    failing.exchange = fails_late
+    found = await asyncio.gather(answer(first, PROMPTS[3]), answer(second, PROMPTS[1]))
+    assert [isinstance(one, Failed) and one.code for one in found] == [ErrorCode.ENGINE_DEAD] * 2
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
