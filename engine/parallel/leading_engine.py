@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -114,7 +115,12 @@ class LeadingEngine(AsyncEngine):
     async def _ask_rank(self, line: Line, question: Question, arguments: tuple[int, ...]) -> Any:
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         answer: asyncio.Future[Any] = loop.create_future()
-        self._answers[number] = lambda result: loop.call_soon_threadsafe(answer.set_result, result)
+
+        def give(result: Any) -> None:
+            with suppress(RuntimeError):  # the loop was closed, so nobody waits
+                loop.call_soon_threadsafe(answer.set_result, result)
+
+        self._answers[number] = give
         try:
             line.send(Ask(number, question, arguments))
             while not answer.done():  # polled, because a lost rank never answers
