@@ -171,8 +171,8 @@ class GlooGroup:
         self._star.check()
 
     def give_up(self, reason: str) -> None:
-        assert self._star is not None
-        self._star.lose(f"Rank {self._rank} gave up: {reason}.")
+        if self._star is not None:  # before it has joined, nobody waits for this rank's calls
+            self._star.lose(f"Rank {self._rank} gave up: {reason}.")
 
     def close(self) -> None:
         if self._listener is not None:

@@ -20,6 +20,8 @@ from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig
 from engine.core.core import EngineCore
 from engine.execution.device import HostDevice
+from engine.execution.lockstep import LockstepExecutor
+from engine.lockstep.shape import StepShape
 from engine.lockstep.threads import make_thread_ranks
 from engine.models.config import read_model_config
 from engine.models.shards import with_experts_of
@@ -149,6 +151,29 @@ async def test_a_rank_that_fails_once_others_have_its_rows_ends_all_and_nobody_g
     failing.exchange = fails_late
     found = await asyncio.gather(answer(first, PROMPTS[3]), answer(second, PROMPTS[1]))
     assert [isinstance(one, Failed) and one.code for one in found] == [ErrorCode.ENGINE_DEAD] * 2
+
+
+def test_a_rank_that_only_pads_computes_others_rows_with_the_engine_s_threads(checkpoint: Any) -> None:
+    """torch keeps the number for each thread, and takes all cores until it is told."""
+    (executor,), _, _ = executors(checkpoint("qwen3_moe"), 1, kernels="torch_cpu")
+    used: list[int] = []
+
+    class Padded:
+        def begin_pass(self) -> None: ...
+
+        def finish_pass(self) -> None:
+            used.append(torch.get_num_threads())
+
+    padding = LockstepExecutor(executor, Padded(), make_thread_groups(2)[0])  # type: ignore[arg-type]
+
+    def pad() -> None:
+        torch.set_num_threads(7)
+        padding.launch(StepPlan(0, (), joint=StepShape(1, 1)))
+
+    with ThreadPoolExecutor(1) as steps:
+        steps.submit(pad).result()
+    assert used == [ASKED["num_threads"]]
+    padding.shutdown()
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from engine.build.engine import build_engine
+from engine.build.engine import build_engine, check_engine
+from engine.build.executor import create_executor
 from engine.build.lockstep import start_lockstep
 from engine.config import ConfigError, EngineConfig
 from engine.observer import StepFacts
@@ -33,7 +34,7 @@ from engine.protocol import (
 )
 from tests.support.compiler import needs_compiler
 from tests.support.conditions import until
-from tests.support.thread_launcher import ThreadLauncher
+from tests.support.thread_launcher import RankThread, ThreadLauncher
 from tests.support.tiny_models import edit_config, save_model, save_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -239,15 +240,31 @@ async def test_cached_prefixes_are_those_of_all_ranks(start: Start) -> None:
     assert await engine.cached_digests(100) == []
 
 
-def test_a_rank_with_another_model_is_refused_at_the_start_and_no_process_is_left(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["model_digest", "torch.backends.cpu.get_cpu_capability"])
+def test_a_rank_with_another_model_or_instructions_is_refused_at_the_start_and_no_process_is_left(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     versions = iter(("one version", "another version"))
-    monkeypatch.setattr("engine.build.lockstep.model_digest", lambda directory: next(versions))
+    monkeypatch.setattr(f"engine.build.follower.{what}", lambda *_: next(versions))
     launcher = ThreadLauncher()
     with pytest.raises(ConfigError, match=r"have another model than rank 0"):
         start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, launcher)
     assert isinstance(launcher.ranks[0].error, ConfigError)
+
+
+class DyingLauncher(ThreadLauncher):
+    """One whose ranks die before they join."""
+
+    def start(self, rank: int, specification: bytes) -> RankThread:
+        return super().start(rank, b"no specification")
+
+
+@pytest.mark.parametrize("remote_host", [None, "127.0.0.1"])
+def test_a_start_without_a_rank_that_died_says_so_wherever_ranks_were_to_meet(
+    checkpoint: Path, remote_host: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=r"expert_parallel_size is 2, and not every rank could start: .*rank 1 ended"):
+        start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, DyingLauncher(remote_host))
 
 
 def test_more_ranks_than_experts_are_refused_before_any_starts(checkpoint: Path) -> None:
@@ -255,6 +272,22 @@ def test_more_ranks_than_experts_are_refused_before_any_starts(checkpoint: Path)
     with pytest.raises(ConfigError, match=r"expert_parallel_size is 7, but Qwen3MoeForCausalLM has 6 experts"):
         start_lockstep(checkpoint, asked(7), 1, launcher)
     assert not launcher.children
+
+
+def test_an_executor_is_of_one_rank_and_more_are_refused_by_the_setting_s_name(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="expert_parallel_size is 2, but an executor is of one rank"):
+        create_executor(checkpoint, asked(2))
+
+
+def test_a_check_promises_each_rank_its_part_of_the_memory_as_the_start_does(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharing: list[int] = []
+    monkeypatch.setattr(
+        "engine.build.executor.check_executor", lambda directory, config, engines: sharing.append(engines)
+    )
+    check_engine(str(checkpoint), asked(3), 2)
+    assert sharing == [6]
 
 
 async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:

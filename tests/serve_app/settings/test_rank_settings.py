@@ -30,7 +30,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (2, 0.5, ONE_NODE, r"engine_num_gpus is 0\.5, but an engine measures and takes the memory of a whole GPU"),
         (2, 1.5, ONE_NODE, r"engine_num_gpus is 1\.5, but an engine measures"),
         (1, 2, ONE_NODE, "engine_num_gpus is 2, but an engine runs on one GPU"),
-        (1, 1, "spread", r"tensor_parallel_placement is spread, but engine\.tensor_parallel_size is 1"),
+        (
+            1,
+            1,
+            "spread",
+            r"placement is spread, but engine\.tensor_parallel_size and engine\.expert_parallel_size are 1",
+        ),
     ],
 )
 def test_ranks_without_a_whole_gpu_each_and_places_for_nobody_are_refused(
@@ -38,6 +43,12 @@ def test_ranks_without_a_whole_gpu_each_and_places_for_nobody_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         check_ranks(size, gpus, placement)
+
+
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "expert_parallel_size"])
+def test_a_refusal_names_the_setting_that_asked_for_ranks(setting: str) -> None:
+    with pytest.raises(ValidationError, match=rf"engine_num_gpus is 1, but engine\.{setting} is 2"):
+        AppSettings.model_validate({"engine": {setting: 2}, "engine_num_gpus": 1})
 
 
 @pytest.mark.parametrize(("size", "gpus"), [(1, 0), (1, 1), (2, 0), (2, 2), (8, 8)])
