@@ -36,6 +36,7 @@ class ServedRank:
 
     async def run(self) -> None:
         """Return when the leader has ended this rank, or has itself ended."""
+        self.receive([])  # from now on the leader counts what this rank has
         await self._ends.wait()
         await asyncio.to_thread(self._engine.shutdown)
         for task in self._tasks:

@@ -104,3 +104,10 @@ async def test_a_request_that_was_accepted_before_a_drain_is_taken_before_it_beg
     served.hear(End())
     await served.run()
     assert engine.asked[-1] == "shutdown"
+
+
+async def test_a_rank_says_what_it_has_before_it_has_a_request() -> None:
+    served, wire = serve(Engine())
+    served.hear(End())
+    await served.run()
+    assert wire.sent == [Told([], load_snapshot())]
