@@ -73,7 +73,6 @@ class LockstepExecutor:
         if self._divided is not None:
             self._divided = None
             self._executor.shutdown()
-            self._group.give_up("its engine was shut down")
             self._group.close()
 
     def logits(self, plan: StepPlan) -> Tensor:

@@ -30,6 +30,7 @@ from engine.protocol import ErrorCode, Failed, SamplingParams, Token
 from engine.step import ScheduledRequest, StateUse, StepPlan
 from kernels.collectives.experts import NUM_EXCHANGES
 from tests.support.compiler import needs_compiler
+from tests.support.packed_models import save_packed
 from tests.support.plans import chunk
 from tests.support.rank_threads import make_thread_groups
 from tests.support.tiny_models import save_model
@@ -238,6 +239,20 @@ def test_a_rank_reads_its_own_experts_and_all_that_is_not_an_expert(checkpoint: 
                 assert max(map(len, held)) - min(map(len, held)) <= 1
                 assert torch.equal(torch.cat(held), getattr(layer, matrix).weight)
         assert all(torch.equal(part.lm_head.weight, every.lm_head.weight) for part in own)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["int_by_output", "packed_4_zeros", "fp8_blocks"])
+def test_ranks_of_a_packed_mixture_compute_what_one_engine_does(tmp_path: Path, form: str) -> None:
+    """Experts stay in 8 bits with a scale for each output, and are unpacked in other formats."""
+    save_packed(tmp_path / "packed", tmp_path / "plain", form, "qwen3_moe")
+    (alone,), _, _ = executors(tmp_path / "packed", 1, kernels="native")
+    found, _, _ = executors(tmp_path / "packed", 2, kernels="native")
+    prompts = [PROMPTS[3], PROMPTS[1]]
+    for prompt, got in zip(prompts, log_probs(found, prompts), strict=True):
+        torch.testing.assert_close(got, log_probs([alone], [prompt])[0], atol=1e-4, rtol=0)
+    for executor in (alone, *found):
+        executor.shutdown()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("qwen3_moe", 6), ("qwen3", 0)])

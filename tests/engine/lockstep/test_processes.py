@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine.build import lockstep
 from engine.build.engine import build_engine, check_engine
 from engine.build.executor import create_executor
 from engine.build.lockstep import start_lockstep
@@ -35,7 +36,7 @@ from engine.protocol import (
 )
 from tests.support.compiler import needs_compiler
 from tests.support.conditions import until
-from tests.support.thread_launcher import RankThread, ThreadLauncher
+from tests.support.thread_launcher import ThreadLauncher
 from tests.support.tiny_models import edit_config, save_model, save_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -297,19 +298,22 @@ def test_a_rank_with_another_model_or_instructions_is_refused_at_the_start_and_n
     assert isinstance(launcher.ranks[0].error, ConfigError)
 
 
-class DyingLauncher(ThreadLauncher):
-    """One whose ranks die before they join."""
-
-    def start(self, rank: int, specification: bytes) -> RankThread:
-        return super().start(rank, b"no specification")
-
-
-@pytest.mark.parametrize("remote_host", [None, "127.0.0.1"])
-def test_a_start_without_a_rank_that_died_says_so_wherever_ranks_were_to_meet(
-    checkpoint: Path, remote_host: str | None
+@pytest.mark.parametrize("host", [pytest.param(None, marks=needs_compiler), "127.0.0.1"], ids=["memory", "gloo"])
+def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, host: str | None
 ) -> None:
-    with pytest.raises(ConfigError, match=r"expert_parallel_size is 2, and not every rank could start: .*rank 1 ended"):
-        start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, DyingLauncher(remote_host))
+    load = lockstep._load
+
+    def fail_elsewhere(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+        if group.rank:
+            raise MemoryError("no room for these weights")
+        return load(directory, config, engines, group)
+
+    monkeypatch.setattr(lockstep, "_load", fail_elsewhere)
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_size is 2.*rank 1 ended with MemoryError.*no room for these"
+    ):
+        start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, ThreadLauncher(host))
 
 
 def test_more_ranks_than_experts_are_refused_before_any_starts(checkpoint: Path) -> None:
