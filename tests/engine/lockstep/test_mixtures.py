@@ -145,13 +145,14 @@ async def test_a_rank_that_fails_once_others_have_its_rows_ends_all_and_nobody_g
 
     def fails_late(rows: Tensor, counts: Any) -> Any:
         found = exchange(rows, counts)
-        if failing.num_calls == 2 * NUM_EXCHANGES + 1:  # in the first of two layers of the second step
+        if failing.num_calls == 3 * NUM_EXCHANGES:  # the last of the first of two layers, in the second step
             raise MemoryError("injected")
         return found
 
     failing.exchange = fails_late
     found = await asyncio.gather(answer(first, PROMPTS[3]), answer(second, PROMPTS[1]))
     assert [isinstance(one, Failed) and one.code for one in found] == [ErrorCode.ENGINE_DEAD] * 2
+    assert failing.num_calls == 3 * NUM_EXCHANGES, "it has not come to that exchange again"
 
 
 def test_a_rank_that_only_pads_computes_others_rows_with_the_engine_s_threads(checkpoint: Any) -> None:
