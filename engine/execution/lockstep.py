@@ -39,6 +39,7 @@ class LockstepExecutor:
         self.model.begin_pass()
         failure: Exception | None = None
         with self._all_ranks():
+            self._executor.use_threads()  # also without rows: this rank computes those that others send
             if plan.rows:
                 try:
                     self._executor.launch(replace(plan, joint=None))
