@@ -246,7 +246,7 @@ class GpuStart:
         """Load this rank's part of the model, and measure and capture steps together with the other ranks."""
         free, total = self._device.memory()
         decoder = self._load(free, total)
-        self._together.meet(self._computes)
+        self._together.meet(self._computes)  # what connections take counts as weights
         loaded = self._device.memory()[0]
         use = MemoryUse(total=total, others=total - free, weights=free - loaded, activations=0)
         if self._config.kv_tiers.any:

@@ -3,6 +3,7 @@ Never waits for a device: what waits for one waits under `watched`, which ends w
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -169,7 +170,9 @@ class NcclGroup(GlooGroup):
             if not self._in_call or self._backend.aborts:
                 self._on_device = None
         if on_device is not None and self._backend.aborts:
-            on_device.abort()  # so the device waits for nobody any more
+            # The device waits for nobody any more. NCCL returns only once all graphs with its calls are gone, so nobody
+            # waits for that: whoever holds the graphs may be the one who ends the group.
+            threading.Thread(target=on_device.abort, name="ranks-abort", daemon=True).start()
 
     def _queue(self, call: Callable[[Any], Any]) -> None:
         """Queue a call on the current stream; gloo, which has none, makes it at once."""

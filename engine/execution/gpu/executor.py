@@ -334,15 +334,15 @@ class DeviceExecutor:
         self._answers.shutdown()
         if self._kv_mover is not None:
             self._kv_mover.shutdown()
-        if self._ranks is not None:
-            self._ranks.end()
-            self._ranks = None
         if self._claim is not None:
             self._claim.release()
         with suppress(AttributeError):
             del self.model
             del self._counts
             del self._device
+        if self._ranks is not None:  # after the captured steps, which have the group's sums in them
+            self._ranks.end()
+            self._ranks = None
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.core.core import EngineCore
+from engine.parallel.ranks import Ranks
 from engine.protocol import Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, ExecutorFatalError, GraphUse, PromptScoring, StepPlan
@@ -152,6 +153,17 @@ def test_a_recurrent_state_moves_on_all_ranks(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
+def test_captured_steps_are_gone_before_the_group_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends no communicator while a graph has its calls."""
+    had_model: list[bool] = []
+    with gpu_ranks(2, model, **CAPTURED) as made:
+        ranks = made.executor.capabilities.ranks
+        assert isinstance(ranks, Ranks)
+        end = ranks.end
+        monkeypatch.setattr(ranks, "end", lambda: (had_model.append(hasattr(made.executor, "model")), end()))
+    assert had_model == [False]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +187,18 @@ def test_a_step_that_fails_after_the_others_were_told_ends_the_engine(
     made.executor.shutdown()
     (follower,) = made.launcher.ranks
     assert "Rank 0 gave up: RuntimeError: no tokens today" in str(follower.error)
+
+
+def test_the_results_of_a_step_in_which_a_rank_is_lost_are_not_believed(model: Path) -> None:
+    """An aborted sum ends, and what the device computed from it is worth nothing."""
+    made = GpuRanks(2, model)
+    made.executor.launch(StepPlan(1, (chunk("a", TOKENS[:20], 0, 20, BLOCKS),)))
+    group = made.executor.model.ranks.group
+    assert group is not None
+    group.give_up("a test")
+    with pytest.raises(ExecutorFatalError, match=r"ranks cannot go on: Rank 0 gave up: a test."):
+        made.executor.collect()
+    made.executor.shutdown()
 
 
 def test_a_rank_that_is_killed_ends_the_engine_and_is_named(model: Path) -> None:

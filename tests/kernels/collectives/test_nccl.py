@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,20 +50,22 @@ def test_a_rank_that_does_not_arrive_is_lost_after_the_timeout() -> None:
 
 
 class Hanging:
-    """A process group whose device waits for ever, until it is aborted."""
+    """A process group whose device waits for ever, until it is aborted. An abort lasts for as long as there are graphs,
+    as NCCL's does."""
 
     def __init__(self) -> None:
-        self.aborted = threading.Event()
+        self.aborted, self.without_graphs = threading.Event(), threading.Event()
 
     def allreduce(self, tensors: list[torch.Tensor], options: object) -> None:
         """Queue nothing, as NCCL: the wait is elsewhere."""
 
     def abort(self) -> None:
         self.aborted.set()
+        self.without_graphs.wait()
 
 
 @pytest.fixture
-def hanging() -> tuple[list[NcclGroup], list[Hanging]]:
+def hanging() -> Iterator[tuple[list[NcclGroup], list[Hanging]]]:
     made = [Hanging(), Hanging()]
     backend = Backend("a test", lambda store, rank, size, limit_s: made[rank], aborts=True)
     address, found = f"127.0.0.1:{free_port()}", dict[int, NcclGroup]()
@@ -75,7 +78,9 @@ def hanging() -> tuple[list[NcclGroup], list[Hanging]]:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[0], found[1]], made
+    yield [found[0], found[1]], made
+    for device in made:
+        device.without_graphs.set()
 
 
 def wait_for_the_device(
