@@ -174,7 +174,7 @@ class GlooGroup:
 
     def give_up(self, reason: str) -> None:
         assert self._star is not None
-        self._star.lose(f"Rank {self._rank} gave up: {reason}.")
+        self._star.lose(f"Rank {self._rank} gave up: {reason.removesuffix('.')}.")
 
     def close(self) -> None:
         if self._listener is not None:
