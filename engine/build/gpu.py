@@ -88,7 +88,7 @@ from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, StepPlan
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import Choice, choose_attention
-from kernels.collectives.group import LEADER
+from kernels.collectives.group import LEADER, RankLostError
 from kernels.eager.ops import Ops
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class GpuStart:
         self._together = self._gather()
         try:
             yield
-        except ExecutorFatalError as error:
+        except (ExecutorFatalError, RankLostError) as error:
             if self._together.started is None:
                 raise
             raise not_every_rank(self._config.tensor_parallel_size, error) from error
@@ -450,7 +450,11 @@ def _fits(why: str, use: MemoryUse, settings: str) -> Iterator[None]:
     """Raise ConfigError if the device runs out of memory in the body. settings: those to lower, for the message."""
     try:
         yield
-    except (ExecutorOutOfMemoryError, StateLostError) as error:
+    except (ExecutorOutOfMemoryError, StateLostError, ExecutorFatalError) as error:
+        # Of several ranks, an error is fatal, and its cause says what it was.
+        cause = error.__cause__ if isinstance(error, ExecutorFatalError) else error
+        if not isinstance(cause, ExecutorOutOfMemoryError | StateLostError):
+            raise
         raise ConfigError(f"{why} in addition to the weights: {use.text()}. Lower {settings}.") from error
 
 

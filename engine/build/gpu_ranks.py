@@ -13,7 +13,7 @@ import torch.cuda
 
 from engine.build.rank_start import any_port, start_followers
 from engine.config import ConfigError
-from engine.execution.device import Device
+from engine.execution.device import Device, device_faults
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.model import DeviceModel
 from engine.execution.gpu.ranks import ALONE, DeviceRanks
@@ -115,6 +115,8 @@ class LeadingGpu:
         return _OwnTrial(model, device, num_threads)
 
     def end(self) -> None:
+        if self._group.has_joined:
+            self._group.give_up("the engine does not start")  # whoever is in a sum waits for nobody any more
         self.started.end()
 
 
@@ -166,10 +168,11 @@ class _ToldTrial:
         self._follower = follower
 
     def run(self, plan: StepPlan) -> None:
-        self._follower.step()
+        with device_faults():
+            self._follower.step()
 
     def compute(self, plan: StepPlan) -> None:
-        self._follower.step()
+        self.run(plan)
 
     def end(self) -> None: ...
 

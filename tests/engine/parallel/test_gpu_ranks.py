@@ -6,13 +6,15 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import engine.build.gpu_ranks
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.core.core import EngineCore
@@ -21,6 +23,7 @@ from engine.protocol import Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, ExecutorFatalError, GraphUse, PromptScoring, StepPlan
 from kernels.choice import TRITON_TABLE
+from kernels.collectives.nccl import GLOO, Backend, NcclGroup
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_rank_process import StandInLauncher
 from tests.support.gpu_ranks import GpuRanks, gpu_ranks, pretend_gpus
@@ -250,6 +253,154 @@ def test_a_rank_that_cannot_start_is_named_with_its_reason(model: Path, monkeypa
     settings: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": 0.75, "cuda_graphs": "none"}
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and not every rank could start: .*leaves -"):
         GpuRanks(2, model, **settings)
+
+
+def test_a_rank_that_cannot_start_while_the_leader_waits_to_agree_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is under way then: the leader waits for the number of KV blocks that the other has room for."""
+    agreed, waits = list[int](), threading.Event()
+
+    def least(group: NcclGroup, *numbers: Any) -> int:
+        if group.rank == 0:
+            agreed.append(1)
+            if len(agreed) == 2:
+                waits.set()
+        return agree(group, *numbers)
+
+    class Waiting(FakeDevice):
+        def memory(self) -> tuple[int, int]:
+            if len(self._free) == 1:
+                assert waits.wait(30)
+            return super().memory()
+
+    agree = engine.build.gpu_ranks._least
+    monkeypatch.setattr("engine.build.gpu_ranks._least", least)
+    pretend_gpus(monkeypatch, lambda rank: Waiting((15, 12, 11.5, 0.5)))
+    settings: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": 0.75, "cuda_graphs": "none"}
+    with pytest.raises(ConfigError, match=r"not every rank could start: Rank 1 gave up: ConfigError: .*leaves -"):
+        GpuRanks(2, model, **settings)
+
+
+NO_ROOM = r"max_num_batched_tokens is 24, but the GPU has no memory for such a step .*Lower max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        ("engine.execution.gpu.executor.choose_on_device", f"^{NO_ROOM}"),
+        (
+            "engine.parallel.device_follower.DeviceFollower._choose",
+            f"could start: .*Rank 1 gave up: ConfigError: {NO_ROOM}.$",
+        ),
+    ],
+    ids=["leader", "follower"],
+)
+def test_a_rank_without_memory_for_the_largest_step_says_what_to_lower(
+    fails: str, says: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(fails, fail)
+    with pytest.raises(ConfigError, match=says):
+        GpuRanks(2, model)
+
+
+def test_a_step_whose_states_have_moved_on_one_rank_alone_ends_the_engine(tmp_path: Path) -> None:
+    """The leader's moved before it saw that the plan is wrong, and the others were never told."""
+    save_model("qwen3_5", tmp_path)
+    made = GpuRanks(2, tmp_path)
+    with pytest.raises(ExecutorFatalError, match="blocks for"):
+        made.executor.launch(StepPlan(1, (chunk("a", TOKENS, 0, 20, BLOCKS[:1]),)))
+    made.executor.shutdown()
+
+
+class BlockingGloo:
+    """gloo, whose end lasts as long as there are captured steps with its sums, as NCCL's does: here for ever."""
+
+    def __init__(self, blocking: Blocking, *how: Any) -> None:
+        self._gloo: Any = GLOO.make(*how)
+        self._blocking = blocking
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+    def abort(self) -> None:
+        del self._gloo
+        self._blocking.aborts.release()
+        self._blocking.end.wait()
+
+
+class Blocking:
+    def __init__(self) -> None:
+        self.aborts, self.end = threading.Semaphore(0), threading.Event()
+
+    def are_aborted(self, count: int) -> bool:
+        return all(self.aborts.acquire(timeout=30) for _ in range(count))
+
+
+@pytest.fixture
+def blocking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocking]:
+    """Let no communicator's end return before the test's."""
+    found = Blocking()
+    backend = Backend("a test", lambda *how: BlockingGloo(found, *how), aborts=True)
+    monkeypatch.setattr("engine.build.gpu_ranks.GLOO", backend)
+    yield found
+    found.end.set()
+
+
+def ends(work: Callable[[], object]) -> BaseException | None:
+    """Do what must not wait for the end of a communicator, and return the error with which it ends."""
+    found = list[BaseException | None]()
+
+    def run() -> None:
+        try:
+            work()
+            found.append(None)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "it waits for ever"
+    return found[0]
+
+
+def test_an_engine_ends_though_its_communicator_does_not(model: Path, blocking: Blocking) -> None:
+    made = GpuRanks(2, model, **CAPTURED)
+    assert ends(made.executor.shutdown) is None
+    assert [rank.poll() for rank in made.launcher.ranks] == ["rank 1 ended in order"]
+    assert blocking.are_aborted(2)
+
+
+def test_a_step_s_failure_is_told_though_the_communicator_does_not_end(
+    model: Path, blocking: Blocking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GpuRanks(2, model, **CAPTURED)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no tokens today")
+
+    monkeypatch.setattr("engine.execution.gpu.executor.choose_on_device", fail)
+    error = ends(lambda: made.step(chunk("a", TOKENS[:20], 0, 20, BLOCKS)))
+    assert isinstance(error, ExecutorFatalError)
+    assert "no tokens today" in str(error)
+    assert ends(made.executor.shutdown) is None
+
+
+def test_a_start_that_fails_after_captures_ends_though_the_communicator_does_not(
+    model: Path, blocking: Blocking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("no executor today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.build.gpu.DeviceExecutor", fail)
+        error = ends(lambda: GpuRanks(2, model, **CAPTURED))
+    assert str(error) == "no executor today"
+    assert blocking.are_aborted(2)
 
 
 def test_a_rank_with_another_gpu_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
