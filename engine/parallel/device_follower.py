@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from engine.execution.gpu.ranks import Pending, Way
 from engine.models.computed import Computed
 from engine.parallel.device_leader import KEPT_STEPS
 from engine.parallel.messages import DeviceStep, End, Message, Score, decode
-from engine.step import StepPlan
+from engine.step import ScheduledRequest, StepPlan
 from kernels.collectives.group import LEADER, RankLostError
 from kernels.collectives.nccl import NcclGroup
 
@@ -62,6 +63,7 @@ class DeviceFollower:
     def __init__(self, model: DeviceModel, ranks: FollowingDevice, device: Device) -> None:
         self._model, self._ranks, self._device = model, ranks, device
         self._computed: Computed | None = None
+        self._rows: tuple[ScheduledRequest, ...] = ()
 
     def run(self) -> None:
         """Follow until the leader has ended in order.
@@ -96,21 +98,29 @@ class DeviceFollower:
 
     def _step(self, step: DeviceStep) -> None:
         state, self._computed = self._model.state, None  # its memory may be needed
+        plan = self._with_known(step.plan) if step.way is Way.GO_ON else step.plan
+        self._rows = plan.rows
         if state is not None:
-            state.place(step.plan)
+            state.place(plan)
         pending = [Pending(place, self._ranks.tokens[ago], number) for place, ago, number in step.pending]
         match step.way:
             case Way.GO_ON:
-                self._model.go_on(step.plan, {})
+                self._model.go_on(plan, {})
             case Way.BEGIN:
-                begun = self._model.begin(step.plan, {}, pending)
+                begun = self._model.begin(plan, {}, pending)
                 assert begun is not None, "all ranks have captured the same sizes"
             case Way.CHOOSE:
                 self._choose(step, pending)
             case Way.COMPUTE:
-                self._computed, _ = self._model.start(step.plan, {}, pending, Way.COMPUTE)
+                self._computed, _ = self._model.start(plan, {}, pending, Way.COMPUTE)
         if state is not None:
-            state.save(step.plan)
+            state.save(plan)
+
+    def _with_known(self, plan: StepPlan) -> StepPlan:
+        """Fill in the blocks of rows that have those of the step before."""
+        pairs = zip(plan.rows, self._rows, strict=True)
+        rows = (row if row.block_ids else row._replace(block_ids=before.block_ids) for row, before in pairs)
+        return replace(plan, rows=tuple(rows))
 
     def _choose(self, step: DeviceStep, pending: Sequence[Pending]) -> None:
         """Queue what the leader queues around its choice, in its order."""

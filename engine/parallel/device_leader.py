@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from engine.batch.logprobs import SCORED_POSITIONS, wanted_scores
 from engine.execution.device import Download, device_faults
 from engine.execution.gpu.ranks import Pending, Way
 from engine.parallel.messages import DeviceStep, Message, Score, bare, encode
-from engine.step import ExecutorFatalError, StepPlan
+from engine.step import ExecutorFatalError, ScheduledRequest, StepPlan
 from kernels.collectives.group import RankLostError
 from kernels.collectives.nccl import NcclGroup
 
@@ -34,6 +35,8 @@ class LeadingDevice:
         self._patience_s = patience_s
         self._tokens: deque[Tensor] = deque(maxlen=KEPT_STEPS)
         self._has_told = False
+        self._rows: tuple[ScheduledRequest, ...] = ()
+        """Those of the step that was told last."""
 
     def start_serving(self) -> None:
         """From now on, a step takes the group's timeout at most. Before, kernels are compiled and chosen."""
@@ -42,7 +45,14 @@ class LeadingDevice:
     def tell(self, way: Way, plan: StepPlan, newest: Mapping[str, int], pending: Sequence[Pending]) -> None:
         scored = [score[0] for row in wanted_scores(plan.rows).values() for score in row] if way is Way.CHOOSE else []
         pieces = [scored[first : first + SCORED_POSITIONS] for first in range(0, len(scored), SCORED_POSITIONS)]
-        self._send(DeviceStep(way, bare(plan, newest), [self._named(one) for one in pending], pieces))
+        told, self._rows = self._known_left_out(plan) if way is Way.GO_ON else plan, plan.rows
+        self._send(DeviceStep(way, bare(told, newest), [self._named(one) for one in pending], pieces))
+
+    def _known_left_out(self, plan: StepPlan) -> StepPlan:
+        """Leave out blocks that rows had in the step before, which are most of what a long context's message has."""
+        pairs = zip(plan.rows, self._rows, strict=True)
+        rows = (row._replace(block_ids=()) if row.block_ids is before.block_ids else row for row, before in pairs)
+        return replace(plan, rows=tuple(rows))
 
     def tell_scored(self, index: Sequence[int]) -> None:
         self._send(Score(list(index)))

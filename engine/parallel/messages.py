@@ -62,7 +62,7 @@ class DeviceStep(msgspec.Struct, tag="device_step", array_like=True):
 
     way: Way
     plan: StepPlan
-    """See `bare`."""
+    """See `bare`. With Way.GO_ON, a row without blocks has those of the step before."""
     pending: list[tuple[int, int, int]]
     """Fed tokens that are on the device: (its place in the step, how many steps with chosen tokens ago, its number
     among that step's)."""

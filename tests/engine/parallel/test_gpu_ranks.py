@@ -18,6 +18,9 @@ import engine.build.gpu_ranks
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.core.core import EngineCore
+from engine.execution.gpu.ranks import Way
+from engine.parallel.messages import DeviceStep, Message
+from engine.parallel.messages import decode as decode_message
 from engine.parallel.ranks import Ranks
 from engine.protocol import Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
@@ -85,6 +88,23 @@ def test_decode_steps_in_flight_go_on_from_tokens_that_no_host_has_read(pair: Gp
     got += executor.collect().sampled[0]
     assert got == want
     assert {graph.name for graph in graphs[1:] if graph is not None} == {"decode 2"}
+
+
+def test_blocks_that_followers_know_are_not_told_again(pair: GpuRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a long context has hundreds, and the others wait for the message."""
+    want, told = greedy_text(pair.executor, TOKENS[:14], BLOCKS, 8), list[Message]()
+    group = pair.executor.model.ranks.group
+    assert group is not None
+    send = group.send
+    monkeypatch.setattr(group, "send", lambda message: (told.append(decode_message(message)), send(message)))
+    text = list(pair.step(chunk("b", TOKENS[:14], 0, 14, OTHER_BLOCKS)).sampled[0])
+    for place in range(14, 21):  # the block ends within
+        blocks = OTHER_BLOCKS if place < 17 else (*OTHER_BLOCKS[:2], 6)
+        text += pair.step(decode("b", text[-1], place, blocks)).sampled[0]
+    assert text == want
+    steps = [message for message in told if isinstance(message, DeviceStep)]
+    known = [step.plan.rows[0].block_ids for step in steps if step.way is Way.GO_ON]
+    assert known == [(), (), (1, 2, 6), (1, 2, 6), (1, 2, 6), (1, 2, 6)]
 
 
 def test_rows_whose_tokens_are_in_flight_from_different_steps_are_fed_on_all_ranks(model: Path) -> None:
