@@ -95,6 +95,11 @@ class NcclGroup(GlooGroup):
         self._on_device: Any = None
         self._watch: Watch | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """The one whose tensors are summed there."""
+        return self._device
+
     def join(self, why_not: Callable[[], str | None] = no_reason) -> None:
         """Join, and connect the devices: nothing connects any more while a graph is captured. Raises: as GlooGroup."""
         super().join(why_not)
@@ -134,7 +139,7 @@ class NcclGroup(GlooGroup):
             del on_device
             with self._watch.over(self._join_timeout_s):
                 self.all_reduce(torch.zeros(1, device=self._device)).cpu()
-        except Exception as error:  # whatever it was, this rank has no group
+        except Exception as error:  # noqa: BLE001 - whoever waits for the connection raises it
             ends.put(str(error).partition("\n")[0].removesuffix(".") or repr(error))
         else:
             ends.put(None)

@@ -8,12 +8,15 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import engine.build.gpu
 import engine.build.gpu_ranks
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
@@ -21,6 +24,7 @@ from engine.core.core import EngineCore
 from engine.execution.gpu.ranks import Way
 from engine.parallel.messages import DeviceStep, Message
 from engine.parallel.messages import decode as decode_message
+from engine.parallel.processes import SubprocessLauncher
 from engine.parallel.ranks import Ranks
 from engine.protocol import Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
@@ -29,7 +33,7 @@ from kernels.choice import TRITON_TABLE
 from kernels.collectives.nccl import GLOO, Backend, NcclGroup
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_rank_process import StandInLauncher
-from tests.support.gpu_ranks import GpuRanks, gpu_ranks, pretend_gpus
+from tests.support.gpu_ranks import SETTINGS, GpuRanks, gpu_ranks, pretend_gpus
 from tests.support.plans import chunk, decode, forced_logits, greedy_text
 from tests.support.tiny_models import VOCAB, save_model
 
@@ -378,7 +382,7 @@ def ends(work: Callable[[], object]) -> BaseException | None:
         try:
             work()
             found.append(None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - returned to the test
             found.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -428,14 +432,72 @@ def test_a_rank_with_another_gpu_is_refused(model: Path, monkeypatch: pytest.Mon
         name = "another GPU"
 
     pretend_gpus(monkeypatch, lambda rank: Other())
-    with pytest.raises(ConfigError, match=r"could start: Rank 1 gave up: .*on another GPU, and the leader has .*fake"):
+    with pytest.raises(
+        ConfigError, match=r"could start: Rank 1 gave up: .*on another GPU, .*and the leader has .*on fake GPU,"
+    ):
         GpuRanks(2, model)
 
 
-def test_fewer_gpus_than_ranks_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_gpus_than_ranks_are_refused_by_the_checks_already(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and each rank has a GPU of its own, .* sees 1"):
-        start_on_device(model, EngineConfig(tensor_parallel_size=2), FakeDevice(), "a test").build()
+        start_on_device(model, EngineConfig(tensor_parallel_size=2), FakeDevice(), "a test")
+
+
+def test_a_torch_that_cannot_sum_on_a_step_s_stream_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.build.gpu_ranks.lacks", lambda: "torch 2.4.0 does not add up on the stream of a step")
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 2, but torch 2.4.0 does not add up"):
+        start_on_device(model, EngineConfig(tensor_parallel_size=2), FakeDevice(), "a test", SubprocessLauncher())
+    assert start_on_device(model, EngineConfig(**SETTINGS), FakeDevice(), "a test")
+
+
+def test_ranks_that_capture_other_steps_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one image has Triton and the other has not, or torch's table captures less."""
+    plan, sizes = engine.build.gpu.plan_buckets, iter(((2, 3), (1, 3)))
+    monkeypatch.setattr(
+        "engine.build.gpu.plan_buckets", lambda *how, **given: plan(*how, **given | {"decode_rows": next(sizes)})
+    )
+    with pytest.raises(
+        ConfigError, match=r"Rank 1 gave up: .*it has .*decode 1, 3 and .*the leader has .*decode 2, 3 and"
+    ):
+        GpuRanks(2, model, **CAPTURED)
+
+
+def test_ranks_with_and_without_triton_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package for attention is the same, and what chooses tokens in a capture is not."""
+    choose, drawn = engine.build.gpu.choose_attention, iter((choose_packed, None))
+
+    def chosen(*how: Any, **given: Any) -> Any:
+        choice, ops = choose(*how, **given)
+        return choice, replace(ops, sample_packed=next(drawn))
+
+    monkeypatch.setattr("engine.build.gpu.choose_attention", chosen)
+    with pytest.raises(ConfigError, match=r"Rank 1 gave up: .*it has .*torch chooses.*the leader has .*kernels choose"):
+        GpuRanks(2, model, cuda_graphs="none")
+
+
+def choose_packed(*_: object) -> None:
+    raise AssertionError("the ranks do not start")
+
+
+def test_ranks_may_be_as_far_apart_as_a_start_allows_when_they_agree() -> None:
+    class Late:
+        rank, size, device = 0, 2, torch.device("cpu")
+        limits: ClassVar[list[float]] = []
+
+        @contextmanager
+        def watched(self, limit_s: float) -> Iterator[None]:
+            self.limits.append(limit_s)
+            yield
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.limits
+            x[0, 1], x[1, 1] = 3, 7
+            return x
+
+    late: Any = Late()
+    assert engine.build.gpu_ranks._least(late, (3 << 24) + 9) == (3 << 24) + 7
+    assert late.limits == [3600.0]
 
 
 # --- whole engines ----------------------------------------------------------------------------------------------------
