@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 import engine.build.gpu
 import engine.build.gpu_ranks
@@ -34,13 +36,17 @@ from kernels.collectives.nccl import GLOO, Backend, NcclGroup
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_rank_process import StandInLauncher
 from tests.support.gpu_ranks import SETTINGS, GpuRanks, gpu_ranks, pretend_gpus
+from tests.support.packed_models import save_packed
 from tests.support.plans import chunk, decode, forced_logits, greedy_text
+from tests.support.rank_engine import saved
 from tests.support.tiny_models import VOCAB, save_model
 
 TOKENS = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 BLOCKS, OTHER_BLOCKS = (9, 3, 11, 0), (1, 2, 4, 5)
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 CAPTURED: dict[str, Any] = {"cuda_graph_decode_rows": (2, 3), "cuda_graph_mixed_tokens": (24,)}
+WORDS = "(alpha|beta|gamma)(-(alpha|beta|gamma)){2,3}"
+GRAMMAR = f"start: /{WORDS}/"
 GRAPHS = [pytest.param({"cuda_graphs": "none"}, id="eager"), pytest.param(CAPTURED, id="captured")]
 
 
@@ -189,6 +195,39 @@ def test_captured_steps_are_gone_before_the_group_ends(model: Path, monkeypatch:
         end = ranks.end
         monkeypatch.setattr(ranks, "end", lambda: (had_model.append(hasattr(made.executor, "model")), end()))
     assert had_model == [False]
+
+
+@pytest.mark.parametrize("form", ["packed_4", "fp8_blocks_16"])
+def test_a_packed_checkpoint_is_divided_as_on_one_gpu(form: str, tmp_path: Path) -> None:
+    """Integers of 4 bits with a scale for each group of inputs, and fp8 with a scale for each block."""
+    save_packed(tmp_path / "packed", tmp_path / "plain", form)
+    found = []
+    for size, directory in ((1, "packed"), (2, "packed"), (1, "plain")):
+        with gpu_ranks(size, tmp_path / directory, **CAPTURED) as made:
+            logits = forced_logits(made.executor, TOKENS, BLOCKS, 16).log_softmax(-1)
+            found.append((logits, greedy_text(made.executor, TOKENS[:20], OTHER_BLOCKS, 8)))
+    for logits, text in found[1:]:
+        torch.testing.assert_close(logits, found[0][0], **CLOSE)
+        assert text == found[0][1]
+
+
+def test_answers_in_a_grammar_are_those_of_one_gpu(tmp_path: Path) -> None:
+    """The leader alone has masks. With a step in flight, it reads a token before it plans the next mask."""
+    saved(tmp_path, "llama")
+    tokenizer, found = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), list[dict[str, str]]()
+    for size in (1, 2):
+        with gpu_ranks(size, tmp_path, overlap=True, **CAPTURED) as made:
+            core, tokens = EngineCore(made.executor, made.resolved), dict[str, list[int]]()
+            for number, temperature in enumerate((0.0, 1.0)):
+                sampling = SamplingParams(temperature=temperature, seed=number, max_tokens=80, grammar=GRAMMAR)
+                prompt = tuple(TOKENS[number : number + 9])
+                core.submit(create_request(Submission(f"r{number}", prompt, sampling), made.resolved, number))
+            while core.has_work:
+                keep(core.step(), tokens)
+            found.append({name: tokenizer.decode(ids) for name, ids in tokens.items()})
+    assert found[1] == found[0]
+    assert all(re.fullmatch(WORDS, text) for text in found[1].values())
+    assert len(found[1]) == 2
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
