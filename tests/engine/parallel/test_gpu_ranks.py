@@ -45,6 +45,7 @@ TOKENS = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(
 BLOCKS, OTHER_BLOCKS = (9, 3, 11, 0), (1, 2, 4, 5)
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 CAPTURED: dict[str, Any] = {"cuda_graph_decode_rows": (2, 3), "cuda_graph_mixed_tokens": (24,)}
+NARROW_TABLE = "tests.support.narrow_table"
 WORDS = "(alpha|beta|gamma)(-(alpha|beta|gamma)){2,3}"
 GRAMMAR = f"start: /{WORDS}/"
 GRAPHS = [pytest.param({"cuda_graphs": "none"}, id="eager"), pytest.param(CAPTURED, id="captured")]
@@ -295,6 +296,26 @@ def test_triton_s_kernels_compute_each_rank_s_part_also_in_8_bits(
         made.executor.shutdown()
     # Each rank rounds its part of a row, by the largest number in it.
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize(("form", "kept"), [("packed_4_zeros", "4 bits"), ("fp8_blocks_16", "fp8")])
+def test_triton_s_products_take_each_rank_s_part_of_a_packed_checkpoint(
+    form: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    save_packed(tmp_path / "packed", tmp_path / "plain", form)
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "attention": "torch"}
+    found = []
+    for size, directory in ((1, "plain"), (2, "packed")):
+        if size == 2:
+            monkeypatch.setattr("kernels.choice.TRITON_TABLE", NARROW_TABLE)
+        made = GpuRanks(size, tmp_path / directory, launcher=StandInLauncher(NARROW_TABLE), **settings)
+        found.append(forced_logits(made.executor, TOKENS[:9], BLOCKS, 8).log_softmax(-1))
+        summary = made.resolved.reasons.get("weights", "")
+        made.executor.shutdown()
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    assert f"kept in {kept}" in summary, summary
 
 
 def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_reason(
