@@ -1,4 +1,4 @@
-"""Owns the contract of an engine over several GPUs, on pretended ones: it answers as one GPU does, captured or not.
+"""The contract of an engine over several GPUs, on pretended ones. Long: starts and ends, too.
 Never needs a GPU: gloo is in NCCL's place, and the followers are threads."""
 
 from __future__ import annotations

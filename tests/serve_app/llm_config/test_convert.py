@@ -1,4 +1,4 @@
-"""An LLMConfig becomes settings that are accepted, and nothing of it gets lost without a line.
+"""An LLMConfig becomes settings that are accepted, and nothing of it gets lost. Long: a case for each argument.
 Never reads a file, and needs neither Ray nor vLLM."""
 
 from __future__ import annotations
