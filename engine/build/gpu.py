@@ -20,6 +20,7 @@ from engine.build.gpu_ranks import (
     OneGpu,
     Together,
     Trial,
+    check_gpu_ranks,
     not_every_rank,
     start_gpu_ranks,
 )
@@ -88,7 +89,7 @@ from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, StepPlan
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import Choice, choose_attention
-from kernels.collectives.group import LEADER
+from kernels.collectives.group import LEADER, RankLostError
 from kernels.eager.ops import Ops
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ def start_on_device(
     """
     on = {**turned_on(config), GPU: f"this engine runs on {device.name}"}
     refuse_conflicts(on)
+    if follows is None:
+        check_gpu_ranks(launcher, config.tensor_parallel_size)
     check_key(config)
     model = read_model_config(model_dir)
     refuse_conflicts(on | facts_of(model))
@@ -221,7 +224,7 @@ class GpuStart:
         self._together = self._gather()
         try:
             yield
-        except ExecutorFatalError as error:
+        except (ExecutorFatalError, RankLostError) as error:
             if self._together.started is None:
                 raise
             raise not_every_rank(self._config.tensor_parallel_size, error) from error
@@ -267,7 +270,11 @@ class GpuStart:
     def _computes(self) -> str:
         """What must be the same on all ranks: else they capture other steps, or add up parts of different models."""
         device, digest = self._device, model_digest(self._builder.model_dir)
-        return f"the model {digest}, computed by {self._attention.name} (torch {torch.__version__}) on {device.name}"
+        chooses = "torch chooses" if self._ops.sample_packed is None else "kernels choose"
+        return (
+            f"the model {digest}, computed by {self._attention.name} with {self._ops.name} (torch {torch.__version__}) "
+            f"on {device.name}, where {chooses} tokens, and {self._buckets.text}"
+        )
 
     def release(self) -> None:
         """Give up the claim on the host's memory. The GPU's is not reserved: one engine has it to itself."""
@@ -350,7 +357,7 @@ class GpuStart:
             _run(trial, plan, adapter)
             self._leave_out_large_captures(trial, plan)
             with device_faults(), torch.inference_mode():
-                warm_up_sampler(self._device, self._ops, self._dtype, resolved.vocab_size)
+                self._warm_up_sampler()
                 if self._ops.narrow is not None:
                     self._narrow.warm_up(self._ops.narrow, self._dtype, self._device.torch_device)
         # Before any capture: kernels choose their configurations for good at their first launch, and a capture's first
@@ -370,6 +377,13 @@ class GpuStart:
         self._device.release_unused()
         logger.info("device memory: %s", use.text())
         return use
+
+    def _warm_up_sampler(self) -> None:
+        """Choose tokens in every way, from logits as steps have them: those that ranks join are float32."""
+        ranks = self._together.ranks
+        if ranks.chooses:
+            dtype = self._dtype if ranks.group is None else torch.float32
+            warm_up_sampler(self._device, self._ops, dtype, self.resolved.vocab_size)
 
     def _leave_out_large_captures(self, trial: Trial, plan: StepPlan) -> None:
         """Capture no mixed step of a size at which launching it is hidden behind the device's work, unless the config
@@ -450,7 +464,11 @@ def _fits(why: str, use: MemoryUse, settings: str) -> Iterator[None]:
     """Raise ConfigError if the device runs out of memory in the body. settings: those to lower, for the message."""
     try:
         yield
-    except (ExecutorOutOfMemoryError, StateLostError) as error:
+    except (ExecutorOutOfMemoryError, StateLostError, ExecutorFatalError) as error:
+        # Of several ranks, an error is fatal, and its cause says what it was.
+        cause = error.__cause__ if isinstance(error, ExecutorFatalError) else error
+        if not isinstance(cause, ExecutorOutOfMemoryError | StateLostError):
+            raise
         raise ConfigError(f"{why} in addition to the weights: {use.text()}. Lower {settings}.") from error
 
 

@@ -13,7 +13,7 @@ import torch.cuda
 
 from engine.build.rank_start import any_port, start_followers
 from engine.config import ConfigError
-from engine.execution.device import Device
+from engine.execution.device import Device, device_faults
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.execution.gpu.model import DeviceModel
 from engine.execution.gpu.ranks import ALONE, DeviceRanks
@@ -27,7 +27,7 @@ from engine.parallel.processes import RankLauncher, SubprocessLauncher
 from engine.parallel.ranks import Ranks as StartedRanks
 from engine.step import StepPlan
 from kernels.collectives.group import LEADER, RankLostError
-from kernels.collectives.nccl import GLOO, NCCL, NcclGroup
+from kernels.collectives.nccl import GLOO, NCCL, NcclGroup, lacks
 
 _LONGEST_START_S = 3600.0
 """How long ranks may be apart while they choose their kernels."""
@@ -115,6 +115,8 @@ class LeadingGpu:
         return _OwnTrial(model, device, num_threads)
 
     def end(self) -> None:
+        if self._group.has_joined:
+            self._group.give_up("the engine does not start")  # whoever is in a sum waits for nobody any more
         self.started.end()
 
 
@@ -166,10 +168,11 @@ class _ToldTrial:
         self._follower = follower
 
     def run(self, plan: StepPlan) -> None:
-        self._follower.step()
+        with device_faults():
+            self._follower.step()
 
     def compute(self, plan: StepPlan) -> None:
-        self._follower.step()
+        self.run(plan)
 
     def end(self) -> None: ...
 
@@ -207,6 +210,20 @@ def not_every_rank(size: int, error: Exception) -> ConfigError:
     return ConfigError(f"tensor_parallel_size is {size}, and not every rank could start: {error}")
 
 
+def check_gpu_ranks(launcher: RankLauncher | None, size: int) -> None:
+    """Check that so many ranks can start. launcher: see start_gpu_ranks.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks, or torch is too old.
+    """
+    if size == 1:
+        return
+    if (missing := lacks()) is not None:
+        raise ConfigError(f"tensor_parallel_size is {size}, but {missing}.")
+    if launcher is None:
+        _gpus_for(size)
+
+
 def _gpus_for(size: int) -> list[str]:
     """Return how CUDA names the GPU of each rank."""
     seen = torch.cuda.device_count()
@@ -221,9 +238,10 @@ def _least(group: NcclGroup, number: int) -> int:
     """Return the least of the ranks' numbers below 2 ** 48: each has a place of its own, in two parts that float32 has
     exactly."""
     high, low = divmod(number, 1 << 24)
-    found = torch.zeros(2, group.size)  # float32
-    found[0, group.rank], found[1, group.rank] = high, low
-    group.all_reduce(found)
+    own = torch.zeros(2, group.size)  # float32
+    own[0, group.rank], own[1, group.rank] = high, low
+    with group.watched(_LONGEST_START_S):  # gloo would wait for no longer than for a step
+        found = group.all_reduce(own.to(group.device)).cpu()
     return min(int(first) * (1 << 24) + int(second) for first, second in found.T.tolist())
 
 

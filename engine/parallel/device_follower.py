@@ -50,7 +50,7 @@ class FollowingDevice:
         self.tokens.appendleft(tokens)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, advances: bool = False) -> Iterator[None]:
         yield
 
     def wait(self, download: Download) -> Sequence[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.batch.logprobs import SCORED_POSITIONS, wanted_scores
-from engine.execution.device import Download
+from engine.execution.device import Download, device_faults
 from engine.execution.gpu.ranks import Pending, Way
 from engine.parallel.messages import DeviceStep, Message, Score, bare, encode
 from engine.step import ExecutorFatalError, ScheduledRequest, StepPlan
@@ -71,17 +71,18 @@ class LeadingDevice:
         self._tokens.appendleft(tokens)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, advances: bool = False) -> Iterator[None]:
         self._has_told = False
         try:
-            yield
+            with device_faults():
+                yield
         except RankLostError as error:
             raise ExecutorFatalError(f"The model's ranks cannot go on: {error}") from error
         except ExecutorFatalError as error:
             self.group.give_up(str(error))
             raise
         except Exception as error:
-            if not self._has_told:
+            if not (self._has_told or advances):
                 raise
             self.group.give_up(f"{type(error).__name__}: {error}")
             raise ExecutorFatalError(f"The leader failed within a step of several ranks: {error}") from error

@@ -177,7 +177,7 @@ class GlooGroup:
 
     def give_up(self, reason: str) -> None:
         if self._star is not None:  # before it has joined, nobody waits for this rank's calls
-            self._star.lose(f"Rank {self._rank} gave up: {reason}.")
+            self._star.lose(f"Rank {self._rank} gave up: {reason.removesuffix('.')}.")
 
     def close(self) -> None:
         if self._listener is not None:

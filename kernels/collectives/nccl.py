@@ -3,10 +3,12 @@ Never waits for a device: what waits for one waits under `watched`, which ends w
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,12 +19,16 @@ import torch.distributed.distributed_c10d
 from torch import Tensor
 
 from kernels.collectives.gloo import GlooGroup
-from kernels.collectives.group import LEADER, RankLostError, no_reason
+from kernels.collectives.group import LEADER, RankLostError, no_reason, stop_if
 from kernels.collectives.watch import Watch
 
 _dist: Any = torch.distributed
 _c10d: Any = torch.distributed.distributed_c10d
 _POLL_S = 0.25
+_ASKED_S = 0.2
+"""How often a rank whose device is being connected asks whether it should go on."""
+_LEAVES_S = 1.0
+"""How long the same may take once another rank has gone, which may be because that one is connected and done."""
 _DEVICE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,6 +44,9 @@ class Backend:
 
 
 def _nccl(store: Any, rank: int, size: int, limit_s: float) -> Any:
+    # torch's own watch would end this process on an error of a lost rank, or while an abort waits for graphs, before
+    # anybody heard why; `watched` ends such waits.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=limit_s)  # torch would end the process; `watched` knows better when
     return _dist.ProcessGroupNCCL(store, rank, size, options)
@@ -86,6 +95,11 @@ class NcclGroup(GlooGroup):
         self._on_device: Any = None
         self._watch: Watch | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """The one whose tensors are summed there."""
+        return self._device
+
     def join(self, why_not: Callable[[], str | None] = no_reason) -> None:
         """Join, and connect the devices: nothing connects any more while a graph is captured. Raises: as GlooGroup."""
         super().join(why_not)
@@ -93,16 +107,42 @@ class NcclGroup(GlooGroup):
         # Long, where torch would end the process after it: ranks choose their kernels for minutes before they meet.
         limit_s = self._join_timeout_s if self._backend.aborts else self._timeout_s
         try:
-            store = _dist.PrefixStore("device/", self._store)
-            self._on_device = self._backend.make(store, self._rank, self._size, limit_s)
-            with self._watch.over(self._join_timeout_s):  # not `watched`: who is connected may leave
-                self.all_reduce(torch.zeros(1, device=self._device)).cpu()
-        except RuntimeError as error:
-            self.close()
-            raise RankLostError(f"Not all ranks' devices were connected: {error}") from error
+            self._wait_until_connected(_dist.PrefixStore("device/", self._store), limit_s, why_not)
         except BaseException:
             self.close()
             raise
+
+    def _wait_until_connected(self, store: Any, limit_s: float, why_not: Callable[[], str | None]) -> None:
+        """Connect in a thread that nobody waits for once a rank is lost: what NCCL does then cannot be ended."""
+        assert self._star is not None
+        ends = queue.SimpleQueue[str | None]()
+        threading.Thread(target=self._connect, args=(store, limit_s, ends), name="ranks-connect", daemon=True).start()
+        lost = False
+        while not lost:
+            stop_if(why_not)
+            lost = self._star.reason is not None  # but who is connected may leave
+            with suppress(queue.Empty):
+                if (failure := ends.get(timeout=_LEAVES_S if lost else _ASKED_S)) is None:
+                    return
+                self._star.lose(f"Rank {self._rank} cannot connect its device: {failure}.")
+                lost = True
+        raise RankLostError(self._star.reason or "This rank has closed its group.")
+
+    def _connect(self, store: Any, limit_s: float, ends: queue.SimpleQueue[str | None]) -> None:
+        """ends: gets why it failed; None: it did not."""
+        assert self._watch is not None
+        try:
+            on_device = self._backend.make(store, self._rank, self._size, limit_s)
+            with self._held:
+                if not self._ended:
+                    self._on_device = on_device
+            del on_device
+            with self._watch.over(self._join_timeout_s):
+                self.all_reduce(torch.zeros(1, device=self._device)).cpu()
+        except Exception as error:  # noqa: BLE001 - whoever waits for the connection raises it
+            ends.put(str(error).partition("\n")[0].removesuffix(".") or repr(error))
+        else:
+            ends.put(None)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.device.type != self._device.type:
@@ -199,6 +239,13 @@ class NcclGroup(GlooGroup):
         self._star.wait_for_reason()
         self._star.lose(f"Rank {self._rank} cannot reach another: {failure}.")
         return RankLostError(self._star.reason or "This rank has closed its group.")
+
+
+def lacks() -> str | None:
+    """Say what torch lacks for a group of GPUs. None: nothing."""
+    if hasattr(_c10d.AllreduceOptions(), "asyncOp"):
+        return None
+    return f"torch {torch.__version__} does not add up on the stream of a step; 2.8 does"
 
 
 def _options(call: str, **fields: Any) -> Any:

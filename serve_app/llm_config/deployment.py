@@ -85,8 +85,8 @@ def _read_actor(taking: Taking, options: dict[str, Any]) -> None:
     path = f"{PATH}.ray_actor_options"
     if (cpus := options.get("num_cpus")) is not None and taking.get("engine_num_cpus") is None:
         taking.put("engine_num_cpus", cpus)
-    if (gpus := options.get("num_gpus", 0)) not in (0, 1):
-        taking.unsupported(f"{path}.num_gpus", gpus, "an engine takes a whole GPU, and no more than one")
+    if (gpus := options.get("num_gpus", 0)) not in (0, 1, taking.num_ranks):
+        taking.unsupported(f"{path}.num_gpus", gpus, "an engine takes a whole GPU for each rank, and no more")
     if (kind := options.get("accelerator_type")) is not None and taking.on_gpu:
         taking.put("engine_accelerator_type", kind)
     known = {"num_cpus", "num_gpus", "accelerator_type", "runtime_env"}

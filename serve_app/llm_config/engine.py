@@ -72,6 +72,16 @@ def _tokens(setting: str, taking: Taking, path: str, value: Any) -> None:
         taking.unsupported(path, value, "expected a number of tokens, such as 4096 or 4K")
 
 
+def _ranks(taking: Taking, path: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError
+    if value > 1 and not taking.own_app:
+        text = "behind Ray Serve LLM's own ingress an engine is one process; an application of `serve run` has ranks"
+        taking.unsupported(path, value, text)
+    elif value > 1:
+        taking.put("engine.tensor_parallel_size", value)
+
+
 def _dtype(taking: Taking, path: str, value: Any) -> None:
     name = _DTYPES.get(str(value), str(value).removeprefix("torch."))
     if name == "float16" and not taking.on_gpu:
@@ -213,6 +223,7 @@ _READERS: dict[str, Reader] = {
     "max_model_len": partial(_tokens, "engine.max_model_len"),
     "max_num_batched_tokens": partial(_tokens, "engine.max_num_batched_tokens"),
     "max_num_seqs": partial(_same, "engine.max_num_seqs"),
+    "tensor_parallel_size": _ranks,
     "block_size": partial(_same, "engine.block_size"),
     "enable_prefix_caching": partial(_same, "engine.enable_prefix_caching"),
     "num_gpu_blocks_override": partial(_same, "engine.num_kv_blocks"),
@@ -272,8 +283,10 @@ def _settle_memory(taking: Taking) -> None:
         taking.leave_out(f"{PATH}.{name}", taking.get(named[name]), f"{given[0]} says how large the KV cache is")
         taking.drop(named[name])
     host = "engine.kv_tiers.host_memory_gib"
-    if taking.get("engine.enable_prefix_caching") is False and taking.get(host) is not None:
-        taking.leave_out(f"{PATH}.kv_offloading_size", taking.get(host), "KV is kept only for the prefix cache")
+    uncached = "KV is kept only for the prefix cache" if taking.get("engine.enable_prefix_caching") is False else None
+    divided = "lower tiers move the KV of one rank alone" if taking.num_ranks > 1 else None
+    if (why := uncached or divided) and taking.get(host) is not None:
+        taking.leave_out(f"{PATH}.kv_offloading_size", taking.get(host), why)
         taking.drop("engine.kv_tiers")
 
 

@@ -18,7 +18,7 @@ class Untaken:
     neutral: tuple[Any, ...] = ()
 
 
-_ONE_DEVICE = "an engine runs on one device; more replicas use more of them"
+_ONE_DEVICE = "here tensor_parallel_size alone divides a model; more replicas use more devices"
 _CHOOSES = "how a step is computed; chunkserve chooses that itself"
 _LOADS = "how weights are loaded; chunkserve reads safetensors and GGUF files in its own way"
 _MEASURES = "chunkserve has logs and metrics of its own"
@@ -37,7 +37,7 @@ UNTAKEN: dict[str, Untaken] = dict(
         *_each("model served_model_name", "set model_loading_config instead, as in Ray Serve LLM", matters=True),
         # where it runs
         *_each(
-            "tensor_parallel_size pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
+            "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
             "decode_context_parallel_size nnodes",
             _ONE_DEVICE,
             1,
@@ -45,7 +45,7 @@ UNTAKEN: dict[str, Untaken] = dict(
         ),
         *_each("enable_expert_parallel enable_eplb", _ONE_DEVICE, False, matters=True),
         *_each("data_parallel_rank data_parallel_size_local data_parallel_address data_parallel_backend", _ONE_DEVICE),
-        *_each("distributed_executor_backend", "an engine is one process", "mp", "ray", "uni"),
+        *_each("distributed_executor_backend", "chunkserve starts an engine's ranks itself", "mp", "ray", "uni"),
         *_each("device_ids numa_bind numa_bind_nodes numa_bind_cpus", "Ray places replicas", False),
         *_each(
             "kv_transfer_config ec_transfer_config kv_events_config",

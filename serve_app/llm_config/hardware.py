@@ -3,9 +3,10 @@ Never asks a machine."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from serve_app.llm_config.taking import Taking
+from serve_app.settings.ranks import Placement
 
 _TPU = "no TPU is supported"
 _RENAMED = {"A10": "A10G"}
@@ -35,26 +36,30 @@ def read_hardware(taking: Taking, config: dict[str, Any]) -> None:
     elif kind is not None:
         taking.leave_out("accelerator_type", kind, "the engine runs on the CPU")
     if taking.on_gpu:
-        taking.put("engine_num_gpus", 1)
+        taking.put("engine_num_gpus", taking.num_ranks)
     _read_placement(taking, taking.mapping("placement_group_config", config.get("placement_group_config")))
 
 
 def _read_placement(taking: Taking, group: dict[str, Any]) -> None:
-    path, bundles = "placement_group_config", _bundles(group)
-    if len(bundles) > 1:
-        text = "an engine is one process on one node: it gets the first bundle, and more replicas use more"
+    path, bundles, size = "placement_group_config", _bundles(group), taking.num_ranks
+    if len(bundles) > 1 and len(bundles) != size:
+        text = "a rank of tensor_parallel_size has one bundle: the first is taken for each, and more replicas use more"
         taking.unsupported(f"{path}.bundles", bundles, text)
+    each = len(bundles) > 1 or bool(group.get("bundle_per_worker"))  # else all ranks share what the one bundle has
     for name, amount in (bundles[0] if bundles else {}).items():
         if name == "CPU":
-            taking.put("engine_num_cpus", amount)
-        elif name == "GPU" and amount not in (0, 1):
-            taking.unsupported(f"{path}.GPU", amount, "an engine takes a whole GPU, and no more than one")
+            taking.put("engine_num_cpus", amount * size if each else amount)
+        elif name == "GPU" and amount not in (0, 1 if each else size):
+            taking.unsupported(f"{path}.GPU", amount, "an engine takes a whole GPU for each rank, and no more")
         elif str(name).startswith("accelerator_type:"):
             taking.put("engine_accelerator_type", name.partition(":")[2])
         elif name != "GPU" and amount:
             taking.leave_out(f"{path}.{name}", amount, "an engine replica reserves CPUs and a GPU alone")
     known = {"bundles", "bundle_per_worker"}
-    taking.leave_out_rest(path, group, known, "an engine is one process, so there is nothing to place together")
+    if size > 1 and (strategy := str(group.get("strategy", "")).lower()) in get_args(Placement):
+        taking.put("tensor_parallel_placement", strategy)
+        known.add("strategy")
+    taking.leave_out_rest(path, group, known, "an engine of one rank has nothing to place together")
 
 
 def _bundles(group: Any) -> list[dict[str, Any]]:

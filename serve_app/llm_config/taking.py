@@ -61,6 +61,11 @@ class Taking:
             place = place.get(name) if isinstance(place, dict) else None
         return place
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks an engine has, once its arguments are read."""
+        return int(self.get("engine.tensor_parallel_size") or 1)
+
     def drop(self, setting: str) -> None:
         """Unset the setting at a dotted path, which must be set."""
         *parents, name = setting.split(".")

@@ -32,7 +32,7 @@ MODEL_RULES = (
     Rule(
         (ON_CUDA, ACCELERATOR),
         (NO_GPU,),
-        "Ray hides all GPUs from an engine that reserves none; set engine_num_gpus to 1",
+        "Ray hides all GPUs from an engine that reserves none; set engine_num_gpus to 1, or to one for each rank",
     ),
     Rule((IMAGES,), (TEXT,), "this setting has an effect only with models that take images"),
 )

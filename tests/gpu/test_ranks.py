@@ -78,6 +78,23 @@ def test_blocks_fill_the_least_of_both_memories(made: list[DeviceExecutor]) -> N
     assert several > one, "each has half of every block"
 
 
+def hold_memory(rank: int, share: float) -> object:
+    """Take a share of a rank's card, until what is returned is gone."""
+    size = torch.cuda.get_device_properties(rank).total_memory
+    return torch.empty(int(share * size), dtype=torch.uint8, device=torch.device("cuda", rank))
+
+
+def test_blocks_are_those_of_the_card_with_the_least_room(made: list[DeviceExecutor]) -> None:
+    settings: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": 0.5, "cuda_graphs": "none"}
+    equal = make(made, RANKS, **settings)[1]
+    made.pop().shutdown()
+    held = hold_memory(1, 0.1)
+    less = make(made, RANKS, **settings)[1]
+    del held
+    assert less.num_kv_blocks < equal.num_kv_blocks
+    assert "on the rank with the least room" in less.reasons["num_kv_blocks"]
+
+
 def decode_all(executor: DeviceExecutor) -> None:
     for place in range(20, len(TOKENS)):
         run(executor, decode("a", TOKENS[place], place, BLOCKS))

@@ -7,8 +7,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -51,6 +53,20 @@ class StandInEvent:
 
 MEBIBYTES = (8000, 10_000)
 THERE = StandIn(free=MEBIBYTES[:1], total=MEBIBYTES[1])
+_held = WeakSet[object]()
+"""What takes memory of the other ranks' devices."""
+
+
+class Held:
+    def __init__(self, rank: int, share: float) -> None:
+        assert rank, "the leader's device has what it has"
+        self.mebibytes = share * MEBIBYTES[1]
+        _held.add(self)
+
+
+def launch_ranks(gpus: Sequence[str]) -> StandInLauncher:
+    taken = sum(one.mebibytes for one in _held if isinstance(one, Held))
+    return StandInLauncher(mebibytes=(MEBIBYTES[0] - taken, MEBIBYTES[1]))
 
 
 def choose_device(config: EngineConfig) -> tuple[Device, str]:
@@ -58,7 +74,7 @@ def choose_device(config: EngineConfig) -> tuple[Device, str]:
 
 
 engine.execution.device.choose_device = engine.build.executor.choose_device = choose_device
-engine.build.gpu_ranks.SubprocessLauncher = lambda gpus: StandInLauncher(mebibytes=MEBIBYTES)  # type: ignore[assignment,misc]
+engine.build.gpu_ranks.SubprocessLauncher = launch_ranks  # type: ignore[assignment,misc]
 
 
 def tiny_shape(name: str, **changes: int) -> Path:
@@ -77,5 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {getattr(item, "module", None) for item in items}:
         if isinstance(getattr(module, "SHAPES", None), Path):
             module.SHAPES = tiny_shape("qwen3-0.6b").parent  # type: ignore[union-attr]
+        if hasattr(module, "hold_memory"):
+            module.hold_memory = Held  # type: ignore[union-attr]
         if hasattr(module, "CANCELS"):
             module.CANCELS = int(os.environ.get("STAND_IN_CANCELS", module.CANCELS))  # type: ignore[union-attr]

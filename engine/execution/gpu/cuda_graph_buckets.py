@@ -84,6 +84,17 @@ class Buckets:
         kinds = (True, False) if self.adapters else (False,)
         return tuple(replace(bucket, adapters=adapters) for bucket in sizes for adapters in kinds)
 
+    @property
+    def text(self) -> str:
+        """Says what is captured, in few words."""
+        if not self.all:
+            return "nothing is captured"
+        decode, tokens, rows = (
+            (", ".join(map(str, one))) for one in (self.decode_rows, self.mixed_tokens, self.mixed_rows)
+        )
+        mixed = f" and mixed {tokens} x {rows}" if tokens else ""
+        return f"decode {decode}{mixed} {'is captured with adapters, too' if self.adapters else 'is captured'}"
+
     def find(self, *, num_tokens: int, num_rows: int, decode: bool, adapters: bool = False) -> Bucket | str:
         """The smallest bucket that holds the step, or why there is none. decode: all rows are decode rows of one
         token. adapters: some row has a LoRA adapter."""

@@ -146,13 +146,13 @@ class DeviceExecutor:
         """Queue the step. A failure is an ordinary exception: rows of other plans are not affected.
 
         Raises:
-            ValueError: the plan breaks the seam's contract.
+            ValueError: the plan breaks the seam's contract. Fatal for a model with recurrent state on several ranks.
             ExecutorOutOfMemoryError: there is no memory for the activations of so many tokens. The step left no trace.
             StateLostError: the same, of a model with recurrent state.
             ExecutorFatalError: the device can do nothing more, or the step failed on one of several ranks.
         """
         try:
-            with device_faults(), self.model.ranks.together():
+            with device_faults(), self.model.ranks.together(advances=self.model.state is not None):
                 with advancing(self.model.state, plan):
                     launched = self._start(plan)
                 self._launched.append(launched)

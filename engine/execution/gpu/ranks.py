@@ -64,8 +64,9 @@ class DeviceRanks(Protocol):
     def keep(self, tokens: Tensor) -> None:
         """Note the tokens of a step, which a later plan may name as pending. They are no longer written to."""
 
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context for one step: what fails in it once the others were told is fatal.
+    def together(self, *, advances: bool = False) -> AbstractContextManager[None]:
+        """Return a context for one step: what fails in it once the others were told is fatal. advances: recurrent
+        states move in it, also before the others are told; then any failure is.
 
         Raises:
             ExecutorFatalError: in the body's place.
@@ -97,7 +98,7 @@ class Alone:
     def keep(self, tokens: Tensor) -> None: ...
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, advances: bool = False) -> Iterator[None]:
         yield
 
     def wait(self, download: Download) -> Sequence[Tensor]:

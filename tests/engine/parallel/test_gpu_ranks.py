@@ -1,39 +1,53 @@
-"""Owns the contract of an engine over several GPUs, on pretended ones: it answers as one GPU does, captured or not.
+"""The contract of an engine over several GPUs, on pretended ones. Long: starts and ends, too.
 Never needs a GPU: gloo is in NCCL's place, and the followers are threads."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+import engine.build.gpu
+import engine.build.gpu_ranks
 from engine.build.gpu import start_on_device
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.core.core import EngineCore
 from engine.execution.gpu.ranks import Way
 from engine.parallel.messages import DeviceStep, Message
 from engine.parallel.messages import decode as decode_message
+from engine.parallel.processes import SubprocessLauncher
 from engine.parallel.ranks import Ranks
 from engine.protocol import Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import PENDING_TOKEN, ExecutorFatalError, GraphUse, PromptScoring, StepPlan
 from kernels.choice import TRITON_TABLE
+from kernels.collectives.nccl import GLOO, Backend, NcclGroup
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_rank_process import StandInLauncher
-from tests.support.gpu_ranks import GpuRanks, gpu_ranks, pretend_gpus
+from tests.support.gpu_ranks import SETTINGS, GpuRanks, gpu_ranks, pretend_gpus
+from tests.support.packed_models import save_packed
 from tests.support.plans import chunk, decode, forced_logits, greedy_text
+from tests.support.rank_engine import saved
 from tests.support.tiny_models import VOCAB, save_model
 
 TOKENS = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 BLOCKS, OTHER_BLOCKS = (9, 3, 11, 0), (1, 2, 4, 5)
 CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 CAPTURED: dict[str, Any] = {"cuda_graph_decode_rows": (2, 3), "cuda_graph_mixed_tokens": (24,)}
+NARROW_TABLE = "tests.support.narrow_table"
+WORDS = "(alpha|beta|gamma)(-(alpha|beta|gamma)){2,3}"
+GRAMMAR = f"start: /{WORDS}/"
 GRAPHS = [pytest.param({"cuda_graphs": "none"}, id="eager"), pytest.param(CAPTURED, id="captured")]
 
 
@@ -184,6 +198,39 @@ def test_captured_steps_are_gone_before_the_group_ends(model: Path, monkeypatch:
     assert had_model == [False]
 
 
+@pytest.mark.parametrize("form", ["packed_4", "fp8_blocks_16"])
+def test_a_packed_checkpoint_is_divided_as_on_one_gpu(form: str, tmp_path: Path) -> None:
+    """Integers of 4 bits with a scale for each group of inputs, and fp8 with a scale for each block."""
+    save_packed(tmp_path / "packed", tmp_path / "plain", form)
+    found = []
+    for size, directory in ((1, "packed"), (2, "packed"), (1, "plain")):
+        with gpu_ranks(size, tmp_path / directory, **CAPTURED) as made:
+            logits = forced_logits(made.executor, TOKENS, BLOCKS, 16).log_softmax(-1)
+            found.append((logits, greedy_text(made.executor, TOKENS[:20], OTHER_BLOCKS, 8)))
+    for logits, text in found[1:]:
+        torch.testing.assert_close(logits, found[0][0], **CLOSE)
+        assert text == found[0][1]
+
+
+def test_answers_in_a_grammar_are_those_of_one_gpu(tmp_path: Path) -> None:
+    """The leader alone has masks. With a step in flight, it reads a token before it plans the next mask."""
+    saved(tmp_path, "llama")
+    tokenizer, found = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), list[dict[str, str]]()
+    for size in (1, 2):
+        with gpu_ranks(size, tmp_path, overlap=True, **CAPTURED) as made:
+            core, tokens = EngineCore(made.executor, made.resolved), dict[str, list[int]]()
+            for number, temperature in enumerate((0.0, 1.0)):
+                sampling = SamplingParams(temperature=temperature, seed=number, max_tokens=80, grammar=GRAMMAR)
+                prompt = tuple(TOKENS[number : number + 9])
+                core.submit(create_request(Submission(f"r{number}", prompt, sampling), made.resolved, number))
+            while core.has_work:
+                keep(core.step(), tokens)
+            found.append({name: tokenizer.decode(ids) for name, ids in tokens.items()})
+    assert found[1] == found[0]
+    assert all(re.fullmatch(WORDS, text) for text in found[1].values())
+    assert len(found[1]) == 2
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +298,26 @@ def test_triton_s_kernels_compute_each_rank_s_part_also_in_8_bits(
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
 
 
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize(("form", "kept"), [("packed_4_zeros", "4 bits"), ("fp8_blocks_16", "fp8")])
+def test_triton_s_products_take_each_rank_s_part_of_a_packed_checkpoint(
+    form: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    save_packed(tmp_path / "packed", tmp_path / "plain", form)
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "attention": "torch"}
+    found = []
+    for size, directory in ((1, "plain"), (2, "packed")):
+        if size == 2:
+            monkeypatch.setattr("kernels.choice.TRITON_TABLE", NARROW_TABLE)
+        made = GpuRanks(size, tmp_path / directory, launcher=StandInLauncher(NARROW_TABLE), **settings)
+        found.append(forced_logits(made.executor, TOKENS[:9], BLOCKS, 8).log_softmax(-1))
+        summary = made.resolved.reasons.get("weights", "")
+        made.executor.shutdown()
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    assert f"kept in {kept}" in summary, summary
+
+
 def test_a_rank_that_fails_in_a_step_ends_the_engine_with_its_reason(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,19 +339,225 @@ def test_a_rank_that_cannot_start_is_named_with_its_reason(model: Path, monkeypa
         GpuRanks(2, model, **settings)
 
 
+def test_a_rank_that_cannot_start_while_the_leader_waits_to_agree_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step is under way then: the leader waits for the number of KV blocks that the other has room for."""
+    agreed, waits = list[int](), threading.Event()
+
+    def least(group: NcclGroup, *numbers: Any) -> int:
+        if group.rank == 0:
+            agreed.append(1)
+            if len(agreed) == 2:
+                waits.set()
+        return agree(group, *numbers)
+
+    class Waiting(FakeDevice):
+        def memory(self) -> tuple[int, int]:
+            if len(self._free) == 1:
+                assert waits.wait(30)
+            return super().memory()
+
+    agree = engine.build.gpu_ranks._least
+    monkeypatch.setattr("engine.build.gpu_ranks._least", least)
+    pretend_gpus(monkeypatch, lambda rank: Waiting((15, 12, 11.5, 0.5)))
+    settings: dict[str, Any] = {"num_kv_blocks": None, "gpu_memory_utilization": 0.75, "cuda_graphs": "none"}
+    with pytest.raises(ConfigError, match=r"not every rank could start: Rank 1 gave up: ConfigError: .*leaves -"):
+        GpuRanks(2, model, **settings)
+
+
+NO_ROOM = r"max_num_batched_tokens is 24, but the GPU has no memory for such a step .*Lower max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        ("engine.execution.gpu.executor.choose_on_device", f"^{NO_ROOM}"),
+        (
+            "engine.parallel.device_follower.DeviceFollower._choose",
+            f"could start: .*Rank 1 gave up: ConfigError: {NO_ROOM}.$",
+        ),
+    ],
+    ids=["leader", "follower"],
+)
+def test_a_rank_without_memory_for_the_largest_step_says_what_to_lower(
+    fails: str, says: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(fails, fail)
+    with pytest.raises(ConfigError, match=says):
+        GpuRanks(2, model)
+
+
+def test_a_step_whose_states_have_moved_on_one_rank_alone_ends_the_engine(tmp_path: Path) -> None:
+    """The leader's moved before it saw that the plan is wrong, and the others were never told."""
+    save_model("qwen3_5", tmp_path)
+    made = GpuRanks(2, tmp_path)
+    with pytest.raises(ExecutorFatalError, match="blocks for"):
+        made.executor.launch(StepPlan(1, (chunk("a", TOKENS, 0, 20, BLOCKS[:1]),)))
+    made.executor.shutdown()
+
+
+class BlockingGloo:
+    """gloo, whose end lasts as long as there are captured steps with its sums, as NCCL's does: here for ever."""
+
+    def __init__(self, blocking: Blocking, *how: Any) -> None:
+        self._gloo: Any = GLOO.make(*how)
+        self._blocking = blocking
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gloo, name)
+
+    def abort(self) -> None:
+        del self._gloo
+        self._blocking.aborts.release()
+        self._blocking.end.wait()
+
+
+class Blocking:
+    def __init__(self) -> None:
+        self.aborts, self.end = threading.Semaphore(0), threading.Event()
+
+    def are_aborted(self, count: int) -> bool:
+        return all(self.aborts.acquire(timeout=30) for _ in range(count))
+
+
+@pytest.fixture
+def blocking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Blocking]:
+    """Let no communicator's end return before the test's."""
+    found = Blocking()
+    backend = Backend("a test", lambda *how: BlockingGloo(found, *how), aborts=True)
+    monkeypatch.setattr("engine.build.gpu_ranks.GLOO", backend)
+    yield found
+    found.end.set()
+
+
+def ends(work: Callable[[], object]) -> BaseException | None:
+    """Do what must not wait for the end of a communicator, and return the error with which it ends."""
+    found = list[BaseException | None]()
+
+    def run() -> None:
+        try:
+            work()
+            found.append(None)
+        except Exception as error:  # noqa: BLE001 - returned to the test
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "it waits for ever"
+    return found[0]
+
+
+def test_an_engine_ends_though_its_communicator_does_not(model: Path, blocking: Blocking) -> None:
+    made = GpuRanks(2, model, **CAPTURED)
+    assert ends(made.executor.shutdown) is None
+    assert [rank.poll() for rank in made.launcher.ranks] == ["rank 1 ended in order"]
+    assert blocking.are_aborted(2)
+
+
+def test_a_step_s_failure_is_told_though_the_communicator_does_not_end(
+    model: Path, blocking: Blocking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = GpuRanks(2, model, **CAPTURED)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no tokens today")
+
+    monkeypatch.setattr("engine.execution.gpu.executor.choose_on_device", fail)
+    error = ends(lambda: made.step(chunk("a", TOKENS[:20], 0, 20, BLOCKS)))
+    assert isinstance(error, ExecutorFatalError)
+    assert "no tokens today" in str(error)
+    assert ends(made.executor.shutdown) is None
+
+
+def test_a_start_that_fails_after_captures_ends_though_the_communicator_does_not(
+    model: Path, blocking: Blocking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("no executor today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.build.gpu.DeviceExecutor", fail)
+        error = ends(lambda: GpuRanks(2, model, **CAPTURED))
+    assert str(error) == "no executor today"
+    assert blocking.are_aborted(2)
+
+
 def test_a_rank_with_another_gpu_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(FakeDevice):
         name = "another GPU"
 
     pretend_gpus(monkeypatch, lambda rank: Other())
-    with pytest.raises(ConfigError, match=r"could start: Rank 1 gave up: .*on another GPU, and the leader has .*fake"):
+    with pytest.raises(
+        ConfigError, match=r"could start: Rank 1 gave up: .*on another GPU, .*and the leader has .*on fake GPU,"
+    ):
         GpuRanks(2, model)
 
 
-def test_fewer_gpus_than_ranks_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_gpus_than_ranks_are_refused_by_the_checks_already(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and each rank has a GPU of its own, .* sees 1"):
-        start_on_device(model, EngineConfig(tensor_parallel_size=2), FakeDevice(), "a test").build()
+        start_on_device(model, EngineConfig(tensor_parallel_size=2), FakeDevice(), "a test")
+
+
+def test_a_torch_that_cannot_sum_on_a_step_s_stream_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.build.gpu_ranks.lacks", lambda: "torch 2.4.0 does not add up on the stream of a step")
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size is 2, but torch 2.4.0 does not add up"):
+        start_on_device(model, EngineConfig(tensor_parallel_size=2), FakeDevice(), "a test", SubprocessLauncher())
+    assert start_on_device(model, EngineConfig(**SETTINGS), FakeDevice(), "a test")
+
+
+def test_ranks_that_capture_other_steps_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one image has Triton and the other has not, or torch's table captures less."""
+    plan, sizes = engine.build.gpu.plan_buckets, iter(((2, 3), (1, 3)))
+    monkeypatch.setattr(
+        "engine.build.gpu.plan_buckets", lambda *how, **given: plan(*how, **given | {"decode_rows": next(sizes)})
+    )
+    with pytest.raises(
+        ConfigError, match=r"Rank 1 gave up: .*it has .*decode 1, 3 and .*the leader has .*decode 2, 3 and"
+    ):
+        GpuRanks(2, model, **CAPTURED)
+
+
+def test_ranks_with_and_without_triton_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package for attention is the same, and what chooses tokens in a capture is not."""
+    choose, drawn = engine.build.gpu.choose_attention, iter((choose_packed, None))
+
+    def chosen(*how: Any, **given: Any) -> Any:
+        choice, ops = choose(*how, **given)
+        return choice, replace(ops, sample_packed=next(drawn))
+
+    monkeypatch.setattr("engine.build.gpu.choose_attention", chosen)
+    with pytest.raises(ConfigError, match=r"Rank 1 gave up: .*it has .*torch chooses.*the leader has .*kernels choose"):
+        GpuRanks(2, model, cuda_graphs="none")
+
+
+def choose_packed(*_: object) -> None:
+    raise AssertionError("the ranks do not start")
+
+
+def test_ranks_may_be_as_far_apart_as_a_start_allows_when_they_agree() -> None:
+    class Late:
+        rank, size, device = 0, 2, torch.device("cpu")
+        limits: ClassVar[list[float]] = []
+
+        @contextmanager
+        def watched(self, limit_s: float) -> Iterator[None]:
+            self.limits.append(limit_s)
+            yield
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.limits
+            x[0, 1], x[1, 1] = 3, 7
+            return x
+
+    late: Any = Late()
+    assert engine.build.gpu_ranks._least(late, (3 << 24) + 9) == (3 << 24) + 7
+    assert late.limits == [3600.0]
 
 
 # --- whole engines ----------------------------------------------------------------------------------------------------

@@ -3,15 +3,17 @@ Never needs a GPU, and so never shows what NCCL does."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.collectives.group import RankLostError
-from kernels.collectives.nccl import GLOO, Backend, NcclGroup
+from kernels.collectives.group import RankLostError, no_reason
+from kernels.collectives.nccl import GLOO, NCCL, Backend, NcclGroup, lacks
 from kernels.collectives.watch import Watch
 from loadtest.server import free_port
 from tests.kernels.collectives import jobs
@@ -142,6 +144,86 @@ def test_a_watch_tells_of_each_long_wait_once_and_of_no_short_one() -> None:
 
 
 def test_nccl_is_what_a_group_has_unless_it_is_told_otherwise() -> None:
-    group = NcclGroup("127.0.0.1:1", rank=0, size=2, device=torch.device("cuda", 0))
+    group = NcclGroup("127.0.0.1:1", rank=1, size=2, device=torch.device("cuda", 0))
     assert group._backend.name == "nccl"
     assert GLOO.name == "gloo"
+
+
+def test_torch_s_own_watch_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads it once it makes a group of NCCL's, which torch for CPUs has not."""
+    found = list[str | None]()
+
+    class Made:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            found.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+            found.append(os.environ.get("TORCH_NCCL_ENABLE_MONITORING"))
+
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        monkeypatch.setenv(name, "1")  # so that it is as before after the test
+    monkeypatch.setattr("kernels.collectives.nccl._dist", SimpleNamespace(ProcessGroupNCCL=Made))
+    NCCL.make(None, 0, 2, 1.0)
+    assert found == ["0", "0"]
+
+
+def test_an_old_torch_is_said_to_lack_what_a_group_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacks() is None
+    monkeypatch.setattr("kernels.collectives.nccl._c10d", SimpleNamespace(AllreduceOptions=SimpleNamespace))
+    assert "2.8 does" in str(lacks())
+
+
+# --- devices that are not connected -----------------------------------------------------------------------------------
+
+
+class Joining:
+    """Two ranks of which the leader's device waits for the other for ever, as NCCL does while it connects."""
+
+    def __init__(self, why_not: Callable[[], str | None] = no_reason) -> None:
+        self.waits, self.ends = threading.Event(), threading.Event()
+        address = f"127.0.0.1:{free_port()}"
+        self.groups = [
+            NcclGroup(address, rank=rank, size=2, device=torch.device("cpu"), backend=Backend("a test", make, True))
+            for rank, make in enumerate((self._wait, self._fail))
+        ]
+        self.errors = dict[int, Exception]()
+        reasons = why_not, no_reason
+        self._threads = [
+            threading.Thread(target=self._join, args=(rank, reasons[rank]), daemon=True) for rank in (0, 1)
+        ]
+
+    def run(self) -> tuple[str, str]:
+        """Return how each rank's start ends."""
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank waits for ever"
+        return str(self.errors[0]), str(self.errors[1])
+
+    def _join(self, rank: int, why_not: Callable[[], str | None]) -> None:
+        try:
+            self.groups[rank].join(why_not)
+        except RankLostError as error:
+            self.errors[rank] = error
+
+    def _wait(self, *_: object) -> None:
+        self.waits.set()
+        self.ends.wait()
+
+    def _fail(self, *_: object) -> None:
+        assert self.waits.wait(30)
+        raise ValueError("no card")
+
+
+def test_a_rank_that_is_lost_while_devices_connect_ends_the_others_wait() -> None:
+    joining = Joining()
+    assert joining.run() == ("Rank 1 cannot connect its device: no card.",) * 2
+    joining.ends.set()
+
+
+def test_a_process_that_ends_while_devices_connect_ends_the_leader_s_wait() -> None:
+    joining = Joining(lambda: "rank 1 was killed" if joining.waits.is_set() else None)
+    joining.groups[1]._backend = joining.groups[0]._backend
+    assert joining.run()[0] == "rank 1 was killed"
+    joining.ends.set()

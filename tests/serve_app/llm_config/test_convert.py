@@ -1,4 +1,4 @@
-"""An LLMConfig becomes settings that are accepted, and nothing of it gets lost without a line.
+"""An LLMConfig becomes settings that are accepted, and nothing of it gets lost. Long: a case for each argument.
 Never reads a file, and needs neither Ray nor vLLM."""
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def test_an_argument_of_a_gpu_is_taken_along_for_one(kwargs: dict[str, Any], set
 
 
 NOTED: list[tuple[dict[str, Any], Kind, str]] = [
-    ({"tensor_parallel_size": 2}, Kind.NOT_SUPPORTED, "tensor_parallel_size: an engine runs on one device"),
+    ({"pipeline_parallel_size": 2}, Kind.NOT_SUPPORTED, "here tensor_parallel_size alone divides a model"),
+    ({"tensor_parallel_size": 0}, Kind.NOT_SUPPORTED, "tensor_parallel_size: not a value that vLLM takes here"),
     ({"hf_overrides": {"a": 1}}, Kind.NOT_SUPPORTED, "hf_overrides: chunkserve reads it from the model's directory"),
     ({"chat_template": "/t.jinja"}, Kind.NOT_SUPPORTED, "put it there as chat_template.jinja (given: /t.jinja)"),
     ({"quantization": "bitsandbytes"}, Kind.NOT_SUPPORTED, "quantization: expected one of awq"),
@@ -103,6 +104,11 @@ NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"override_generation_config": {"temperature": 0}}, Kind.NOT_SUPPORTED, "the defaults of sampling are OpenAI's"),
     ({"generation_config": "auto"}, Kind.LEFT_OUT, "the defaults of sampling are OpenAI's, and not the model's"),
     ({"kv_transfer_config": {"kv_connector": "Nixl"}}, Kind.NOT_SUPPORTED, "kv_transfer_config: an engine's KV cache"),
+    (
+        {"kv_offloading_size": 4, "tensor_parallel_size": 2},
+        Kind.LEFT_OUT,
+        "kv_offloading_size: lower tiers move the KV of one rank alone (given: 4)",
+    ),
     ({"swap_space": 4}, Kind.LEFT_OUT, "for KV, set engine.kv_tiers (given: 4)"),
     ({"kv_offloading_backend": "lmcache"}, Kind.LEFT_OUT, "chunkserve has its own (given: lmcache)"),
     ({"max_model_len": -1}, Kind.CHANGED, "what the checkpoint was trained for (given: -1)"),
@@ -234,7 +240,7 @@ REST_NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"deployment_config": {"ray_actor_options": {"num_gpus": 2}}}, Kind.NOT_SUPPORTED, "an engine takes a whole GPU"),
     ({"deployment_config": {"ray_actor_options": {"memory": 2}}}, Kind.LEFT_OUT, "ray_actor_options.memory"),
     ({"deployment_config": 3}, Kind.NOT_SUPPORTED, "deployment_config: expected a mapping (given: 3)"),
-    ({"placement_group_config": {"bundles": [{"GPU": 1}] * 2}}, Kind.NOT_SUPPORTED, "it gets the first bundle"),
+    ({"placement_group_config": {"bundles": [{"GPU": 1}] * 2}}, Kind.NOT_SUPPORTED, "has one bundle"),
     ({"placement_group_config": {"bundles": [{"GPU": 0.5}]}}, Kind.NOT_SUPPORTED, "an engine takes a whole GPU"),
     ({"accelerator_config": {"kind": "tpu"}}, Kind.NOT_SUPPORTED, "no TPU is supported"),
     ({"lora_config": {"dynamic_lora_loading_path": "s3://a/b"}}, Kind.NOT_SUPPORTED, "name each in lora_adapters"),
@@ -376,6 +382,35 @@ def test_what_vllm_takes_becomes_settings_that_are_accepted(
 
 def test_no_argument_is_both_taken_along_and_left_out() -> None:
     assert not {*_READERS, *_TOGETHER} & UNTAKEN.keys()
+
+
+RANKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"engine_num_gpus": 2}),
+    ({"placement_group_config": {"bundles": [{"GPU": 1, "CPU": 3}] * 2}}, {"engine_num_gpus": 2, "engine_num_cpus": 6}),
+    ({"placement_group_config": {"bundles": [{"GPU": 2, "CPU": 3}]}}, {"engine_num_gpus": 2, "engine_num_cpus": 3}),
+    ({"placement_group_config": {"bundle_per_worker": {"GPU": 1, "CPU": 3}}}, {"engine_num_cpus": 6}),
+    (
+        {"placement_group_config": {"bundles": [{"GPU": 1}] * 2, "strategy": "SPREAD"}},
+        {"tensor_parallel_placement": "spread"},
+    ),
+    ({"deployment_config": {"ray_actor_options": {"num_gpus": 2}}}, {"engine_num_gpus": 2}),
+    (CPU, {"engine_num_gpus": None}),
+]
+
+
+@pytest.mark.parametrize(("hardware", "settings"), RANKS, ids=str)
+def test_ranks_are_taken_along_with_a_gpu_each(hardware: dict[str, Any], settings: dict[str, Any]) -> None:
+    taking = converted(engine_kwargs={"tensor_parallel_size": 2}, **hardware)
+    for setting, value in {"engine.tensor_parallel_size": 2, **settings}.items():
+        assert taking.get(setting) == value, setting
+    assert lines(taking) == []
+
+
+def test_a_gpu_for_several_ranks_is_not_enough() -> None:
+    taking = converted(engine_kwargs={"tensor_parallel_size": 2}, placement_group_config={"bundles": [{"GPU": 1}]})
+    (note,) = taking.notes
+    assert note.kind is Kind.NOT_SUPPORTED
+    assert "a whole GPU for each rank" in note.text
 
 
 def test_the_fields_are_listed_in_order() -> None:

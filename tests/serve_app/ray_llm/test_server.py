@@ -288,7 +288,7 @@ async def test_an_adapter_that_is_nowhere_is_a_404(
 @pytest.mark.parametrize(
     ("kwargs", "said"),
     [
-        ({"tensor_parallel_size": 2}, "engine_kwargs.tensor_parallel_size: an engine runs on one device"),
+        ({"tensor_parallel_size": 2}, "engine_kwargs.tensor_parallel_size: behind Ray Serve LLM's own ingress"),
         ({"max_sequences": 2}, "engine_kwargs.max_sequences: chunkserve knows no such engine argument"),
         ({"chunkserve": {"ingress_replicas": 2}}, "engine_kwargs.chunkserve.ingress_replicas: it has no effect"),
         ({"max_num_seqs": 0}, "engine.max_num_seqs: Input should be greater than or equal to 1"),
