@@ -151,11 +151,12 @@ class GlooGroup:
 
         with given_up(self, _TAKE):
             self._run(swap)
-        if wrong := [rank for rank in others if given[rank, 1] != own[rank, 1]]:
+        widths = given[:, 1].tolist()
+        if wrong := [rank for rank, width in enumerate(widths) if width != widths[LEADER]]:
             assert self._star is not None
-            self._star.lose(
-                f"Rank {wrong[0]} exchanges rows of {int(given[wrong[0], 1])} bytes where rank {self._rank} exchanges "
-                f"rows of {int(own[0, 1])} bytes."
+            self._star.lose(  # in the words of all ranks: each may be the first
+                f"Rank {wrong[0]} exchanges rows of {widths[wrong[0]]} bytes where rank {LEADER} exchanges rows of "
+                f"{widths[LEADER]} bytes."
             )
             self.check()
         with given_up(self, _TAKE):
