@@ -32,10 +32,10 @@ PLACES: Mapping[str, Facts] = {
 }
 
 MODELS: Mapping[str, Facts] = {
-    "dense": frozenset({engine.TEXT, engine.NO_STATE}),
+    "dense": frozenset({engine.NO_EXPERTS, engine.TEXT, engine.NO_STATE}),
     "mixture of experts": frozenset({engine.EXPERTS, engine.TEXT, engine.NO_STATE}),
-    "hybrid": frozenset({engine.LINEAR_ATTENTION, engine.RECURRENT_STATE, engine.TEXT}),
-    "text and images": frozenset({engine.IMAGES, engine.NO_STATE}),
+    "hybrid": frozenset({engine.NO_EXPERTS, engine.LINEAR_ATTENTION, engine.RECURRENT_STATE, engine.TEXT}),
+    "text and images": frozenset({engine.NO_EXPERTS, engine.IMAGES, engine.NO_STATE}),
 }
 """Kinds of models, as in reference/models.md, with all their features in the table."""
 

@@ -86,6 +86,7 @@ GROUPS = (
         "Lower `tensor_parallel_size` or `expert_parallel_size`; for a rank that could not start, the message has its "
         "reason.",
         (
+            "engine/build/executor.py",
             "engine/build/*ranks.py",
             "engine/build/rank_*.py",
             "engine/build/*follower.py",

@@ -859,6 +859,16 @@ class EngineConfig:
             _check_whole_prompts(self, self.max_model_len, least - 1)
 
     @property
+    def num_seats(self) -> int:
+        """How many requests the engine runs at once, those of all its ranks together."""
+        return self.max_num_seqs * self.expert_parallel_size
+
+    @property
+    def queue_room(self) -> int:
+        """How many requests wait in the engine at most, for all its ranks together."""
+        return self.max_queued_requests * self.expert_parallel_size
+
+    @property
     def stored(self) -> bool:
         """Whether matrices are kept in their checkpoint's bits. With `quantize: auto` only the start can tell."""
         return self.quantize == "stored"
@@ -920,6 +930,8 @@ class ResolvedConfig:
     """Bytes of a KV block without a draft model's; 0 if the executor stores no KV."""
     tier_block_bytes: int = 0
     """Bytes of the same in a tier; 0 likewise."""
+    expert_parallel_size: int = 1
+    """How many ranks have requests, seats and KV of their own; the numbers here are of one of them."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
 
@@ -953,6 +965,7 @@ class ResolvedConfig:
             enable_prefix_caching=config.enable_prefix_caching,
             max_encoder_tokens=config.max_encoder_tokens,
             max_loras=config.max_loras,
+            expert_parallel_size=config.expert_parallel_size,
             targets=config.targets,
             kv_tiers=config.kv_tiers,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -978,6 +991,11 @@ class ResolvedConfig:
         )
         _check_whole_prompts(made, made.max_model_len, made.max_decode_tokens)
         return made
+
+    @property
+    def num_seats(self) -> int:
+        """How many requests the engine runs at once, those of all its ranks together."""
+        return self.max_num_seqs * self.expert_parallel_size
 
     @property
     def speculates(self) -> bool:

@@ -56,6 +56,7 @@ LOAD = "tests/engine/test_load_snapshot.py"
 LOCKSTEP_LIVES = "tests/engine/test_lockstep_lives.py"
 LOGPROBS = "tests/engine/batch/test_logprobs.py"
 MIXTURES = "tests/engine/lockstep/test_mixtures.py"
+LATE_FAILURE = f"{MIXTURES}::test_a_rank_that_fails_once_others_have_its_rows_ends_all_and_nobody_gets_a_wrong_token"
 MODEL_DRAFTS = "tests/engine/speculation/test_draft_model_policy.py"
 NATIVE = "tests/kernels/cpu/native/test_program.py"
 LOW_RANK = "tests/kernels/cpu/native/test_low_rank.py"
@@ -72,6 +73,7 @@ NARROW_TIERS = "tests/engine/execution/test_narrow_tiers.py"
 NATIVE_BLOCKS = "tests/kernels/cpu/native/test_blocks.py"
 TIERS = "tests/engine/core/test_kv_tiers.py"
 PREPARING = "tests/engine/scheduling/test_preparing.py"
+SERVED_RANK = "tests/engine/parallel/test_served_rank.py"
 RESERVATION = "tests/engine/scheduling/test_reservation.py"
 PREFILL_RATE = "tests/engine/scheduling/test_prefill_rate.py"
 RANKS = "tests/engine/lockstep/test_ranks.py"
@@ -1233,6 +1235,57 @@ MUTATIONS = (
         "        if opens:\n            self._tell(Opened(self._begun))\n",
         "",
         (GROUP_RANKS,),
+    ),
+    Mutation(
+        "lockstep end: layer",
+        "A rank that fails once others have its rows exchanges the layer again, and meets them in their next one.",
+        "engine/models/expert_ranks.py",
+        '        with given_up(self, "exchange rows"):',
+        "        if True:",
+        (LATE_FAILURE,),
+    ),
+    Mutation(
+        "lockstep end: pass",
+        "A recorded pass whose exchange fails is run a second time as one without rows.",
+        "kernels/collectives/reduction.py",
+        '            with given_up(group, "exchange rows"):',
+        "            if True:",
+        (LATE_FAILURE,),
+    ),
+    Mutation(
+        "lockstep end: memory",
+        "A rank that has no memory for the rows of others fails alone.",
+        "kernels/collectives/shared_memory.py",
+        "        with given_up(self, _TAKE):",
+        "        if True:",
+        (f"{EXCHANGE}::test_a_rank_without_memory_for_its_rows_ends_all_because_others_may_have_theirs",),
+    ),
+    Mutation(
+        "lockstep drain",
+        "A rank that is told to drain refuses requests that its leader accepted before, while their grammars compile.",
+        "engine/parallel/served_rank.py",
+        "        await self._none_gets_ready.wait()\n",
+        "",
+        (SERVED_RANK,),
+    ),
+    Mutation(
+        "lockstep seats",
+        "The gate sends an engine as many requests as one of its ranks runs.",
+        "serve_app/settings/application.py",
+        "model.engine.num_seats + backlog",
+        "model.engine.max_num_seqs + backlog",
+        ("tests/serve_app/settings/test_rank_settings.py",),
+    ),
+    Mutation(
+        "lockstep load",
+        "Requests that were only sent to a rank are in nobody's load.",
+        "engine/parallel/leading_engine.py",
+        "with_unseen(load, given[rank])",
+        "load",
+        (
+            "tests/engine/lockstep/test_processes.py::"
+            "test_the_load_is_that_of_all_ranks_from_the_start_with_requests_that_have_only_been_sent",
+        ),
     ),
     Mutation(
         "I-33 lost token",
@@ -2637,8 +2690,8 @@ MUTATIONS = (
         "ranks: digest",
         "A rank with other weights or another processor computes with the others.",
         "engine/parallel/follower.py",
-        "if model != self._digest:",
-        "if not model:",
+        "if message.model != computes:",
+        "if not message.model:",
         (f"{RANKS_START}::test_a_rank_with_other_weights_is_refused_at_the_start",),
     ),
     Mutation(

@@ -96,7 +96,8 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
         return resolved
     from engine.build.executor import check_executor
 
-    return check_executor(_prepared(model, config, progress=False), config, engines)
+    sharing = engines * config.expert_parallel_size  # each of these ranks takes what an engine does
+    return check_executor(_prepared(model, config, progress=False), config, sharing)
 
 
 def _build_torch(

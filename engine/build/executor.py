@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from engine.config import EngineConfig, ResolvedConfig
+from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.execution.device import choose_device
 from engine.execution.executor import ModelExecutor
 from engine.parallel.processes import RankLauncher
@@ -35,8 +35,13 @@ def create_executor(
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
         ModelError: the draft model cannot be found or read.
-        ConfigError: the config asks for more than the checkpoint, the device or the memory can give.
+        ConfigError: the config asks for more than the checkpoint, the device or the memory can give; or for ranks with
+            requests of their own, which are engines: engine.build.engine.build_engine starts them.
     """
+    if (size := config.expert_parallel_size) > 1:
+        raise ConfigError(
+            f"expert_parallel_size is {size}, but an executor is of one rank: let build_engine start the engine."
+        )
     return _start(model_dir, config, engines, launcher).build()
 
 

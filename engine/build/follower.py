@@ -62,7 +62,7 @@ class Specification:
                 join_claim(self.claim)
             model = sharded(whole, self.shard)
             builder = cpu_builder(self.model_dir, model, self.config, self.resolved, self.kernels, group)
-            here = what_computes(self.model_dir, self.kernels)
+            here = what_computes(self.model_dir, self.kernels.name)
             TorchThreads(1 if native else threads_of_rank(self.resolved.num_threads, self.shard.size)).use()
             follower = Follower(builder.build(), group, vocab_sizes(whole, self.shard.size), here)
             group.join()
@@ -80,16 +80,16 @@ def group_at(place: Path | str, shard: Shard) -> ExchangeGroup:
     return GlooGroup(place, rank=shard.rank, size=shard.size)
 
 
-def what_computes(model_dir: Path, kernels: Choice) -> str:
+def what_computes(model_dir: Path, kernels: str) -> str:
     """Say what must be the same on all ranks: the model, and instructions that give the same bits. Each rank chooses a
-    token's experts by itself, and all must choose the same.
+    token's experts by itself, and all must choose the same. kernels: their name.
 
     Raises:
         OSError: a file of the model cannot be read.
     """
     torchs = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-    by = identity() if kernels.name == NATIVE else torchs
-    return f"the model {model_digest(model_dir)}, computed by {kernels.name} ({by})"
+    by = identity() if kernels == NATIVE else torchs
+    return f"the model {model_digest(model_dir)}, computed by {kernels} ({by})"
 
 
 def follow(specification: bytes) -> None:

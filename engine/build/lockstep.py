@@ -19,7 +19,7 @@ import torch
 from engine.async_engine import AsyncEngine
 from engine.build.cpu import start_on_cpu
 from engine.build.executor import check_executor
-from engine.build.follower import group_at
+from engine.build.follower import group_at, what_computes
 from engine.build.ranks import place_of
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.core.core import EngineCore
@@ -29,7 +29,6 @@ from engine.models.description import Shard
 from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.line import Line
-from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import Followers, RankLauncher, RankProcess, SubprocessLauncher
 from engine.parallel.served_rank import ServedRank
 from kernels.collectives.gloo import GlooGroup
@@ -93,13 +92,18 @@ def _load(
 
 
 def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) -> None:
-    """Raise ConfigError, on all ranks, unless they have the same model and compute it by the same kernels."""
-    own = hashlib.sha256(f"{model_digest(model_dir)} {resolved.kernels} {resolved.dtype}".encode()).digest()
+    """Raise ConfigError, on all ranks, unless they have the same model and compute it by the same instructions: a
+    request's answer must not depend on the rank that has it."""
+    here = what_computes(model_dir, resolved.kernels)
+    own = hashlib.sha256(f"{here} {resolved.dtype}".encode()).digest()
     digests = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
     found, _ = group.exchange(digests, [1] * group.size)
     others = [rank for rank in range(group.size) if not torch.equal(found[rank], digests[rank])]
     if others:
-        raise ConfigError(f"Ranks {others} have another model than rank {group.rank}, or compute it by other kernels.")
+        raise ConfigError(
+            f"Ranks {others} have another model than rank {group.rank}, or compute it by other kernels or "
+            f"instructions: here it is {here} in {resolved.dtype}."
+        )
 
 
 def start_lockstep(

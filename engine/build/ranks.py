@@ -53,7 +53,7 @@ class LeadingRank:
             ConfigError: a rank could not.
         """
         with _starting(self.group.size):
-            self.ranks.meet(what_computes(self._model_dir, self._kernels))
+            self.ranks.meet(what_computes(self._model_dir, self._kernels.name))
         return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)
 
 

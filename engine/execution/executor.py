@@ -173,6 +173,10 @@ class TorchExecutor:
     def logits(self, plan: StepPlan) -> Tensor:
         return self._forward(plan).logits_at(torch.arange(plan.num_tokens)).clone()
 
-    def _forward(self, plan: StepPlan) -> Computed:
+    def use_threads(self) -> None:
+        """Let torch's operators in the calling thread, which runs the steps, have as many threads as this engine's."""
         self._threads.use()
+
+    def _forward(self, plan: StepPlan) -> Computed:
+        self.use_threads()
         return self.model.forward(plan, self._answers.newest)

@@ -39,6 +39,7 @@ class LockstepExecutor:
         self.model.begin_pass()
         failure: Exception | None = None
         with self._all_ranks():
+            self._executor.use_threads()  # also without rows: this rank computes those that others send
             if plan.rows:
                 try:
                     self._executor.launch(replace(plan, joint=None))
@@ -72,7 +73,6 @@ class LockstepExecutor:
         if self._divided is not None:
             self._divided = None
             self._executor.shutdown()
-            self._group.give_up("its engine was shut down")
             self._group.close()
 
     def logits(self, plan: StepPlan) -> Tensor:

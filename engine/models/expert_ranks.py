@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.models.computed import Model
 from engine.models.decoder import Decoder
 from kernels.collectives.experts import NUM_EXCHANGES, exchange_experts
-from kernels.collectives.group import Exchanging
+from kernels.collectives.group import Exchanging, given_up
 
 
 class DividedModel(Model, Protocol):
@@ -49,7 +49,8 @@ class CountedExchanges:
         self._ranks.give_up(reason)
 
     def exchange(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
-        found = self._ranks.exchange(rows, counts)
+        with given_up(self, "exchange rows"):  # which others may have done, so that it cannot be repeated
+            found = self._ranks.exchange(rows, counts)
         self._num_made += 1
         return found
 

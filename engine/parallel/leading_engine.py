@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.line import Line
-from engine.parallel.loads import summed
+from engine.parallel.loads import summed, with_unseen
 from engine.parallel.processes import Followers
 from engine.parallel.rank_messages import Abort, Answer, Ask, Drain, End, Left, Opened, Question, Stepped, Submit, Told
 from engine.protocol import TERMINAL, Event, FinishReason, LoadSnapshot, Submission
@@ -24,6 +25,8 @@ from kernels.collectives.group import LEADER
 
 _END_S = 10.0
 """How long a rank may take to end once it was told."""
+_FIRST_S = 60.0
+"""The most that a rank's first word is waited for: the engine is not wrong without it, but seems smaller."""
 
 
 class LeadingEngine(AsyncEngine):
@@ -36,17 +39,21 @@ class LeadingEngine(AsyncEngine):
         self._group_ranks = ranks
         self._followers = followers
         self._rank_of: dict[str, int] = {}  # of requests that have not ended
-        self._loads: dict[int, LoadSnapshot] = {}  # of other ranks, since they first had a request
+        self._loads: dict[int, LoadSnapshot] = {}  # of other ranks
+        self._heard_of = threading.Semaphore(0)  # released once by each other rank
         self._answers: dict[int, Callable[[Any], object]] = {}
         self._numbers = itertools.count()
         self._handing_out = threading.Lock()
         super().__init__(core, ranks)
 
     def connect(self, lines: Mapping[int, Line]) -> None:
-        """Use these lines from now on, whose messages go to `hear` and whose ends to `lose`. lines: by rank."""
+        """Use these lines from now on, whose messages go to `hear` and whose ends to `lose`. Wait until each rank has
+        said what it has. lines: by rank."""
         self._lines = lines
         for line in lines.values():
             line.start()
+        for _ in lines:
+            self._heard_of.acquire(timeout=_FIRST_S)
 
     # --- callers' side: see AsyncEngine -------------------------------------------------------------------------------
 
@@ -76,7 +83,9 @@ class LeadingEngine(AsyncEngine):
             self._lines[rank].send(Abort(request_id, reason))
 
     def load(self) -> LoadSnapshot:
-        load = summed([super().load(), *self._loads.values()])
+        given = Counter(list(self._rank_of.values()))
+        loads = {LEADER: super().load(), **self._loads}
+        load = summed([with_unseen(load, given[rank]) for rank, load in loads.items()])
         return replace(load, rank_late_s=tuple(self._group_ranks.late_s))
 
     async def cached_digests(self, limit: int) -> list[bytes]:
@@ -89,6 +98,7 @@ class LeadingEngine(AsyncEngine):
         return sum(map(int, dropped))
 
     async def drain(self) -> None:
+        self._draining = True  # before ranks are told, which then refuse what is given to them
         for line in self._lines.values():
             line.send(Drain())
         await super().drain()
@@ -114,7 +124,12 @@ class LeadingEngine(AsyncEngine):
     async def _ask_rank(self, line: Line, question: Question, arguments: tuple[int, ...]) -> Any:
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         answer: asyncio.Future[Any] = loop.create_future()
-        self._answers[number] = lambda result: loop.call_soon_threadsafe(answer.set_result, result)
+
+        def give(result: Any) -> None:
+            with suppress(RuntimeError):  # the loop was closed, so nobody waits
+                loop.call_soon_threadsafe(answer.set_result, result)
+
+        self._answers[number] = give
         try:
             line.send(Ask(number, question, arguments))
             while not answer.done():  # polled, because a lost rank never answers
@@ -136,7 +151,7 @@ class LeadingEngine(AsyncEngine):
                 self._group_ranks.lose(reason)
                 self.tell(message, but=rank)
             case Told(events=events, load=load):
-                self._loads[rank] = load
+                self._take_load(rank, load)
                 self._hand_out(events)
             case Stepped(facts=facts, events=events):
                 self._commands.put(partial(self._note_step, facts, events))
@@ -144,8 +159,16 @@ class LeadingEngine(AsyncEngine):
                 if (give := self._answers.pop(number, None)) is not None:
                     give(result)
 
+    def _take_load(self, rank: int, load: LoadSnapshot) -> None:
+        is_first = rank not in self._loads
+        self._loads[rank] = load
+        if is_first:
+            self._heard_of.release()
+
     def lose(self, rank: int) -> None:
         """A rank's process has ended: end all others."""
+        if rank not in self._loads:
+            self._heard_of.release()
         reason = f"Rank {rank} has died"
         self._group_ranks.lose(reason)
         self.tell(Left(reason), but=rank)
@@ -164,7 +187,7 @@ class LeadingEngine(AsyncEngine):
     def _hand_out(self, events: Sequence[Event]) -> None:
         """One thread at a time: a request that fails here because its rank is lost may just have ended there."""
         with self._handing_out:
-            super()._hand_out(events)
             for event in events:
                 if isinstance(event, TERMINAL):
                     self._rank_of.pop(event.request_id, None)
+            super()._hand_out(events)  # last: who reads that a request has ended no longer finds it in the load

@@ -3,6 +3,7 @@ Never blocks who sends, and never says what a message means."""
 
 from __future__ import annotations
 
+import logging
 import pickle
 import queue
 import socket
@@ -12,6 +13,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kernels.collectives.star import configure
+
+logger = logging.getLogger(__name__)
+
 
 class Line:
     """Messages are pickled: both ends are this engine's own processes, and said so with the group's token when they
@@ -19,9 +24,9 @@ class Line:
 
     def __init__(self, peer: socket.socket, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         """peer: is closed with this. on_message: is given each message, in order, by a thread of the line. on_end: is
-        called once, by that thread, when the other end has closed or its process has ended; not after `close`."""
-        peer.settimeout(None)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        called once, by that thread, when the other end has closed, its process has ended, its machine no longer
+        answers, or a message could not be taken; not after `close`."""
+        configure(peer, timeout_s=None)
         self._peer = peer
         self._pipe = Connection(socket.dup(peer.fileno()))
         self._on_message, self._on_end = on_message, on_end
@@ -61,9 +66,12 @@ class Line:
             while True:
                 self._on_message(pickle.loads(self._pipe.recv_bytes()))
         except (EOFError, OSError):
+            pass
+        except Exception:
+            logger.exception("A message to this rank could not be taken, so the line to its sender ends.")
+        finally:
             with suppress(OSError):
                 self._peer.shutdown(socket.SHUT_RDWR)  # whoever still writes would wait for ever
             if not self._closed:
                 self._on_end()
-        finally:
             self._pipe.close()

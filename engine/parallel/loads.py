@@ -23,6 +23,13 @@ _SUMMED = (
 )
 
 
+def with_unseen(load: LoadSnapshot, num_given: int) -> LoadSnapshot:
+    """Return the load of an engine that was given so many requests that have not ended: it has not yet said of all of
+    them that they wait."""
+    unseen = max(0, num_given - load.num_running - load.num_waiting)
+    return replace(load, num_waiting=load.num_waiting + unseen)
+
+
 def summed(loads: Sequence[LoadSnapshot]) -> LoadSnapshot:
     """Return the sums of what is counted. Steps are those of the first, since ranks make them together; so is what
     describes how it reserves memory. It waits for the reason of the first in which a request waits."""

@@ -4,6 +4,8 @@ Never decides which rank has a request, and never outlives its leader."""
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.line import Line
 from engine.parallel.rank_messages import Abort, Answer, Ask, Drain, End, Left, Opened, Stepped, Submit, Told
 from engine.protocol import EngineError, ErrorCode, Event, Failed, FinishReason, Submission
+
+logger = logging.getLogger(__name__)
 
 
 class ServedRank:
@@ -26,10 +30,13 @@ class ServedRank:
         self._ends = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._getting_ready: dict[str, FinishReason | None] = {}  # request -> how it was aborted meanwhile
+        self._none_gets_ready = asyncio.Event()
+        self._none_gets_ready.set()
         engine.observe(self)
 
     async def run(self) -> None:
         """Return when the leader has ended this rank, or has itself ended."""
+        self.receive([])  # from now on the leader counts what this rank has
         await self._ends.wait()
         await asyncio.to_thread(self._engine.shutdown)
         for task in self._tasks:
@@ -67,7 +74,7 @@ class ServedRank:
         """See EventSink."""
         self._send(Told(events, self._engine.load()))
 
-    def _send(self, message: Told | Answer) -> None:
+    def _send(self, message: Told | Answer | Stepped) -> None:
         assert self.line is not None
         self.line.send(message)
 
@@ -82,7 +89,7 @@ class ServedRank:
             case Ask(number=number, question=question, arguments=arguments):
                 self._begin(self._answer(number, getattr(self._engine, question.value)(*arguments)))
             case Drain():
-                self._begin(self._engine.drain())
+                self._begin(self._drain())
             case End():
                 self._ends.set()
 
@@ -95,14 +102,31 @@ class ServedRank:
         """The leader has checked the request by its own limits, and promised its caller an end."""
         request_id = submission.request_id
         self._getting_ready[request_id] = None
+        self._none_gets_ready.clear()
         try:
             self._engine.submit(submission, self, await self._engine.make_ready(submission))
             if (reason := self._getting_ready[request_id]) is not None:
                 self._engine.abort(request_id, reason)
         except EngineError as error:
-            self.receive([Failed(request_id, error.code, error.message)])
+            self._fail(Failed(request_id, error.code, error.message))
+        except Exception as error:
+            logger.exception("request %s could not be taken", request_id)
+            message = f"The request could not be prepared: {type(error).__name__}."
+            self._fail(Failed(request_id, ErrorCode.PREPARATION_FAILED, message))
         finally:
             del self._getting_ready[request_id]
+            if not self._getting_ready:
+                self._none_gets_ready.set()
+
+    def _fail(self, failed: Failed) -> None:
+        """End a request that the engine has not taken: for its caller, and for the leader's observer."""
+        self._send(Stepped(StepFacts(time.monotonic()), [failed]))
+        self.receive([failed])
+
+    async def _drain(self) -> None:
+        """An engine that drains refuses requests, also those that the leader accepted before."""
+        await self._none_gets_ready.wait()
+        await self._engine.drain()
 
     async def _answer(self, number: int, result: Coroutine[Any, Any, int | list[bytes]]) -> None:
         self._send(Answer(number, await result))

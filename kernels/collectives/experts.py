@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import Exchanging, RankLostError
+from kernels.collectives.group import Exchanging, given_up
 from kernels.cpu.experts import expert_products
 from kernels.forward import Routing, held_experts
 from kernels.reference import route
@@ -38,14 +38,10 @@ def exchange_experts(
     ends = torch.tensor([held_experts(len(router), rank, ranks.size).stop for rank in range(ranks.size)])
     counts = torch.searchsorted(numbers, ends).diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
     arrived, received = ranks.exchange(_numbered(x[order // routing.per_token], numbers), counts)
-    try:
+    with given_up(ranks, "compute rows of others"):
         rows, wanted = _unnumbered(arrived, x.dtype)
         first = held_experts(len(router), ranks.rank, ranks.size).start
         found = expert_products(rows, wanted - first, gate_up, down)
-    except Exception as error:
-        reason = f"it could not compute rows of others: {type(error).__name__}: {error}"
-        ranks.give_up(reason)
-        raise RankLostError(f"Rank {ranks.rank} gave up: {reason}.") from error
     back, _ = ranks.exchange(found, received)
     by_token = torch.empty_like(back)
     by_token[order] = back

@@ -15,9 +15,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, no_reason
+from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, given_up, no_reason
 from kernels.collectives.star import Star, accept_ranks, reach_leader
 
+_TAKE = "take the rows that others have for it"
 _dist: Any = torch.distributed  # its types do not have what groups besides the default one are made of
 
 
@@ -148,7 +149,8 @@ class GlooGroup:
                 parts[rank] = part
             return None
 
-        self._run(swap)
+        with given_up(self, _TAKE):
+            self._run(swap)
         if wrong := [rank for rank in others if given[rank, 1] != own[rank, 1]]:
             assert self._star is not None
             self._star.lose(
@@ -156,7 +158,8 @@ class GlooGroup:
                 f"rows of {int(own[0, 1])} bytes."
             )
             self.check()
-        return torch.cat(parts), given[:, 0].tolist()
+        with given_up(self, _TAKE):
+            return torch.cat(parts), given[:, 0].tolist()
 
     def send(self, message: bytes) -> None:
         assert self._rank == LEADER
@@ -173,8 +176,8 @@ class GlooGroup:
         self._star.check()
 
     def give_up(self, reason: str) -> None:
-        assert self._star is not None
-        self._star.lose(f"Rank {self._rank} gave up: {reason.removesuffix('.')}.")
+        if self._star is not None:  # before it has joined, nobody waits for this rank's calls
+            self._star.lose(f"Rank {self._rank} gave up: {reason.removesuffix('.')}.")
 
     def close(self) -> None:
         if self._listener is not None:
@@ -202,11 +205,13 @@ class GlooGroup:
         with self._held:
             self.check()
             self._in_call = True
-        failed = call(self._gloo)
-        with self._held:
-            self._in_call = False
-            if self._ended:  # meanwhile; the exchange may have been complete, though
-                self._gloo = None
+        try:
+            failed = call(self._gloo)
+        finally:
+            with self._held:
+                self._in_call = False
+                if self._ended:  # meanwhile; the exchange may have been complete, though
+                    self._gloo = None
         if failed is not None:
             self._end()
             raise self._lost(failed, begun)

@@ -3,7 +3,8 @@ Never moves a byte: a group of shared memory, gloo or NCCL does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -127,8 +128,26 @@ class Exchanging(Protocol):
         first; received: [size]
 
         The rows are moved as they are. A rank without any takes part like all others: an exchange is over for nobody
-        before all have come to it.
+        before all have come to it. A rank that has come, and then cannot take its rows, gives up.
         """
+
+
+@contextmanager
+def given_up(ranks: Exchanging, what: str) -> Iterator[None]:
+    """Let an error be the end of all ranks: what others have begun, or believe complete, cannot be repeated. what: this
+    rank could not do.
+
+    Raises:
+        RankLostError: in place of any error.
+    """
+    try:
+        yield
+    except RankLostError:
+        raise
+    except Exception as error:
+        reason = f"it could not {what}: {type(error).__name__}: {error}"
+        ranks.give_up(reason)
+        raise RankLostError(f"Rank {ranks.rank} gave up: {reason}.") from error
 
 
 class ExchangeGroup(Group, Exchanging, Protocol):

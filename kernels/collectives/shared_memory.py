@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, no_reason, stop_if
+from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, given_up, no_reason, stop_if
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.reduction import Reduction, RowExchange
 
@@ -22,6 +22,7 @@ _ALIGNMENT = 64
 _REASON_BYTES = 1024
 _DONE, _LATER = 0, 2
 _POLL_S = 0.005
+_TAKE = "take the rows that others have for it"
 
 
 def new_directory(parent: Path = MEMORY) -> Path:
@@ -149,8 +150,9 @@ class SharedMemoryGroup:
         given, received = ((ctypes.c_int64 * self._size)(*numbers) for numbers in (counts, ()))
         row_bytes = rows.shape[1] * rows.element_size()
         self._check(self._library.ranks_offer(self._handle, rows.data_ptr(), row_bytes, given, received))
-        found = rows.new_empty(sum(received), rows.shape[1])
-        self._check(self._library.ranks_take(self._handle, found.data_ptr()))
+        with given_up(self, _TAKE):
+            found = rows.new_empty(sum(received), rows.shape[1])
+            self._check(self._library.ranks_take(self._handle, found.data_ptr()))
         return found, list(received)
 
     def send(self, message: bytes) -> None:

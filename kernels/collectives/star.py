@@ -50,7 +50,7 @@ class Star:
         self._closed = False
         self._writing = {rank: threading.Lock() for rank in peers}
         for peer in peers.values():
-            _configure(peer, timeout_s)
+            configure(peer, timeout_s)
         self._reader = threading.Thread(target=self._read, name="ranks", daemon=True)
         self._reader.start()
 
@@ -188,7 +188,9 @@ class Star:
             self._leaving.add(rank)
 
 
-def _configure(peer: socket.socket, timeout_s: float) -> None:
+def configure(peer: socket.socket, timeout_s: float | None) -> None:
+    """Let a connection end when the other machine has not answered for some 20 seconds. timeout_s: the most that a
+    write or a read may take; None: no limit."""
     peer.settimeout(timeout_s)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -126,14 +126,15 @@ def engine_lines(application: Application, resolved: ResolvedConfig) -> list[str
     engines = f"{settings.most_engines} engines" if settings.most_engines > 1 else "1 engine"
     if settings.autoscaling is not None:
         engines = f"{settings.autoscaling.min_replicas} to {settings.autoscaling.max_replicas} engines"
-    tokens = resolved.num_kv_blocks * resolved.block_size
+    tokens = resolved.num_kv_blocks * resolved.block_size * resolved.expert_parallel_size
+    ranks = f"{resolved.expert_parallel_size} x " if resolved.expert_parallel_size > 1 else ""
     contexts = tokens / resolved.max_model_len
     lines = [
         f"model    {settings.model_id}: {resolved.max_model_len:,} tokens of context, {engines}",
         f"device   {resolved.device}, {resolved.dtype} ({reasons.get('device', 'executor is fake')})",
         f"kernels  {reasons.get('kernels', resolved.kernels)}",
         *([f"weights  {reasons['quantize']}"] if "quantize" in reasons else []),
-        f"KV cache {resolved.num_kv_blocks:,} blocks hold {tokens:,} tokens, {contexts:.1f} full contexts "
+        f"KV cache {ranks}{resolved.num_kv_blocks:,} blocks hold {tokens:,} tokens, {contexts:.1f} full contexts "
         f"({reasons.get('num_kv_blocks', 'num_kv_blocks')})",
     ]
     lines += _tier_lines(resolved)

@@ -58,7 +58,7 @@ class StepsSnapshot:
             num_waiting=load.num_waiting,
             num_blocks=load.num_blocks,
             num_held_blocks=load.num_held_blocks,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_seats,
             max_num_batched_tokens=config.max_num_batched_tokens,
             tpot_ms=config.targets.tpot_ms,
             window_s=window_s,

@@ -77,12 +77,7 @@ class EngineReplica:
         self._adapters = NamedAdapters(self._engine)
         await self._adapters.load_all(settings.lora_adapters)
         config = self._engine.config
-        self._signals = EngineSignals(
-            settings.signals,
-            max_num_seqs=config.max_num_seqs,
-            step_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-        )
+        self._signals = EngineSignals.of(settings.signals, config)
         self._routing = RoutingReporter(
             self._engine, settings.routing.published_blocks, lambda: self._signals.prefill_tokens_per_s
         )

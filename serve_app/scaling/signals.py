@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields
 from typing import Any
 
+from engine.config import ResolvedConfig
 from engine.protocol import (
     TERMINAL,
     Event,
@@ -181,7 +182,8 @@ class EngineSignals:
         block_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`step_tokens`: the most tokens of a step. `block_size`: the tokens of a KV block."""
+        """`max_num_seqs`: of all ranks. `step_tokens`: the most tokens of a step. `block_size`: the tokens of a KV
+        block."""
         self._settings = settings
         self._max_num_seqs = max_num_seqs
         self._block_size = block_size
@@ -196,6 +198,16 @@ class EngineSignals:
         self._last_used_s = clock()
         self._asked_to_sleep = False
         self._outside: dict[str, tuple[float, int]] = {}  # ingress replica: (when heard of, waiting there)
+
+    @classmethod
+    def of(cls, settings: SignalSettings, config: ResolvedConfig) -> EngineSignals:
+        """Return the signals of an engine with this configuration."""
+        return cls(
+            settings,
+            max_num_seqs=config.num_seats,
+            step_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+        )
 
     def submitted(
         self,

@@ -190,9 +190,9 @@ class AppSettings(ModelSettings):
 
     def _policy_of(self, model: ModelSettings, limits: Limits) -> GatePolicy:
         ask = self.admission
-        backlog = min(ask.dispatch_backlog, model.engine.max_queued_requests)
+        backlog = min(ask.dispatch_backlog, model.engine.queue_room)
         return GatePolicy(
-            dispatch_per_engine=model.engine.max_num_seqs + backlog,
+            dispatch_per_engine=model.engine.num_seats + backlog,
             concurrent_per_engine=model.engine_capacity,
             deployment=limits,
             tenant=Limits(

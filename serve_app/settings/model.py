@@ -21,6 +21,7 @@ from serve_app.settings.ranks import (
     placement_options,
     rank_options,
     ranks_of,
+    setting_of,
 )
 from serve_app.settings.routing import RoutingSettings
 from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
@@ -97,7 +98,8 @@ class ModelSettings(NameSettings):
 
     @model_validator(mode="after")
     def _each_rank_has_one_gpu_or_none(self) -> Self:
-        check_ranks(self.num_ranks, self.engine_num_gpus, self.tensor_parallel_placement)
+        placement, setting = self.tensor_parallel_placement, setting_of(self.engine)
+        check_ranks(self.num_ranks, self.engine_num_gpus, placement, setting)
         return self
 
     @model_validator(mode="after")
@@ -174,4 +176,4 @@ class ModelSettings(NameSettings):
     @property
     def engine_capacity(self) -> int:
         """The most requests that one engine holds, running and waiting; it refuses more by itself, with a reason."""
-        return self.engine.max_num_seqs + self.engine.max_queued_requests
+        return self.engine.num_seats + self.engine.queue_room

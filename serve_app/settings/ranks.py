@@ -19,8 +19,13 @@ def ranks_of(config: EngineConfig) -> int:
     return config.tensor_parallel_size * config.expert_parallel_size
 
 
-def check_ranks(size: int, num_gpus: float, placement: Placement) -> None:
-    """Check that `size` ranks can have their GPUs.
+def setting_of(config: EngineConfig) -> str:
+    """Return the setting by which an engine has several ranks."""
+    return "engine.expert_parallel_size" if config.expert_parallel_size > 1 else "engine.tensor_parallel_size"
+
+
+def check_ranks(size: int, num_gpus: float, placement: Placement, setting: str = "engine.tensor_parallel_size") -> None:
+    """Check that `size` ranks can have their GPUs. `setting`: what says that there are so many.
 
     Raises:
         ValueError: `num_gpus`, of the whole replica, is not one for each rank, nor 0; or a placement was chosen for
@@ -38,13 +43,13 @@ def check_ranks(size: int, num_gpus: float, placement: Placement) -> None:
         )
     if num_gpus not in (0, size):
         raise ValueError(
-            f"engine_num_gpus is {num_gpus:g}, but engine.tensor_parallel_size is {size}, and each rank has a GPU of "
-            f"its own: use {size}, or 0 for the CPU."
+            f"engine_num_gpus is {num_gpus:g}, but {setting} is {size}, and each rank has a GPU of its own: use "
+            f"{size}, or 0 for the CPU."
         )
     if size == 1 and placement != ONE_NODE:
         raise ValueError(
-            f"tensor_parallel_placement is {placement}, but engine.tensor_parallel_size is 1: there is nothing to "
-            "place."
+            f"tensor_parallel_placement is {placement}, but engine.tensor_parallel_size and "
+            "engine.expert_parallel_size are 1: there is nothing to place."
         )
 
 

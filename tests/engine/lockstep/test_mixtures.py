@@ -20,14 +20,17 @@ from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig
 from engine.core.core import EngineCore
 from engine.execution.device import HostDevice
+from engine.execution.lockstep import LockstepExecutor
+from engine.lockstep.shape import StepShape
 from engine.lockstep.threads import make_thread_ranks
 from engine.models.config import read_model_config
 from engine.models.shards import with_experts_of
 from engine.models.weights import dummy_weights, load_weights
-from engine.protocol import Failed, SamplingParams, Token
+from engine.protocol import ErrorCode, Failed, SamplingParams, Token
 from engine.step import ScheduledRequest, StateUse, StepPlan
 from kernels.collectives.experts import NUM_EXCHANGES
 from tests.support.compiler import needs_compiler
+from tests.support.packed_models import save_packed
 from tests.support.plans import chunk
 from tests.support.rank_threads import make_thread_groups
 from tests.support.tiny_models import save_model
@@ -132,6 +135,49 @@ async def test_a_rank_that_fails_between_two_layers_makes_the_rest_of_its_exchan
     assert sums.num_calls == others.num_calls
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_a_rank_that_fails_once_others_have_its_rows_ends_all_and_nobody_gets_a_wrong_token(
+    make_engines: Any, checkpoint: Any, kernels: str
+) -> None:
+    """Others have gone on to the next layer: what they exchange there is not what a repeated exchange is for."""
+    (first, _, _), (second, failing, _) = make_engines(checkpoint("qwen3_moe"), 2, kernels=kernels)
+    exchange = failing.exchange
+
+    def fails_late(rows: Tensor, counts: Any) -> Any:
+        found = exchange(rows, counts)
+        if failing.num_calls == 3 * NUM_EXCHANGES:  # the last of the first of two layers, in the second step
+            raise MemoryError("injected")
+        return found
+
+    failing.exchange = fails_late
+    found = await asyncio.gather(answer(first, PROMPTS[3]), answer(second, PROMPTS[1]))
+    assert [isinstance(one, Failed) and one.code for one in found] == [ErrorCode.ENGINE_DEAD] * 2
+    assert failing.num_calls == 3 * NUM_EXCHANGES, "it has not come to that exchange again"
+
+
+def test_a_rank_that_only_pads_computes_others_rows_with_the_engine_s_threads(checkpoint: Any) -> None:
+    """torch keeps the number for each thread, and takes all cores until it is told."""
+    (executor,), _, _ = executors(checkpoint("qwen3_moe"), 1, kernels="torch_cpu")
+    used: list[int] = []
+
+    class Padded:
+        def begin_pass(self) -> None: ...
+
+        def finish_pass(self) -> None:
+            used.append(torch.get_num_threads())
+
+    padding = LockstepExecutor(executor, Padded(), make_thread_groups(2)[0])  # type: ignore[arg-type]
+
+    def pad() -> None:
+        torch.set_num_threads(7)
+        padding.launch(StepPlan(0, (), joint=StepShape(1, 1)))
+
+    with ThreadPoolExecutor(1) as steps:
+        steps.submit(pad).result()
+    assert used == [ASKED["num_threads"]]
+    padding.shutdown()
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +240,20 @@ def test_a_rank_reads_its_own_experts_and_all_that_is_not_an_expert(checkpoint: 
                 assert max(map(len, held)) - min(map(len, held)) <= 1
                 assert torch.equal(torch.cat(held), getattr(layer, matrix).weight)
         assert all(torch.equal(part.lm_head.weight, every.lm_head.weight) for part in own)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["int_by_output", "packed_4_zeros", "fp8_blocks"])
+def test_ranks_of_a_packed_mixture_compute_what_one_engine_does(tmp_path: Path, form: str) -> None:
+    """Experts stay in 8 bits with a scale for each output, and are unpacked in other formats."""
+    save_packed(tmp_path / "packed", tmp_path / "plain", form, "qwen3_moe")
+    (alone,), _, _ = executors(tmp_path / "packed", 1, kernels="native")
+    found, _, _ = executors(tmp_path / "packed", 2, kernels="native")
+    prompts = [PROMPTS[3], PROMPTS[1]]
+    for prompt, got in zip(prompts, log_probs(found, prompts), strict=True):
+        torch.testing.assert_close(got, log_probs([alone], [prompt])[0], atol=1e-4, rtol=0)
+    for executor in (alone, *found):
+        executor.shutdown()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("qwen3_moe", 6), ("qwen3", 0)])

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 
-from engine.build.engine import build_engine
+from engine.build import lockstep
+from engine.build.engine import build_engine, check_engine
+from engine.build.executor import create_executor
 from engine.build.lockstep import start_lockstep
 from engine.config import ConfigError, EngineConfig
 from engine.observer import StepFacts
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.processes import Child, SubprocessLauncher
+from engine.parallel.rank_messages import Question
 from engine.protocol import (
     EngineError,
     ErrorCode,
@@ -157,9 +160,9 @@ async def test_each_rank_answers_as_an_engine_alone_also_beside_one_without_requ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "busy"), [(2, 0), (2, 1), (3, 2), (3, None)])
+@pytest.mark.parametrize(("size", "killed", "busy"), [(2, 1, 0), (2, 1, 1), (3, 1, 2), (3, 2, None)])
 async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests(
-    start: Start, size: int, busy: int | None
+    start: Start, size: int, killed: int, busy: int | None
 ) -> None:
     engine, launcher = start(size, kernels="torch_cpu", max_model_len=4096, num_kv_blocks=400)
     seen: list[Event] = []
@@ -167,19 +170,19 @@ async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests
         asyncio.create_task(events_of(engine, f"{busy} long", PROMPTS[0], 4000, seen)) if busy is not None else None
     )
     await until(lambda: reading is None or any(isinstance(event, Token) for event in seen))
-    os.kill(launcher.children[0].pid, signal.SIGKILL)
+    os.kill(launcher.children[killed - 1].pid, signal.SIGKILL)
     if reading is not None:
         await reading
         failed = seen[-1]
         assert isinstance(failed, Failed), "no half answer is a whole one"
         assert failed.code is ErrorCode.ENGINE_DEAD
-        assert "Rank 1 has died" in failed.message
+        assert f"Rank {killed} has died" in failed.message
         assert sum(isinstance(event, Failed | Finished) for event in seen) == 1
     await until(lambda: engine._fault is not None)
-    with pytest.raises(EngineError, match="Rank 1 has died"):
+    with pytest.raises(EngineError, match=f"Rank {killed} has died"):
         await engine.check_health()
     for rank in range(size):
-        with pytest.raises(EngineError, match="Rank 1 has died"):
+        with pytest.raises(EngineError, match=f"Rank {killed} has died"):
             await answer(engine, f"{rank} later", PROMPTS[0])
 
 
@@ -229,6 +232,50 @@ async def test_a_request_of_another_rank_is_aborted_refused_and_counted_as_one_o
     await until(lambda: not engine._rank_of)
 
 
+class Wire:
+    """In place of a line: what is sent stays here."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+async def test_the_load_is_that_of_all_ranks_from_the_start_with_requests_that_have_only_been_sent(
+    start: Start,
+) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    assert engine.load().num_blocks == 2 * 24
+    lines, wire = engine._lines, Wire()
+    engine._lines = {1: wire}  # type: ignore[dict-item]
+    asking = asyncio.create_task(events_of(engine, "1 sent", PROMPTS[0]))
+    await until(lambda: bool(wire.sent))
+    assert (engine.load().num_running, engine.load().num_waiting) == (0, 1)
+    engine._lines = lines
+    for message in wire.sent:
+        lines[1].send(message)
+    assert isinstance((await asking)[-1], Finished)
+    assert (engine.load().num_running, engine.load().num_waiting) == (0, 0)
+
+
+def test_a_rank_s_answer_to_who_has_left_with_the_loop_is_nobody_s(start: Start) -> None:
+    """It is given by the thread that reads the rank's line, which must go on."""
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    given: list[Callable[[Any], object]] = []
+
+    async def leave() -> None:
+        wire: Any = Wire()
+        task = asyncio.create_task(engine._ask_rank(wire, Question.CACHED_DIGESTS, (1,)))
+        await until(lambda: bool(wire.sent))
+        given.extend(engine._answers.values())
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    given[0]([])
+
+
 async def test_cached_prefixes_are_those_of_all_ranks(start: Start) -> None:
     engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
     prompts = [tuple(range(rank, rank + 40)) for rank in (3, 4)]  # two whole blocks
@@ -239,15 +286,34 @@ async def test_cached_prefixes_are_those_of_all_ranks(start: Start) -> None:
     assert await engine.cached_digests(100) == []
 
 
-def test_a_rank_with_another_model_is_refused_at_the_start_and_no_process_is_left(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["model_digest", "torch.backends.cpu.get_cpu_capability"])
+def test_a_rank_with_another_model_or_instructions_is_refused_at_the_start_and_no_process_is_left(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     versions = iter(("one version", "another version"))
-    monkeypatch.setattr("engine.build.lockstep.model_digest", lambda directory: next(versions))
+    monkeypatch.setattr(f"engine.build.follower.{what}", lambda *_: next(versions))
     launcher = ThreadLauncher()
     with pytest.raises(ConfigError, match=r"have another model than rank 0"):
         start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, launcher)
     assert isinstance(launcher.ranks[0].error, ConfigError)
+
+
+@pytest.mark.parametrize("host", [pytest.param(None, marks=needs_compiler), "127.0.0.1"], ids=["memory", "gloo"])
+def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, host: str | None
+) -> None:
+    load = lockstep._load
+
+    def fail_elsewhere(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+        if group.rank:
+            raise MemoryError("no room for these weights")
+        return load(directory, config, engines, group)
+
+    monkeypatch.setattr(lockstep, "_load", fail_elsewhere)
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_size is 2.*rank 1 ended with MemoryError.*no room for these"
+    ):
+        start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, ThreadLauncher(host))
 
 
 def test_more_ranks_than_experts_are_refused_before_any_starts(checkpoint: Path) -> None:
@@ -255,6 +321,22 @@ def test_more_ranks_than_experts_are_refused_before_any_starts(checkpoint: Path)
     with pytest.raises(ConfigError, match=r"expert_parallel_size is 7, but Qwen3MoeForCausalLM has 6 experts"):
         start_lockstep(checkpoint, asked(7), 1, launcher)
     assert not launcher.children
+
+
+def test_an_executor_is_of_one_rank_and_more_are_refused_by_the_setting_s_name(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="expert_parallel_size is 2, but an executor is of one rank"):
+        create_executor(checkpoint, asked(2))
+
+
+def test_a_check_promises_each_rank_its_part_of_the_memory_as_the_start_does(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharing: list[int] = []
+    monkeypatch.setattr(
+        "engine.build.executor.check_executor", lambda directory, config, engines: sharing.append(engines)
+    )
+    check_engine(str(checkpoint), asked(3), 2)
+    assert sharing == [6]
 
 
 async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:

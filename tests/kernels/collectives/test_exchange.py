@@ -69,6 +69,13 @@ def test_ranks_that_are_left_name_the_rank_that_was_killed_in_an_exchange(group:
         assert started.results(lost) == [LostResult(f"Rank {lost} has died.")] * 2
 
 
+def test_a_rank_without_memory_for_its_rows_ends_all_because_others_may_have_theirs(group: Make) -> None:
+    """If it only failed, it could come to the exchange again, and meet others in their next one."""
+    found = run_ranks(group(), 3, jobs.exchange_without_memory)
+    reason = "Rank 2 gave up: it could not take the rows that others have for it: MemoryError: injected."
+    assert found == [LostResult(reason)] * 3
+
+
 def test_a_rank_that_leaves_after_an_exchange_has_made_it_whole_for_all(group: Make) -> None:
     """Otherwise a step that some ranks have made would fail on others."""
     for _ in range(3):

@@ -90,6 +90,13 @@ def test_a_leader_holds_its_port_from_the_start_and_frees_it_without_having_join
     socket.create_server(("", int(port))).close()
 
 
+def test_a_rank_that_gives_up_before_it_has_joined_tells_nobody_and_closes_in_order() -> None:
+    """Otherwise a failed start would end with another error than its own."""
+    leader = GlooGroup("127.0.0.1:0", rank=0, size=2)
+    leader.give_up("its model could not be loaded")
+    leader.close()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
 def test_followers_that_come_before_the_leader_has_loaded_wait_for_it(host: str) -> None:
     leader = GlooGroup(f"{host}:0", rank=0, size=2)

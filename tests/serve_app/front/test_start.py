@@ -189,6 +189,12 @@ def test_the_lines_say_what_the_engine_chose_and_what_it_holds(tmp_path: Path) -
     ]
 
 
+def test_the_lines_count_the_kv_of_all_ranks_that_have_their_own(tmp_path: Path) -> None:
+    app = written(tmp_path, {"engine": {"executor": "fake", "num_kv_blocks": 96, "max_model_len": 1024}})
+    resolved = replace(check_engine("m", app.settings.engine), expert_parallel_size=2)
+    assert "KV cache 2 x 96 blocks hold 3,072 tokens, 3.0 full contexts (num_kv_blocks)" in engine_lines(app, resolved)
+
+
 def test_the_lines_say_where_kv_is_kept_besides_the_cache_and_how_much(tmp_path: Path) -> None:
     tiers = {"host_memory_gib": 0.5, "disk_path": "/cache/kv", "disk_gib": 2, "disk_key_file": "/run/secrets/key"}
     app = written(tmp_path, {"engine": {"executor": "fake", "kv_tiers": tiers}})

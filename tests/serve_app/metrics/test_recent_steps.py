@@ -31,6 +31,12 @@ def test_the_last_steps_are_kept_and_no_more() -> None:
     assert [one.id for one in told(recent, 1.0).steps] == list(range(10, NUM_STEPS + 10))
 
 
+def test_the_seats_are_those_of_all_ranks_as_the_running_requests_are() -> None:
+    config = resolved_config(max_num_seqs=8, expert_parallel_size=4)
+    found = RecentSteps(0.0).snapshot(1.0).activity("e", config, load_snapshot(num_running=8), None)
+    assert (found.num_running, found.max_num_seqs) == (8, 32)
+
+
 def test_a_known_step_is_not_reported_again_and_a_lost_one_in_between_does_not_matter() -> None:
     recent = RecentSteps(0.0)
     for number in (4, 5, 9, 10):  # 6 to 8 failed

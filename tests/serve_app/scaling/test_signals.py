@@ -19,6 +19,7 @@ from engine.protocol import (
 )
 from serve_app.scaling.signals import ATTAINMENT_WINDOW_S, OFFERED_WINDOW_S, EngineReport, EngineSignals
 from serve_app.settings.scaling import SignalSettings
+from tests.support.engines import resolved_config
 from tests.support.fleet import NUM_BLOCKS, load_snapshot
 
 USAGE = Usage(1, 1, 0)
@@ -48,6 +49,13 @@ def test_an_engine_without_requests_reports_no_load_full_attainment_and_the_defa
     report = Life().report()
     assert (report.num_running, report.offered_prefill_tokens_per_s, report.kv_pressure) == (0, 0, 0)
     assert (report.num_judged, report.ttft_attainment, report.prefill_tokens_per_s) == (0, 1.0, 500)
+
+
+def test_an_engine_of_ranks_with_requests_of_their_own_is_full_once_all_their_seats_are_taken() -> None:
+    """Its number of running requests is a sum over the ranks."""
+    config = resolved_config(max_num_seqs=8, expert_parallel_size=4)
+    report = EngineSignals.of(SignalSettings(), config).report(load_snapshot(num_running=8))
+    assert report.num_running / report.max_num_seqs == 0.25
 
 
 def test_stats_survive_the_trip_to_the_controller_and_lack_nothing() -> None:

@@ -30,7 +30,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         (2, 0.5, ONE_NODE, r"engine_num_gpus is 0\.5, but an engine measures and takes the memory of a whole GPU"),
         (2, 1.5, ONE_NODE, r"engine_num_gpus is 1\.5, but an engine measures"),
         (1, 2, ONE_NODE, r"engine_num_gpus is 2, but engine\.tensor_parallel_size is 1: use 1 and"),
-        (1, 1, "spread", r"tensor_parallel_placement is spread, but engine\.tensor_parallel_size is 1"),
+        (
+            1,
+            1,
+            "spread",
+            r"placement is spread, but engine\.tensor_parallel_size and engine\.expert_parallel_size are 1",
+        ),
     ],
 )
 def test_ranks_without_a_whole_gpu_each_and_places_for_nobody_are_refused(
@@ -40,9 +45,28 @@ def test_ranks_without_a_whole_gpu_each_and_places_for_nobody_are_refused(
         check_ranks(size, gpus, placement)
 
 
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "expert_parallel_size"])
+def test_a_refusal_names_the_setting_that_asked_for_ranks(setting: str) -> None:
+    with pytest.raises(ValidationError, match=rf"engine_num_gpus is 1, but engine\.{setting} is 2"):
+        AppSettings.model_validate({"engine": {setting: 2}, "engine_num_gpus": 1})
+
+
 @pytest.mark.parametrize(("size", "gpus"), [(1, 0), (1, 1), (2, 0), (2, 2), (8, 8)])
 def test_each_rank_has_a_gpu_or_none_has(size: int, gpus: float) -> None:
     check_ranks(size, gpus, ONE_NODE)
+
+
+def test_ranks_with_requests_of_their_own_have_seats_and_a_queue_each() -> None:
+    """Otherwise each rank of N would get an Nth of what it can run, and Serve would hold back the rest."""
+    engine = {"max_num_seqs": 8, "max_queued_requests": 3, "expert_parallel_size": 4}
+    settings = AppSettings.model_validate({"engine": engine, "admission": {"dispatch_backlog": 2}})
+    (policy,) = settings.gate_policies
+    assert policy.dispatch_per_engine == 4 * 8 + 2
+    assert policy.concurrent_per_engine == settings.engine_capacity == 4 * (8 + 3)
+    few = AppSettings.model_validate({"engine": engine, "admission": {"dispatch_backlog": 100}})
+    assert few.gate_policies[0].dispatch_per_engine == 4 * (8 + 3), "no more than the ranks have room for"
+    alone = AppSettings.model_validate({"engine": engine | {"expert_parallel_size": 1, "tensor_parallel_size": 4}})
+    assert alone.engine_capacity == 8 + 3, "these have one queue"
 
 
 def test_a_replicas_resources_are_shared_out_equally() -> None:
