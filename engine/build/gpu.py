@@ -115,11 +115,11 @@ def start_on_device(
     """
     on = {**turned_on(config), GPU: f"this engine runs on {device.name}"}
     refuse_conflicts(on)
-    if follows is None:
-        check_gpu_ranks(launcher, config.tensor_parallel_size)
     check_key(config)
     model = read_model_config(model_dir)
     refuse_conflicts(on | facts_of(model))
+    if follows is None:
+        check_gpu_ranks(launcher, config.tensor_parallel_size)
     part = parts_of(model, config.tensor_parallel_size)[LEADER if follows is None else follows.shard.rank]
     dtype, _ = resolve_dtype(config, device)
     attention, ops = _attention(model, config, device, dtype)

@@ -330,6 +330,8 @@ NOT_OF_FEATURES = {
     "engine/build/rank_fit.py claim_rank": 2,
     "engine/build/lockstep.py start_lockstep": 1,
     "engine/build/lockstep.py _compare": 1,
+    "engine/build/executor.py create_executor": 1,
+    "engine/build/gpu_ranks.py check_gpu_ranks": 1,
     "engine/build/gpu_ranks.py _gpus_for": 1,
     "engine/build/gpu_follower.py follow_on_gpu": 1,
     # the table

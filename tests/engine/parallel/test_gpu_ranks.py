@@ -540,6 +540,17 @@ def choose_packed(*_: object) -> None:
     raise AssertionError("the ranks do not start")
 
 
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.bfloat16), (2, torch.float32)])
+def test_the_choice_of_tokens_is_tried_with_the_type_of_logits_where_tokens_are_chosen(
+    size: int, dtype: torch.dtype, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' logits are joined in float32, and a kernel is compiled for each type."""
+    tried = list[torch.dtype]()
+    monkeypatch.setattr("engine.build.gpu.warm_up_sampler", lambda device, ops, dtype, vocab: tried.append(dtype))
+    with gpu_ranks(size, model, dtype="bfloat16", cuda_graphs="none"):
+        assert tried == [dtype]
+
+
 def test_ranks_may_be_as_far_apart_as_a_start_allows_when_they_agree() -> None:
     class Late:
         rank, size, device = 0, 2, torch.device("cpu")
