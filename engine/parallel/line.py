@@ -54,6 +54,7 @@ class Line:
             self._peer.shutdown(socket.SHUT_RDWR)  # which ends the reader, too
         if threading.current_thread() not in self._threads:
             self._threads[0].join()
+        self._pipe.close()  # not before: a thread may be within a call on it
         self._peer.close()
 
     def _write(self) -> None:
@@ -74,4 +75,3 @@ class Line:
                 self._peer.shutdown(socket.SHUT_RDWR)  # whoever still writes would wait for ever
             if not self._closed:
                 self._on_end()
-            self._pipe.close()

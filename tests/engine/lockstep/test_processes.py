@@ -60,6 +60,7 @@ class Launcher(SubprocessLauncher):
     """Keeps the processes, to kill them."""
 
     def __init__(self, remote_host: str | None = None) -> None:
+        super().__init__()
         self.remote_host = remote_host
         self.children: list[Child] = []
 
