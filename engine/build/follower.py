@@ -16,6 +16,7 @@ import torch
 
 from engine.build.cpu_model import cpu_builder, threads_of_rank
 from engine.build.rank_fit import claim_rank
+from engine.build.rank_start import GpuSpecification
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import TorchThreads
 from engine.host.shares import join_claim
@@ -100,7 +101,13 @@ def follow(specification: bytes) -> None:
         RankLostError: another rank is lost.
         Exception: this rank has failed; the others know why, once they have met.
     """
-    pickle.loads(specification).follow()
+    own = pickle.loads(specification)
+    if isinstance(own, GpuSpecification):
+        from engine.build.gpu_follower import follow_on_gpu  # ranks without a GPU need none of it
+
+        follow_on_gpu(own)
+    else:
+        own.follow()
 
 
 def main() -> None:

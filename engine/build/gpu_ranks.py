@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.cuda
@@ -19,15 +19,14 @@ from engine.execution.gpu.model import DeviceModel
 from engine.execution.gpu.ranks import ALONE, DeviceRanks
 from engine.execution.ranks import Ranks
 from engine.models.description import WHOLE, Shard
-from engine.parallel.device_follower import DeviceFollower, FollowingDevice
-from engine.parallel.device_leader import LeadingDevice
-from engine.parallel.follower import answer_start
-from engine.parallel.messages import decode
 from engine.parallel.processes import RankLauncher, SubprocessLauncher
-from engine.parallel.ranks import Ranks as StartedRanks
 from engine.step import StepPlan
 from kernels.collectives.group import LEADER, RankLostError
 from kernels.collectives.nccl import GLOO, NCCL, NcclGroup, lacks
+
+if TYPE_CHECKING:  # a machine for tests of one GPU has no package for messages
+    from engine.parallel.device_follower import DeviceFollower
+    from engine.parallel.ranks import Ranks as StartedRanks
 
 _LONGEST_START_S = 3600.0
 """How long ranks may be apart while they choose their kernels."""
@@ -97,6 +96,8 @@ class LeadingGpu:
     """The leader's: it has started the others."""
 
     def __init__(self, group: NcclGroup, started: StartedRanks, vocab_sizes: list[int]) -> None:
+        from engine.parallel.device_leader import LeadingDevice
+
         self.shard = Shard(LEADER, group.size)
         self.ranks = LeadingDevice(group, vocab_sizes, _LONGEST_START_S)
         self.started = started
@@ -126,11 +127,16 @@ class FollowingGpu:
     started: Ranks | None = None
 
     def __init__(self, group: NcclGroup, vocab_sizes: list[int]) -> None:
+        from engine.parallel.device_follower import FollowingDevice
+
         self.shard = Shard(group.rank, group.size)
         self.ranks = FollowingDevice(group, vocab_sizes)
         self._group = group
 
     def meet(self, computes: str) -> None:
+        from engine.parallel.follower import answer_start
+        from engine.parallel.messages import decode
+
         self._group.join()
         answer_start(self._group, decode(self._group.receive()), computes)
 
@@ -138,6 +144,8 @@ class FollowingGpu:
         return _least(self._group, number)
 
     def trial(self, model: DeviceModel, device: Device, num_threads: int) -> Trial:
+        from engine.parallel.device_follower import DeviceFollower
+
         return _ToldTrial(DeviceFollower(model, self.ranks, device))
 
     def end(self) -> None: ...
@@ -190,6 +198,8 @@ def start_gpu_ranks(
     Raises:
         ConfigError: there are fewer GPUs than ranks.
     """
+    from engine.parallel.ranks import Ranks as StartedRanks
+
     launcher = launcher or SubprocessLauncher(_gpus_for(size))
     place = any_port(launcher.remote_host or "127.0.0.1")
     with ExitStack() as undone:

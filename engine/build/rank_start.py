@@ -27,12 +27,6 @@ class GpuSpecification:
     def encode(self) -> bytes:
         return pickle.dumps(self)
 
-    def follow(self) -> None:
-        """Follow the leader until it ends. Raises: as engine.build.gpu_follower.follow_on_gpu."""
-        from engine.build.gpu_follower import follow_on_gpu  # ranks without a GPU need none of it
-
-        follow_on_gpu(self)
-
 
 def start_followers(
     launcher: RankLauncher, size: int, specify: Callable[[Shard], bytes], undone: ExitStack

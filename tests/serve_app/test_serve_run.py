@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +263,13 @@ def pids_of(server: Server, name: str) -> list[int]:
     return [pid for pid, member in members_of(server.process.pid).items() if member.startswith(name)]
 
 
-def environ_of(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+def environ_of(server: Server, name: str) -> dict[str, str]:
+    """Return the environment of such a process. One that has just been replaced has none any more."""
+    for pid in reversed(pids_of(server, name)):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    raise AssertionError(f"the server has no process {name}")
 
 
 def test_haproxy_is_in_front_and_listens_only_where_the_config_says(default_server: Server) -> None:
@@ -278,7 +283,7 @@ def test_the_fallback_proxy_and_the_ingress_replica_are_no_more_reachable_than_t
     default_server: Server,
 ) -> None:
     """Ray's own ports in these processes (gRPC) listen on every interface, whichever proxy is in front."""
-    environ = environ_of(pids_of(default_server, "haproxy")[0])
+    environ = environ_of(default_server, "haproxy")
     ports = {int(environ[name]) for name in ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", DIRECT_PORT)}
     behind = pids_of(default_server, "ray::ProxyActor") + pids_of(default_server, "ray::ServeRepli")
     assert {(address, port) for address, port in listening(behind) if port in ports} == {
@@ -302,7 +307,7 @@ def fake(**overrides: Any) -> dict[str, Any]:
 
 def test_two_engine_replicas_answer_at_once_and_sigterm_lets_streams_finish() -> None:
     with serve_run(fake(engine_replicas=2, ingress_replicas=2)) as server, ThreadPoolExecutor(8) as pool:
-        own_directory = Path(environ_of(pids_of(server, "haproxy")[0])["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
+        own_directory = Path(environ_of(server, "haproxy")["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
         streams = [pool.submit(read_stream, server, 200) for _ in range(8)]
         deadline = time.monotonic() + 10
         while sum(running := [engine["num_running"] for engine in loads(server)]) < 8 and time.monotonic() < deadline:

@@ -3,6 +3,7 @@ Never decides what it computes: its environment says only whether there is Trito
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -44,6 +45,8 @@ class StandInLauncher:
 
 
 def main() -> None:
+    """Read what to load from standard input, as engine.build.follower does."""
+    argparse.ArgumentParser(prog="python -m tests.support.gpu_rank_process", description=main.__doc__).parse_args()
     import engine.build.follower
     import engine.build.gpu_follower
     import kernels.choice
