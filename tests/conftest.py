@@ -65,15 +65,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WholeModules(config, log)
 
 
+_LOGGERS = {
+    own: (own.handlers[:], own.level, own.propagate, own.disabled)
+    for own in map(logging.getLogger, ("engine", "serve_app", "ray.serve"))
+}
+
+
 @pytest.fixture(autouse=True)
 def own_loggers() -> Iterator[None]:
-    """Undo what a replica that ran in this process did to the loggers: pytest hands the records of a logger that does
-    not propagate to `caplog` by a handler of its own, so a later test would find none, or each of them twice."""
-    loggers = [logging.getLogger(name) for name in ("engine", "serve_app", "ray.serve")]
-    before = [(own.handlers[:], own.level, own.propagate, own.disabled) for own in loggers]
+    """Undo what a replica that ran in this process did to the loggers, in a fixture of a whole module, too: pytest
+    hands the records of a logger that does not propagate to `caplog` by a handler of its own, so a later test would
+    find none, or each of them twice."""
     yield
-    for own, (handlers, level, propagate, disabled) in zip(loggers, before, strict=True):
-        own.handlers, own.propagate, own.disabled = handlers, propagate, disabled
+    for own, (handlers, level, propagate, disabled) in _LOGGERS.items():
+        own.handlers, own.propagate, own.disabled = handlers[:], propagate, disabled
         own.setLevel(level)
 
 
