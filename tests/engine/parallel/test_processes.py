@@ -286,6 +286,7 @@ def test_more_ranks_than_heads_are_refused_before_any_rank_starts(tmp_path: Path
 
 class Recording(SubprocessLauncher):
     def __init__(self) -> None:
+        super().__init__()
         self.pids: list[int] = []
 
     def start(self, rank: int, specification: bytes) -> Child:
