@@ -15,10 +15,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, given_up, no_reason
+from kernels.collectives.group import LEADER, TAKE_ROWS, RankLostError, check_exchange, check_ranks, given_up, no_reason
 from kernels.collectives.star import Star, accept_ranks, reach_leader
 
-_TAKE = "take the rows that others have for it"
 _dist: Any = torch.distributed  # its types do not have what groups besides the default one are made of
 
 
@@ -149,7 +148,7 @@ class GlooGroup:
                 parts[rank] = part
             return None
 
-        with given_up(self, _TAKE):
+        with given_up(self, TAKE_ROWS):
             self._run(swap)
         widths = given[:, 1].tolist()
         if wrong := [rank for rank, width in enumerate(widths) if width != widths[LEADER]]:
@@ -159,7 +158,7 @@ class GlooGroup:
                 f"{widths[LEADER]} bytes."
             )
             self.check()
-        with given_up(self, _TAKE):
+        with given_up(self, TAKE_ROWS):
             return torch.cat(parts), given[:, 0].tolist()
 
     def send(self, message: bytes) -> None:

@@ -132,6 +132,10 @@ class Exchanging(Protocol):
         """
 
 
+TAKE_ROWS = "take the rows that others have for it"
+"""What a rank could not do that fails within an exchange; see given_up."""
+
+
 @contextmanager
 def given_up(ranks: Exchanging, what: str) -> Iterator[None]:
     """Let an error be the end of all ranks: what others have begun, or believe complete, cannot be repeated. what: this

@@ -13,7 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.collectives.group import LEADER, RankLostError, check_exchange, check_ranks, given_up, no_reason, stop_if
+from kernels.collectives.group import (
+    LEADER,
+    TAKE_ROWS,
+    RankLostError,
+    check_exchange,
+    check_ranks,
+    given_up,
+    no_reason,
+    stop_if,
+)
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.reduction import Reduction, RowExchange
 
@@ -22,7 +31,6 @@ _ALIGNMENT = 64
 _REASON_BYTES = 1024
 _DONE, _LATER = 0, 2
 _POLL_S = 0.005
-_TAKE = "take the rows that others have for it"
 
 
 def new_directory(parent: Path = MEMORY) -> Path:
@@ -150,7 +158,7 @@ class SharedMemoryGroup:
         given, received = ((ctypes.c_int64 * self._size)(*numbers) for numbers in (counts, ()))
         row_bytes = rows.shape[1] * rows.element_size()
         self._check(self._library.ranks_offer(self._handle, rows.data_ptr(), row_bytes, given, received))
-        with given_up(self, _TAKE):
+        with given_up(self, TAKE_ROWS):
             found = rows.new_empty(sum(received), rows.shape[1])
             self._check(self._library.ranks_take(self._handle, found.data_ptr()))
         return found, list(received)

@@ -3,33 +3,16 @@ Never needs an engine: ranks here are threads that exchange integers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
 
 from engine.lockstep.lockstep import Lockstep, UnevenRanksError
-from engine.lockstep.ranks import RankGoneError
 from engine.lockstep.shape import NO_STEP, StepShape, joint_shape
 from engine.lockstep.threads import ThreadRanks, make_thread_ranks
+from tests.support.rank_agreement import check_woken, each
 
 DECODE, PREFILL = StepShape(1, 3), StepShape(1, 2, 1)
-
-
-def each(*calls: Callable[[], object]) -> list[object]:
-    """Run the calls at the same time, each on its thread, and return their results or errors."""
-
-    def run(call: Callable[[], object]) -> object:
-        try:
-            return call()
-        except RankGoneError as error:
-            return str(error)
-        except UnevenRanksError:
-            return UnevenRanksError
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
 
 
 def test_a_joint_shape_covers_every_ranks_own_and_is_the_smallest_that_does() -> None:
@@ -50,20 +33,7 @@ def test_all_ranks_get_the_maximum_of_each_number_in_every_round(size: int) -> N
 
 
 def test_a_rank_is_awaited_from_the_first_call_of_another_on_until_its_own() -> None:
-    first, second = make_thread_ranks(2)
-    woken = Event()
-    second.on_awaited(woken.set)
-    assert not second.is_awaited
-
-    def answer() -> tuple[int, ...]:
-        assert woken.wait(10)
-        assert second.is_awaited
-        assert not first.is_awaited
-        return second.reduce_max((2,))
-
-    assert each(lambda: first.reduce_max((1,)), answer) == [(2,), (2,)]
-    assert not first.is_awaited
-    assert not second.is_awaited
+    check_woken(*make_thread_ranks(2))
 
 
 def test_a_rank_that_is_awaited_before_it_can_be_woken_is_told_as_soon_as_it_can() -> None:

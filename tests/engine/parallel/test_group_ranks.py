@@ -4,14 +4,13 @@ Never starts a process: ranks here are threads, whose words go straight to each 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
 
-from engine.lockstep.ranks import RankGoneError
 from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.rank_messages import Left, Opened
+from tests.support.rank_agreement import check_woken, each
 from tests.support.rank_threads import make_thread_groups
 
 
@@ -30,17 +29,6 @@ def make_ranks(size: int) -> list[GroupRanks]:
     return ranks
 
 
-def each(*calls: Callable[[], object]) -> list[object]:
-    def run(call: Callable[[], object]) -> object:
-        try:
-            return call()
-        except RankGoneError as error:
-            return str(error)
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_ranks_get_the_maximum_of_each_number_in_every_round(size: int) -> None:
     ranks = make_ranks(size)
@@ -54,20 +42,7 @@ def test_all_ranks_get_the_maximum_of_each_number_in_every_round(size: int) -> N
 
 
 def test_a_rank_is_woken_by_another_s_round_and_awaited_until_its_own_part() -> None:
-    first, second = make_ranks(2)
-    woken = Event()
-    second.on_awaited(woken.set)
-    assert not second.is_awaited
-
-    def answer() -> tuple[int, ...]:
-        assert woken.wait(10)
-        assert second.is_awaited
-        assert not first.is_awaited
-        return second.reduce_max((2,))
-
-    assert each(lambda: first.reduce_max((1,)), answer) == [(2,), (2,)]
-    assert not first.is_awaited
-    assert not second.is_awaited
+    check_woken(*make_ranks(2))
 
 
 def test_a_rank_that_leaves_wakes_the_others_and_is_named_with_its_first_reason() -> None:
