@@ -1256,7 +1256,7 @@ MUTATIONS = (
         "lockstep end: memory",
         "A rank that has no memory for the rows of others fails alone.",
         "kernels/collectives/shared_memory.py",
-        "        with given_up(self, _TAKE):",
+        "        with given_up(self, TAKE_ROWS):",
         "        if True:",
         (f"{EXCHANGE}::test_a_rank_without_memory_for_its_rows_ends_all_because_others_may_have_theirs",),
     ),
