@@ -161,9 +161,14 @@ async def _num_moves(server: Server, stream: Stream) -> int:
 
 
 async def _loaded_blocks(server: Server) -> int:
-    """Return how many blocks of KV the engines have loaded from tiers."""
-    engines = (await _get(server, "/load") or {}).get("engines", ())
-    return sum(tier["hit_blocks"] for engine in engines for tier in engine.get("tiers", ()))
+    """Return how many blocks of KV the engines have loaded from tiers. The server says so once it has noticed that one
+    of them is gone."""
+    deadline = time.monotonic() + END_S
+    while (load := await _get(server, "/load")) is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError("the server does not say what its engines have loaded")
+        await asyncio.sleep(0.2)
+    return sum(tier["hit_blocks"] for engine in load["engines"] for tier in engine["tiers"])
 
 
 async def _get(server: Server, path: str) -> dict[str, Any] | None:

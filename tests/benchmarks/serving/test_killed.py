@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 
+from benchmarks.serving import killed
 from benchmarks.serving.killed import Load, check, document_of, figures, kill_one, table
 from benchmarks.serving.streams import HOST, Stream, Streams
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from engine.protocol import SamplingParams, Token
+from loadtest.server import Server
 
 pytestmark = pytest.mark.anyio
 
@@ -57,6 +60,18 @@ def test_a_changed_token_gets_no_figure() -> None:
         check([stream([1, 2], [7, 8])], [[7, 9, 8]])
     with pytest.raises(RuntimeError, match="one has other tokens than undisturbed"):
         check([stream([1, 2], [7, 8])], [[7]])
+
+
+async def test_what_was_loaded_is_asked_until_the_server_has_noticed_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then it has no answer, which counted as no block."""
+    engine = {"tiers": [{"hit_blocks": 3}, {"hit_blocks": 4}]}
+    answers = [None, None, {"engines": [engine, {"tiers": []}]}]
+
+    async def get(server: Server, path: str) -> dict[str, Any] | None:
+        return answers.pop(0)
+
+    monkeypatch.setattr(killed, "_get", get)
+    assert await killed._loaded_blocks(cast("Server", None)) == 7
 
 
 def test_prompts_are_the_same_in_each_run_and_differ_by_seed() -> None:
