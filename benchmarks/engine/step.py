@@ -12,10 +12,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.engine.adapters import in_turn, keep_random
@@ -30,7 +32,7 @@ from engine.models.native import NativeModel
 from engine.protocol import SamplingParams, Submission
 from engine.scheduling.request import create_request
 from engine.step import Executor, RowKind, ScheduledRequest, StateUse, StepOutput, StepPlan
-from kernels.cpu.native.program import Program, StepRows
+from kernels.cpu.native.program import Packed, Program, StepRows
 
 
 def decode_plan(rows: int, context: int, block_size: int, draw: Callable[[], int]) -> StepPlan:
@@ -96,6 +98,33 @@ class Products:
         ids = [row.token_ids for row in plan.rows]
         rows = StepRows(ids, [0] * len(counts), counts, [[0] * count for count in counts], sampled)
         return lambda: self._program.run(rows)
+
+
+def matrix_bytes(model: NativeModel) -> int | None:
+    """Return the bytes of all matrices of a model, which a step of one token reads; None for a mixture of experts, of
+    which it reads some. The embedding counts if it is the LM head as well."""
+    weights = model.decoder.weights
+    if any(layer.router is not None for layer in weights.layers):
+        return None
+    dense = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    return sum(_bytes_of(matrix.weight) for matrix in (*dense, weights.lm_head))
+
+
+def _bytes_of(packed: Packed) -> int:
+    parts = [packed.panels, packed.scales, *(() if packed.groups is None else packed.groups.data)]
+    return sum(part.nbytes for part in parts if part is not None)
+
+
+class Reading:
+    """Reads memory and does nothing else: what a step of one token cannot be faster than."""
+
+    def __init__(self, num_threads: int, mib: int = 512) -> None:
+        self._parts = np.array_split(np.ones(mib << 17, np.int64), num_threads)
+        self._pool = ThreadPoolExecutor(num_threads)
+        self.num_bytes = mib << 20
+
+    def step(self) -> None:
+        list(self._pool.map(np.bitwise_or.reduce, self._parts))
 
 
 ANSWER_BESIDES = 40
@@ -167,6 +196,21 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def reading_table(document: dict[str, Any]) -> str:
+    """Render a table of how fast steps of one stream read their weights, beside reading alone."""
+    reading = document.get("reading")
+    if not reading:
+        return "Not measured yet."
+    steps = {cell["kernels"]: cell for cell in document["cells"] if (cell["step"], cell["size"]) == ("decode", 1)}
+    peak = reading["bytes"] / reading["ms_p50"] / 1e6
+    lines = ["| weights | MB | step, ms | GB/s | of reading alone |", "|---|--:|--:|--:|--:|"]
+    for name, count in document["matrix_bytes"].items():
+        rate = count / steps[name]["ms_p50"] / 1e6
+        lines.append(f"| {name} | {count / 1e6:.0f} | {_cell(steps[name])} | {rate:.1f} | {rate / peak:.0%} |")
+    least, most = (reading["bytes"] / reading[name] / 1e6 for name in ("ms_max", "ms_min"))
+    return "\n".join([*lines, f"| reading alone | | | {peak:.1f} ({least:.1f}–{most:.1f}) | 100% |"])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
@@ -200,10 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plans += [(kind + ADAPTED, size, in_turn(plan, kept)) for kind, size, plan in plans]
     times: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     loops = []
+    reading, read_ms = Reading(resolved.num_threads), list[float]()
     native = made["native"][0].model if "native" in made else None
     products = Products(native, max([*options.rows, *options.prefill])) if isinstance(native, NativeModel) else None
     with torch.inference_mode():
         for _ in range(options.rounds):
+            read_ms += measure(reading.step, options.steps)
             for kind, size, plan in plans:
                 for name, (executor, _) in made.items():
                     times[kind, size, name] += measure(step_of(executor, plan), options.steps)
@@ -219,10 +265,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("{step:12} {size:5}  {kernels:10} {ms_p50:7.1f} ms ({ms_min:.1f}–{ms_max:.1f})".format(**cell))
     for loop in loops:
         print("{step:12} {size:5}  step {step_ms:7.1f} ms  Python {python_percent:5.1f} %".format(**loop))
+    models = {name: executor.model for name, (executor, _) in made.items()}
+    found_bytes = {name: matrix_bytes(model) for name, model in models.items() if isinstance(model, NativeModel)}
     for executor, _ in made.values():
         executor.shutdown()
-    result = {"benchmark": "engine_step", **machine(), "model": options.model, "seed": options.seed}
-    document = json.dumps({**result, "config": dataclasses.asdict(resolved), "cells": cells, "loops": loops})
+    result = {
+        "benchmark": "engine_step",
+        **machine(),
+        "model": options.model,
+        "seed": options.seed,
+        "config": dataclasses.asdict(resolved),
+        "cells": cells,
+        "loops": loops,
+        "reading": {"bytes": reading.num_bytes, **_summary(read_ms)},
+        "matrix_bytes": {name: count for name, count in found_bytes.items() if count and 1 in options.rows},
+    }
+    document = json.dumps(result)
     if options.out:
         options.out.write_text(document + "\n")
     print(document)

@@ -116,11 +116,13 @@ def best_vllm(document: Document, row: Row) -> str | None:
 
 
 def table(document: Document) -> str:
-    """Render the page's tables: each server's figures, then the ratios of ours to the others', with and without
-    drafts."""
+    """Render the page's tables: each server's figures, then the ratios of each of ours to the others'."""
+    if not document.get("rounds"):
+        return "Not measured yet."
     notes = [f"{SERVERS[name].title} was not measured: {why}" for name, why in document["failed"].items()]
-    ratios = [_ratios_table(document, name) for name in (OURS, OURS_NO_DRAFTS) if name in document["servers"]]
-    return "\n\n".join([_measured_with(document), _figures_table(document), *ratios, _aims_of_ours(document), *notes])
+    ratios = [_ratios_table(document, name) for name in document["servers"] if name.startswith(OURS)]
+    aims = [_aims_of_ours(document)] if OURS in document["servers"] else []
+    return "\n\n".join([_measured_with(document), _figures_table(document), *ratios, *aims, *notes])
 
 
 def _measured_with(document: Document) -> str:
@@ -144,14 +146,17 @@ def _figures_table(document: Document) -> str:
 
 
 def _ratios_table(document: Document, ours: str) -> str:
-    lines = [f"| {SERVERS[ours].title} ÷ | vLLM's better setting | aim | Ray Serve LLM | aim |", "|---" * 5 + "|"]
+    others = ["vLLM's better setting", *([SERVERS[RAY_LLM].title] if RAY_LLM in document["servers"] else [])]
+    lines = [f"| {SERVERS[ours].title} ÷ | {' | aim | '.join(others)} | aim |", "|---" * (1 + 2 * len(others)) + "|"]
     for row in ROWS:
         best = best_vllm(document, row)
         vllm = ratio(document, row, best, ours) if best else None
-        ray_llm = ratio(document, row, RAY_LLM, ours)
         setting = f", {SERVERS[best].title}" if best and vllm else ""
-        cells = [shown(vllm, 2) + setting, verdict(row.of_vllm, vllm), shown(ray_llm, 2)]
-        lines.append(f"| {row.title} | {' | '.join(cells)} | {verdict(row.of_ray_llm, ray_llm)} |")
+        cells = [shown(vllm, 2) + setting, verdict(row.of_vllm, vllm)]
+        if RAY_LLM in document["servers"]:
+            ray_llm = ratio(document, row, RAY_LLM, ours)
+            cells += [shown(ray_llm, 2), verdict(row.of_ray_llm, ray_llm)]
+        lines.append(f"| {row.title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

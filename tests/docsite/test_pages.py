@@ -29,6 +29,7 @@ from benchmarks.engine.tiers import agents as bench_agents
 from benchmarks.engine.tiers import cost as bench_cost
 from benchmarks.engine.tiers import warm as bench_warm
 from benchmarks.peers import agreement, beside, llama_cpp
+from benchmarks.peers import run as bench_peers
 from benchmarks.retention import run as retention
 from benchmarks.serving import killed as bench_killed
 from benchmarks.tensor_parallel import run as tensor_parallel
@@ -52,6 +53,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "targets": ("targets.md", "targets.json", bench_targets),
     "beside": ("targets.md", "beside.json", beside),
     "llama.cpp": ("llama-cpp.md", "llama_cpp.json", llama_cpp),
+    "peers vectors": ("peers.md", "peers_vectors.json", bench_peers),
     "agreement": ("llama-cpp.md", "agreement.json", agreement),
     "shapes": ("llama-cpp.md", "llama_cpp_shapes.json", bench_shapes),
     "drafts": ("drafts.md", "speculation.json", bench_speculation),
@@ -152,6 +154,11 @@ def test_what_the_page_says_of_gains_and_losses_by_value_is_what_the_file_says()
 
 def test_what_ranks_exchange_is_what_the_file_says() -> None:
     assert between("ranks exchanges", "tensor-parallel.md") == bench_ranks.exchanges_table(document("ranks.json"))
+
+
+def test_how_fast_weights_are_read_is_what_the_file_says() -> None:
+    found = document("engine_step_stored.json")
+    assert between("engine step reading", "stored-weights.md") == bench_step.reading_table(found)
 
 
 def test_what_tiers_and_tenants_find_is_what_the_file_says() -> None:

@@ -13,7 +13,7 @@ from benchmarks.engine import speculation as bench_speculation
 from benchmarks.engine import step as bench_step
 from benchmarks.engine.mixed import MixedLoad, Traffic, percentile
 from benchmarks.engine.speculation import ARMS, one_round
-from benchmarks.engine.step import main, table
+from benchmarks.engine.step import Reading, main, reading_table, table
 from engine.config import EngineConfig, FakeConfig, ResolvedConfig, SpeculativeConfig
 from engine.fake.executor import FakeExecutor
 from engine.protocol import SamplingParams, Submission
@@ -60,6 +60,33 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_shape(
     assert len(table(document).splitlines()) == 2 + len(whats)
     assert all(0 < cell["ms_min"] <= cell["ms_p50"] <= cell["ms_max"] for cell in document["cells"])
     assert (document["seed"], document["config"]["max_model_len"]) == (5, 128)
+    assert set(document["matrix_bytes"]) == {"native", "int8", "int8+rounded"}
+    assert document["matrix_bytes"]["int8"] < document["matrix_bytes"]["native"]
+    assert len(reading_table(document).splitlines()) == 2 + 3 + 1
+
+
+def test_the_share_of_reading_alone_is_that_of_the_matrices_bytes() -> None:
+    """200 MB in 8 ms are 25 GB/s, half of the 50 GB/s that 500 MB in 10 ms are."""
+    times = {"ms_p50": 8.0, "ms_min": 7.0, "ms_max": 9.0}
+    document = {
+        "cells": [
+            {"step": "decode", "size": 1, "kernels": "native", **times},
+            {"step": "decode", "size": 4, "kernels": "native", **times, "ms_p50": 80.0},
+        ],
+        "reading": {"bytes": 500_000_000, "ms_p50": 10.0, "ms_min": 5.0, "ms_max": 20.0},
+        "matrix_bytes": {"native": 200_000_000},
+    }
+    *_, native, alone = reading_table(document).splitlines()
+    assert native == "| native | 200 | 8.0 (7.0–9.0) | 25.0 | 50% |"
+    assert alone == "| reading alone | | | 50.0 (25.0–100.0) | 100% |"
+    assert reading_table({}) == "Not measured yet."
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_all_of_the_memory_is_read(num_threads: int) -> None:
+    reading = Reading(num_threads, mib=1)
+    assert sum(part.nbytes for part in reading._parts) == reading.num_bytes == 1 << 20
+    reading.step()
 
 
 @needs_compiler

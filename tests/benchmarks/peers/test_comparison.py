@@ -106,6 +106,23 @@ def test_without_drafts_we_are_held_to_the_same_aims_in_a_table_of_its_own() -> 
     assert "| alone: ms a token | 0.50 (0.50–0.50), vLLM | ≤ 0.45: missed |" in without
 
 
+def test_each_of_ours_has_a_table_of_ratios_and_a_peer_that_was_not_asked_for_no_column() -> None:
+    figures = {"single.tpot_ms": [4.0]}
+    text = table(document(chunkserve_rounded=figures, chunkserve_stored=figures, vllm={"single.tpot_ms": [10.0]}))
+    assert (
+        "| chunkserve, weights as stored, activations in int8 ÷ | vLLM's better setting | aim |\n|---|---|---|\n"
+        in text
+    )
+    assert "| chunkserve, weights as stored ÷ | vLLM's better setting | aim |" in text
+    assert text.count("| alone: ms a token | 0.40 (0.40–0.40), vLLM | ≤ 0.45: met |") == 2
+    assert "Ray Serve LLM" not in text
+    assert "aim ≤ 20" not in text, "how soon a server is there is asked of it as it comes"
+
+
+def test_nothing_measured_is_no_table() -> None:
+    assert table({}) == "Not measured yet."
+
+
 def test_a_server_that_failed_has_a_column_and_is_named_with_the_reason() -> None:
     found = document(failed={"ray-llm": "it broke"}, chunkserve={"single.tpot_ms": [4.0]})
     text = table(found)
