@@ -134,10 +134,12 @@ def _compressed_tensors(found: Fields) -> Quantization:
 
 
 def _gguf(found: Fields) -> Quantization:
-    """Read the types of a GGUF file's matrices, which `engine.checkpoints.gguf_convert` lists by module."""
+    """Read the types of a GGUF file's matrices, which `engine.checkpoints.gguf_convert` lists by module: `*` is the
+    number of any expert."""
     modules: dict[str, list[str]] = {}
     for module, kind in _object(found, "gguf", "types").items():
-        modules.setdefault(_one_of({module: kind}, "gguf", module, *BLOCK_BYTES), []).append(module)
+        target = "re:" + re.escape(module).replace(r"\*", r"\d+") + "$" if "*" in module else module
+        modules.setdefault(_one_of({module: kind}, "gguf", module, *BLOCK_BYTES), []).append(target)
     return Quantization(groups=tuple((tuple(names), Gguf(kind=kind)) for kind, names in modules.items()))
 
 
