@@ -650,9 +650,9 @@ class EngineConfig:
         "and batches take less time, and answers are less accurate. It needs weights of 4 to 8 bits (`quantize` "
         "`auto`, `stored` or `int8`), the native kernels, and a processor with AVX-512 VNNI or AVX-VNNI. `fp8` (e4m3), "
         "on a GPU with Triton of compute capability 8.9 or later: where a checkpoint's matrix stays in fp8 and a step "
-        "has more than 64 tokens; each token has a scale of its own, unless the checkpoint has one. Experts, and "
-        "matrices in the type of `dtype`, are multiplied as without it. docs/how-to/quantised-models.md says what each "
-        "costs.",
+        "has more than 64 tokens; each token has a scale of its own, unless the checkpoint has one; experts are "
+        "multiplied as without it. With either, so are matrices in the type of `dtype`. "
+        "docs/how-to/quantised-models.md says what each costs.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",

@@ -24,7 +24,7 @@ from tests.support.compiler import needs_compiler
 pytestmark = needs_compiler
 
 ROUTING = Routing(2, renormalize=True)
-FAST = ("Q5_1", "Q4_K", "Q6_K", "4 bits, 128 inputs", "fp8, 32 inputs")
+FAST = ("Q5_1", "Q6_K", "4 bits, 128 inputs", "fp8, 32 inputs")
 """Forms that differ most: the others are tested by `make test-slow`."""
 COUNTS = (1, 2, 5, 9, 33, 149)
 """An expert then has no rows, few, or more than are summed at a time."""
