@@ -68,6 +68,7 @@ PROGRAMS = (
     "loadtest.sim.load",
     "benchmarks.engine.gpu",
     "benchmarks.engine.mixed",
+    "benchmarks.engine.mixture",
     "benchmarks.engine.memory",
     "benchmarks.engine.kv_moves",
     "benchmarks.engine.ranks",

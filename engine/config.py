@@ -638,7 +638,7 @@ class EngineConfig:
         "with a scale for each output, and a GPU with Triton all that its kernels read. `stored`: in a checkpoint's "
         "own 4 to 8 bits, without rounding, and only with the native kernels: a GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, "
         "Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers and FP8 of AWQ, GPTQ, "
-        "compressed-tensors and fp8 in groups of a multiple of 32 inputs; experts are unpacked. `int8`: rounded to one "
+        "compressed-tensors and fp8 in groups of a multiple of 32 inputs, experts included. `int8`: rounded to one "
         "byte for each weight and a scale for each output, so that a token reads half as much memory; with the native "
         "kernels, or on a GPU with Triton, where packed weights that stay packed are left so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
@@ -650,9 +650,9 @@ class EngineConfig:
         "and batches take less time, and answers are less accurate. It needs weights of 4 to 8 bits (`quantize` "
         "`auto`, `stored` or `int8`), the native kernels, and a processor with AVX-512 VNNI or AVX-VNNI. `fp8` (e4m3), "
         "on a GPU with Triton of compute capability 8.9 or later: where a checkpoint's matrix stays in fp8 and a step "
-        "has more than 64 tokens; each token has a scale of its own, unless the checkpoint has one. Experts, and "
-        "matrices in the type of `dtype`, are multiplied as without it. docs/how-to/quantised-models.md says what each "
-        "costs.",
+        "has more than 64 tokens; each token has a scale of its own, unless the checkpoint has one; experts are "
+        "multiplied as without it. With either, so are matrices in the type of `dtype`. "
+        "docs/how-to/quantised-models.md says what each costs.",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8_e4m3"] = setting(
         "auto",

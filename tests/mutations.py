@@ -51,6 +51,7 @@ LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk
 FORECAST = "tests/engine/scheduling/test_forecast.py"
 GAPS = "tests/engine/core/test_mutation_gaps.py"
 GROUP_RANKS = "tests/engine/parallel/test_group_ranks.py"
+GROUPED_EXPERTS = "tests/kernels/cpu/native/test_grouped_experts.py"
 GRAMMAR = "tests/engine/batch/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
 LOCKSTEP_LIVES = "tests/engine/test_lockstep_lives.py"
@@ -2401,6 +2402,47 @@ MUTATIONS = (
         "    assert named == needed,",
         "    assert named <= needed,",
         ("tests/engine/models/test_toy_family.py",),
+    ),
+    # --- experts as they are stored --------------------------------------------------------------------------------
+    Mutation(
+        "experts: panels",
+        "Every expert computes with the panels of the first.",
+        "kernels/cpu/native/experts.h",
+        "            found.grouped += expert * first.num_grouped;\n",
+        "",
+        (GROUPED_EXPERTS,),
+    ),
+    Mutation(
+        "experts: sums of inputs",
+        "An expert's minima are multiplied by the sums of inputs of another expert's rows.",
+        "kernels/cpu/native/experts.h",
+        "        if (first.input_sums) found.input_sums += begin * (first.inputs / BLOCK);\n",
+        "",
+        (GROUPED_EXPERTS,),
+    ),
+    Mutation(
+        "experts: memory",
+        "All experts of a layer are in memory twice while they are packed.",
+        "kernels/cpu/native/program.py",
+        "    for rows in experts:\n        packed.append(pack_grouped(",
+        "    for rows in list(experts):\n        packed.append(pack_grouped(",
+        (GROUPED_EXPERTS,),
+    ),
+    Mutation(
+        "experts: two forms",
+        "An expert's gate and up may have forms of their own, which no panel can have beside each other.",
+        "engine/models/narrow.py",
+        "for own in found if len(own) == 1 for layout in own if",
+        "for own in found for layout in list(own)[:1] if",
+        ("tests/engine/models/test_narrow.py",),
+    ),
+    Mutation(
+        "experts: GGUF",
+        "The experts of a GGUF file are named from the last to the first.",
+        "engine/checkpoints/gguf_convert.py",
+        "    for expert in range(count):\n        yield",
+        "    for expert in reversed(range(count)):\n        yield",
+        ("tests/engine/checkpoints/test_gguf_convert.py",),
     ),
     # --- why a request was slow ------------------------------------------------------------------------------------
     Mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -46,7 +47,7 @@ STEPS = {"decode": "a token of one stream", "prefill": f"a prompt of {PROMPT} to
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder of the `llama` architecture."""
+    """A decoder of the `llama` architecture, or with experts of `qwen3moe`."""
 
     hidden: int
     layers: int
@@ -54,6 +55,9 @@ class Shape:
     kv_heads: int
     head_dim: int
     inner: int
+    experts: int = 0
+    """Each of `inner` columns; 0: a dense MLP"""
+    per_token: int = 0
 
 
 SHAPES = {
@@ -73,7 +77,7 @@ def write_random(path: Path, shape: Shape, kind: str, default: Path, draw: np.ra
     """Write a GGUF file with random blocks of one format in every matrix, and the tokenizer of the file `default`."""
     fields = gguf.GGUFReader(default).fields
     tokens = len(fields["tokenizer.ggml.tokens"].data)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if shape.experts else "llama")
     writer.add_context_length(8192)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
@@ -86,28 +90,39 @@ def write_random(path: Path, shape: Shape, kind: str, default: Path, draw: np.ra
     writer.add_rope_freq_base(500_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(tokens)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.per_token)
+        writer.add_expert_feed_forward_length(shape.inner)
     for name, field in fields.items():
         if name.startswith("tokenizer."):
             sub_type = field.types[1] if len(field.types) > 1 else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    matrices = {"token_embd": (tokens, shape.hidden)}
-    norms = ["output_norm"]
+    matrices: dict[str, tuple[int, ...]] = {"token_embd": (tokens, shape.hidden)}
+    plain = {"output_norm": np.ones(shape.hidden, np.float32)}
+    each, suffix = ((shape.experts,), "_exps") if shape.experts else ((), "")
     for layer in range(shape.layers):
         matrices |= {
             f"blk.{layer}.attn_q": (queries, shape.hidden),
             f"blk.{layer}.attn_k": (keys, shape.hidden),
             f"blk.{layer}.attn_v": (keys, shape.hidden),
             f"blk.{layer}.attn_output": (shape.hidden, queries),
-            f"blk.{layer}.ffn_gate": (shape.inner, shape.hidden),
-            f"blk.{layer}.ffn_up": (shape.inner, shape.hidden),
-            f"blk.{layer}.ffn_down": (shape.hidden, shape.inner),
+            f"blk.{layer}.ffn_gate{suffix}": (*each, shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_up{suffix}": (*each, shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_down{suffix}": (*each, shape.hidden, shape.inner),
         }
-        norms += [f"blk.{layer}.attn_norm", f"blk.{layer}.ffn_norm"]
-    for name in norms:
-        writer.add_tensor(f"{name}.weight", np.ones(shape.hidden, np.float32))
-    for name, (rows, columns) in matrices.items():
-        writer.add_tensor(f"{name}.weight", random_blocks(rows, columns, kind, draw), raw_dtype=FORMATS[kind])
+        plain |= {f"blk.{layer}.{norm}": np.ones(shape.hidden, np.float32) for norm in ("attn_norm", "ffn_norm")}
+        if shape.experts:
+            router = draw.standard_normal((shape.experts, shape.hidden), np.float32) / shape.hidden**0.5
+            head = np.ones(shape.head_dim, np.float32)
+            own = {"ffn_gate_inp": router, "attn_q_norm": head, "attn_k_norm": head}
+            plain |= {f"blk.{layer}.{name}": values for name, values in own.items()}
+    for name, values in plain.items():
+        writer.add_tensor(f"{name}.weight", values)
+    for name, (*outer, columns) in matrices.items():
+        blocks = random_blocks(math.prod(outer), columns, kind, draw)
+        writer.add_tensor(f"{name}.weight", blocks.reshape(*outer, -1), raw_dtype=FORMATS[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -86,9 +86,14 @@ class Products:
         weights = model.decoder.weights
         self._program = Program(model.team, block_size=16, capacity=num_tokens, dtype=model.decoder.dtype)
         x = self._program.embed(weights.embedding)
-        for layer in weights.layers:
+        for described, layer in zip(model.decoder.config.layers, weights.layers, strict=True):
             x = self._program.linear(self._program.linear(x, layer.qkv), layer.output)
-            x = self._program.linear(self._program.gated_linear(x, layer.gate_up), layer.down)
+            if described.experts is None:
+                x = self._program.linear(self._program.gated_linear(x, layer.gate_up), layer.down)
+            else:
+                assert layer.router is not None
+                routing = described.experts.routing
+                x = self._program.experts(x, layer.router, layer.gate_up, layer.down, routing)
         self._program.logits(x, weights.lm_head, num_tokens)
 
     def step_of(self, plan: StepPlan) -> Callable[[], object]:

@@ -91,7 +91,7 @@ def resolve(
         }
         | ({"recurrent_state": memory_summary(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
-        | ({"activations": _rounded(model, dtype)} if config.rounds_activations else {})
+        | ({"activations": _rounded(dtype)} if config.rounds_activations else {})
         | _weights(model, config, dtype, keep or kept_on_cpu(config, native=same_bits)),
     )
 
@@ -236,11 +236,11 @@ def _narrow_cache(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) 
     return f"asked for; {asked} bytes a block, scales included, instead of {plain}"
 
 
-def _rounded(model: ModelConfig, dtype: torch.dtype) -> str:
-    rest, experts = str(dtype).removeprefix("torch."), " and for experts" if model.expert_sizes else ""
+def _rounded(dtype: torch.dtype) -> str:
+    rest = str(dtype).removeprefix("torch.")
     return (
         f"asked for; rounded to 8 bits in blocks of 32 for weights of 4 to 8 bits ({byte_products()}), and {rest} for "
-        f"all others{experts}"
+        "all others"
     )
 
 
@@ -261,8 +261,7 @@ def _weights(model: ModelConfig, config: EngineConfig, dtype: torch.dtype, keep:
     else:
         stay = packed.activations and not rounds
         activations = f"; activations stay {name}, not {packed.activations}" if stay else ""
-    experts = f"; experts {wide}" if keep is Keep.GROUPED and model.expert_sizes else ""
-    return {"weights": f"{packed.summary}: {' and '.join(ways)}{experts}{activations}"}
+    return {"weights": f"{packed.summary}: {' and '.join(ways)}{activations}"}
 
 
 def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:

@@ -13,7 +13,12 @@ from engine.checkpoints.gguf_tokenizer import special_token_ids
 from engine.checkpoints.model_cache import ModelError
 
 ROPE_FACTORS = "rope_freqs.weight"
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
 
 
 def build_config(gguf: GGUFFile) -> dict[str, Any]:
@@ -31,6 +36,7 @@ def build_config(gguf: GGUFFile) -> dict[str, Any]:
     return {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
+        **_experts(gguf, arch),
         "vocab_size": gguf.shape("token_embd.weight")[0],
         "hidden_size": hidden,
         "intermediate_size": gguf.require(f"{arch}.feed_forward_length", int),
@@ -49,6 +55,27 @@ def build_config(gguf: GGUFFile) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         **{name: ids[0] for name, ids in special_token_ids(gguf).items()},
     }
+
+
+def _experts(gguf: GGUFFile, arch: str) -> dict[str, Any]:
+    """The fields of a mixture of experts. Mixtral is `llama` with experts. llama.cpp normalises the shares of a token's
+    experts in both, and has experts in every layer."""
+    if arch != "qwen3moe" and not gguf.get(f"{arch}.expert_count", int):
+        return {}
+    count, per_token = gguf.require(f"{arch}.expert_count", int), gguf.require(f"{arch}.expert_used_count", int)
+    if not 1 <= per_token <= count:
+        raise ModelError(
+            f"{gguf.path}: metadata {arch}.expert_used_count is {per_token}; "
+            f"expected 1 to {arch}.expert_count, {count}."
+        )
+    if arch == "qwen3moe":
+        size = gguf.require(f"{arch}.expert_feed_forward_length", int)
+        fields: dict[str, Any] = {"num_experts": count, "moe_intermediate_size": size, "norm_topk_prob": True}
+        return {"model_type": "qwen3_moe", "num_experts_per_tok": per_token, **fields}
+    if arch == "llama":
+        name = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        return {**name, "num_local_experts": count, "num_experts_per_tok": per_token}
+    raise ModelError(f"{gguf.path}: metadata {arch}.expert_count is {count}; expected no experts in {arch!r}.")
 
 
 def _head_dim(gguf: GGUFFile, arch: str, default: int) -> int:

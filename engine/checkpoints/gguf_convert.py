@@ -41,7 +41,7 @@ def convert_gguf(path: Path, directory: Path, progress: bool, *, stored: bool = 
     write_tokenizer(gguf, directory)
     kinds = _kinds(gguf, names) if stored else {}
     if kinds:
-        types = {names[name].removesuffix(".weight"): kind for name, kind in kinds.items()}
+        types = {names[name].removesuffix(".weight").format(expert="*"): kind for name, kind in kinds.items()}
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", _generation_config(gguf))
@@ -49,8 +49,8 @@ def convert_gguf(path: Path, directory: Path, progress: bool, *, stored: bool = 
 
 
 def _kinds(gguf: GGUFFile, names: dict[str, str]) -> dict[str, str]:
-    """Return the types of the matrices that stay as they are."""
-    found = {name: gguf.tensors[name].tensor_type.name for name in names if len(gguf.shape(name)) == 2}
+    """Return the types of the matrices, and of experts' matrices, that stay as they are."""
+    found = {name: gguf.tensors[name].tensor_type.name for name in names if len(gguf.shape(name)) > 1}
     return {name: kind for name, kind in found.items() if kind in STORED_TYPES}
 
 
@@ -63,7 +63,8 @@ def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
 
 
 def tensor_names(gguf: GGUFFile, config: dict[str, Any]) -> dict[str, str]:
-    """GGUF tensor name -> Hugging Face's, for exactly the tensors that the config calls for, in the model's order.
+    """GGUF tensor name -> Hugging Face's, for exactly the tensors that the config calls for, in the model's order. A
+    tensor of all of a layer's experts has a name with `{expert}` for the number of each.
 
     Raises:
         ModelError: a tensor is missing, unknown, or not of the shape that the config calls for.
@@ -107,28 +108,54 @@ def _expected_in_layer(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int
         "attn_v.weight": ("self_attn.v_proj.weight", (kv, hidden)),
         "attn_output.weight": ("self_attn.o_proj.weight", (hidden, q)),
         "ffn_norm.weight": ("post_attention_layernorm.weight", (hidden,)),
-        "ffn_gate.weight": ("mlp.gate_proj.weight", (inner, hidden)),
-        "ffn_up.weight": ("mlp.up_proj.weight", (inner, hidden)),
-        "ffn_down.weight": ("mlp.down_proj.weight", (hidden, inner)),
     }
+    if config["model_type"] in _EXPERTS:
+        expected |= _expected_experts(config)
+    else:
+        expected |= {
+            "ffn_gate.weight": ("mlp.gate_proj.weight", (inner, hidden)),
+            "ffn_up.weight": ("mlp.up_proj.weight", (inner, hidden)),
+            "ffn_down.weight": ("mlp.down_proj.weight", (hidden, inner)),
+        }
     if config["model_type"] == "qwen2":
         for letter, size in (("q", q), ("k", kv), ("v", kv)):
             expected[f"attn_{letter}.bias"] = (f"self_attn.{letter}_proj.bias", (size,))
-    if config["model_type"] == "qwen3":
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
         expected["attn_q_norm.weight"] = ("self_attn.q_norm.weight", (head_dim,))
         expected["attn_k_norm.weight"] = ("self_attn.k_norm.weight", (head_dim,))
     return expected
 
 
+_EXPERTS = {
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts", "moe_intermediate_size"),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size"),
+}
+"""Model type -> the mixture's name in a layer, those of an expert's gate, up and down, and the fields of the experts'
+number and size."""
+
+
+def _expected_experts(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    mixture, (gate, up, down), of_count, of_size = _EXPERTS[config["model_type"]]
+    hidden, count, size = config["hidden_size"], config[of_count], config[of_size]
+    expert = f"{mixture}.experts.{{expert}}"
+    return {
+        "ffn_gate_inp.weight": (f"{mixture}.gate.weight", (count, hidden)),
+        "ffn_gate_exps.weight": (f"{expert}.{gate}.weight", (count, size, hidden)),
+        "ffn_up_exps.weight": (f"{expert}.{up}.weight", (count, size, hidden)),
+        "ffn_down_exps.weight": (f"{expert}.{down}.weight", (count, hidden, size)),
+    }
+
+
 def row_order(name: str, config: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """For each Hugging Face row, the index of its GGUF row, for Q and K of `llama`; None if both have the same order.
+    """For each Hugging Face row, the index of its GGUF row, for Q and K of `llama` and Mixtral; None
+    if both have the same order.
 
     llama.cpp rotates neighbours (0,1), (2,3)...; Hugging Face rotates halves (0,d/2), (1,d/2+1)...:
         GGUF  0 d/2 1 d/2+1 2 ...   (rows of one head, numbered as in Hugging Face)
     """
     heads = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
     part = name.split(".", 2)[-1]
-    if config["model_type"] != "llama" or part not in heads:
+    if config["model_type"] not in ("llama", "mixtral") or part not in heads:
         return None
     num_heads, head_dim = config[heads[part]], config["head_dim"]
     return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
@@ -142,7 +169,7 @@ def to_bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any
 
 def _chunks(gguf: GGUFFile, name: str, config: dict[str, Any], *, stored: bool) -> Iterator[bytes]:
     """A tensor's bytes in Hugging Face's row order, a few rows at a time: as stored, or in bfloat16."""
-    num_rows = gguf.shape(name)[0]
+    num_rows = gguf.num_rows(name)
     order = row_order(name, config)
     step = max(1, _VALUES_PER_CHUNK * num_rows // gguf.num_values(name))
     for start in range(0, num_rows, step):
@@ -156,6 +183,19 @@ def _chunks(gguf: GGUFFile, name: str, config: dict[str, Any], *, stored: bool) 
             yield to_bfloat16(values).tobytes()
 
 
+def _written(gguf: GGUFFile, name: str, hf_name: str, *, stored: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of what a tensor is written as, in order: of all experts, a matrix for each."""
+    count, *rest = gguf.shape(name)
+    if stored:
+        *_, width = gguf.blocks(name).shape
+        rest = [*rest[:-1], width]
+    if "{expert}" not in hf_name:
+        yield hf_name, (count, *rest)
+        return
+    for expert in range(count):
+        yield hf_name.format(expert=expert), tuple(rest)
+
+
 def _write_weights(
     path: Path, gguf: GGUFFile, config: dict[str, Any], names: dict[str, str], kinds: dict[str, str], progress: bool
 ) -> None:
@@ -164,9 +204,10 @@ def _write_weights(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, hf_name in names.items():
-        shape = gguf.blocks(name).shape if name in kinds else gguf.shape(name)
-        start, end = end, end + math.prod(shape) * (1 if name in kinds else 2)
-        header[hf_name] = {"dtype": "U8" if name in kinds else "BF16", "shape": shape, "data_offsets": [start, end]}
+        kind, size = ("U8", 1) if name in kinds else ("BF16", 2)
+        for own_name, shape in _written(gguf, name, hf_name, stored=name in kinds):
+            start, end = end, end + math.prod(shape) * size
+            header[own_name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the data that follows must be aligned
     check_room(path.parent, 8 + len(encoded) + end)

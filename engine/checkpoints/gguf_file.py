@@ -74,14 +74,14 @@ class GGUFFile:
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def values(self, name: str, rows: Any = slice(None)) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Dequantised rows of a tensor. `rows` indexes the first dimension; each row is packed by itself.
+        """Dequantised rows of a tensor, of all experts where it has theirs. Each row is packed by itself.
 
         Raises:
             ModelError: gguf cannot dequantise its type, or a value is not finite, which means a damaged file.
         """
         tensor = self.tensors[name]
         try:
-            values = np.asarray(dequantize(tensor.data[rows], tensor.tensor_type), dtype=np.float32)
+            values = np.asarray(dequantize(self._rows(name)[rows], tensor.tensor_type), dtype=np.float32)
         except NotImplementedError as error:
             raise ModelError(f"{self.path}: tensor {name} is of type {tensor.tensor_type.name}: {error}") from error
         if not np.isfinite(values).all():
@@ -89,8 +89,16 @@ class GGUFFile:
         return values
 
     def blocks(self, name: str, rows: Any = slice(None)) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Rows of a tensor as they are packed. # [rows, bytes]"""
-        return np.asarray(self.tensors[name].data[rows]).view(np.uint8)
+        """Rows of a tensor as they are packed, of all experts where it has theirs. # [rows, bytes]"""
+        return np.asarray(self._rows(name)[rows]).view(np.uint8)
+
+    def _rows(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor's rows, or the numbers of a vector, in the file's pages."""
+        data: np.ndarray[Any, Any] = self.tensors[name].data
+        return data.reshape(-1, data.shape[-1]) if data.ndim > 1 else data
+
+    def num_rows(self, name: str) -> int:
+        return len(self._rows(name))
 
     def num_values(self, name: str) -> int:
         return math.prod(self.shape(name))

@@ -9,7 +9,7 @@ import torch
 
 from engine.models.narrow import layout_name
 from engine.models.parameters import DecoderWeights
-from engine.models.stored_matrix import StoredMatrix
+from engine.models.stored_matrix import StoredExperts, StoredMatrix
 from kernels.forward import Linear
 
 
@@ -30,6 +30,6 @@ def matrices(weights: DecoderWeights) -> list[Linear]:
 
 
 def _held_in(linear: Linear, rounds: bool) -> str:
-    if isinstance(linear.weight, StoredMatrix):
+    if isinstance(linear.weight, StoredMatrix | StoredExperts):
         return "as stored"
     return f"in {layout_name(torch.int8 if rounds else linear.weight.dtype)}"

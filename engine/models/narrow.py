@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from engine.models.stored_matrix import StoredMatrix
+from engine.models.stored_matrix import StoredExperts, StoredMatrix
 from kernels.cpu.native.grouped import Form
 from kernels.forward import NARROW_GROUP, Linear
 
@@ -83,9 +83,11 @@ class InBlocks:
     form: Form
 
     def empty(self, *shape: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device | None) -> Linear:
-        """Return a matrix [outputs, inputs] to be filled."""
-        outputs, inputs = shape
-        return Linear(StoredMatrix(outputs, inputs, self.form, dtype, device or torch.device("cpu")), bias)
+        """Return a matrix to be filled, or one for each expert. shape: [..., outputs, inputs]."""
+        *experts, outputs, inputs = shape
+        on = device or torch.device("cpu")
+        found = [StoredMatrix(outputs, inputs, self.form, dtype, on) for _ in range(*experts or (1,))]
+        return Linear(StoredExperts(tuple(found)) if experts else found[0], bias)
 
 
 INT8 = Narrow(torch.int8)
@@ -112,16 +114,25 @@ class Kept:
         layout = found.pop() if len(found) == 1 else None
         return INT8 if layout is None and self.rounded else layout
 
-    def experts_layout(self, experts: Sequence[Sequence[str]]) -> Narrow | None:
+    def experts_layout(self, experts: Sequence[Sequence[str]]) -> Narrow | InBlocks | None:
         """Return the layout of the matrices of all experts, each stacked from its own modules. Each may have its own
-        order of inputs."""
+        order of inputs, or blocks of its own."""
         found = [self.layout(modules) for modules in experts]
+        if (blocks := self._experts_blocks(experts)) is not None:
+            return blocks
         alike = {replace(layout, order="") if isinstance(layout, Narrow) else layout for layout in found}
         layout = alike.pop() if len(alike) == 1 else None
         if not isinstance(layout, Narrow):
             return INT8 if self.rounded else None
         orders = [each.order for each in found if isinstance(each, Narrow)]
         return layout if not any(orders) else replace(layout, order=LISTED)
+
+    def _experts_blocks(self, experts: Sequence[Sequence[str]]) -> InBlocks | None:
+        """Return the largest of the experts' layouts in blocks; None: one is not, or has modules of two formats, whose
+        outputs no panel can have beside each other."""
+        found = [{self.modules.get(module) for module in modules} for modules in experts]
+        blocks = [layout for own in found if len(own) == 1 for layout in own if isinstance(layout, InBlocks)]
+        return max(blocks, key=lambda layout: layout.form.panel_bits) if len(blocks) == len(experts) else None
 
 
 def layout_name(dtype: torch.dtype) -> str:

@@ -22,13 +22,13 @@ from engine.models.native_adapters import NativeAdapters, adapted
 from engine.models.native_rewind import NativeRewind, drafted_rows
 from engine.models.parameters import DecoderWeights, LayerWeights, SharedExpertWeights
 from engine.models.recurrent_state import RecurrentState
-from engine.models.stored_matrix import StoredMatrix
+from engine.models.stored_matrix import StoredExperts, StoredMatrix
 from engine.step import RowSampling, ScheduledRequest, StepPlan
 from kernels.collectives.group import Exchanging, Group
 from kernels.collectives.reduction import exchange_of, reduction_of
 from kernels.cpu.native.linear_attention import LinearAttentionProgram, Rewind
 from kernels.cpu.native.low_rank import PackedAdapter
-from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped
+from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped, pack_grouped_experts
 from kernels.cpu.native.sampling import DrawnRow, draw_rows
 from kernels.cpu.native.spans import Spans
 from kernels.forward import Linear
@@ -228,6 +228,9 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
         if isinstance(linear.weight, StoredMatrix):
             parts = linear.weight.take_parts()
             return pack_grouped(parts, linear.bias, gated=gated, rounded=rounded, num_threads=num_threads)
+        if isinstance(linear.weight, StoredExperts):
+            experts = linear.weight.take()
+            return pack_grouped_experts(experts, gated=gated, rounded=rounded, num_threads=num_threads)
         return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded)
 
     def shared(expert: SharedExpertWeights) -> SharedExpertWeights:

@@ -134,11 +134,19 @@ def _compressed_tensors(found: Fields) -> Quantization:
 
 
 def _gguf(found: Fields) -> Quantization:
-    """Read the types of a GGUF file's matrices, which `engine.checkpoints.gguf_convert` lists by module."""
+    """Read the types of a GGUF file's matrices, which `engine.checkpoints.gguf_convert` lists by module: `*` is the
+    number of any expert."""
     modules: dict[str, list[str]] = {}
     for module, kind in _object(found, "gguf", "types").items():
         modules.setdefault(_one_of({module: kind}, "gguf", module, *BLOCK_BYTES), []).append(module)
-    return Quantization(groups=tuple((tuple(names), Gguf(kind=kind)) for kind, names in modules.items()))
+    return Quantization(groups=tuple((_targets(names), Gguf(kind=kind)) for kind, names in modules.items()))
+
+
+def _targets(modules: list[str]) -> tuple[str, ...]:
+    """Return names, and one pattern for all modules of experts: each of thousands is compared with every target."""
+    patterns = [re.escape(module).replace(r"\*", r"\d+") for module in modules if "*" in module]
+    joined = [f"re:(?:{'|'.join(patterns)})$"] if patterns else []
+    return *joined, *(module for module in modules if "*" not in module)
 
 
 _METHODS: dict[str, Callable[[Fields], Quantization]] = {

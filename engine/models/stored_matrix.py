@@ -1,9 +1,9 @@
-"""Owns a matrix that stays as a checkpoint stores it, where its parts may be stored differently.
-Never computes with it: the native kernels pack the parts, one after another."""
+"""Owns matrices that stay as a checkpoint stores them, whose parts may be stored differently, and those of experts.
+Never computes with them: the native kernels pack the parts, one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,3 +65,37 @@ class StoredMatrix:
 
     def __len__(self) -> int:
         return self.outputs
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredExperts:
+    """[experts, outputs, inputs] in place of a weight's Tensor: the matrices of a mixture, until they are packed."""
+
+    matrices: tuple[StoredMatrix, ...]
+
+    def take(self) -> Iterator[Rows]:
+        """Yield each expert's outputs, of one form, and let go of them: what is packed is not in memory twice."""
+        for matrix in self.matrices:
+            (rows,) = matrix.take_parts()
+            yield rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.matrices[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.matrices), *self.matrices[0].shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self.matrices)
+
+    def numel(self) -> int:
+        return sum(matrix.numel() for matrix in self.matrices)
+
+    def __getitem__(self, number: int) -> StoredMatrix:
+        return self.matrices[number]
+
+    def __len__(self) -> int:
+        return len(self.matrices)

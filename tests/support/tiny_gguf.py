@@ -15,7 +15,15 @@ ALPHABET = sorted(ByteLevel.alphabet())
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", *ALPHABET, "Ġt", "th", "the", "Ġthe", "12", "123"]
 TYPES = [CONTROL, CONTROL, CONTROL, USER_DEFINED] + [NORMAL] * (len(TOKENS) - 4)
 MERGES = ["Ġ t", "t h", "th e", "Ġ the", "1 2", "12 3"]
-SHAPE = dict(hidden=32, inner=64, heads=4, kv_heads=2, head_dim=8, layers=2, vocab=len(TOKENS))
+SHAPE = dict(
+    hidden=32, inner=64, heads=4, kv_heads=2, head_dim=8, layers=2, vocab=len(TOKENS), experts=5, per_token=2, expert=48
+)
+"""expert: the size of an expert of Qwen3-MoE; those of Mixtral have `inner`."""
+MIXTURES = {
+    "qwen3moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+"""Hugging Face's names of a mixture, and of an expert's gate, up and down. Mixtral is written as `llama`."""
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
@@ -36,15 +44,25 @@ def hf_weights(arch: str, seed: int = 0, tied: bool = True) -> dict[str, np.ndar
             prefix + "self_attn.v_proj.weight": (kv, hidden),
             prefix + "self_attn.o_proj.weight": (hidden, q),
             prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "mlp.gate_proj.weight": (inner, hidden),
-            prefix + "mlp.up_proj.weight": (inner, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, inner),
         }
+        if arch in MIXTURES:
+            mixture, parts = MIXTURES[arch]
+            shapes[f"{prefix}{mixture}.gate.weight"] = (SHAPE["experts"], hidden)
+            size = inner if arch == "mixtral" else SHAPE["expert"]
+            for expert in range(SHAPE["experts"]):
+                for part, shape in zip(parts, ((size, hidden), (size, hidden), (hidden, size)), strict=True):
+                    shapes[f"{prefix}{mixture}.experts.{expert}.{part}.weight"] = shape
+        else:
+            shapes |= {
+                prefix + "mlp.gate_proj.weight": (inner, hidden),
+                prefix + "mlp.up_proj.weight": (inner, hidden),
+                prefix + "mlp.down_proj.weight": (hidden, inner),
+            }
         if arch == "qwen2":
             shapes |= {
                 prefix + f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (q, kv, kv), strict=True)
             }
-        if arch == "qwen3":
+        if arch in ("qwen3", "qwen3moe"):
             shapes |= {prefix + f"self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     return {name: bf16_exact(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
 
@@ -69,20 +87,25 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
 
 
 def gguf_tensors(arch: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the same weights under GGUF names, with llama's Q and K rows as llama.cpp stores them."""
-    tensors = {}
+    """Return the same weights under GGUF names, with llama's Q and K rows as llama.cpp stores them, and a layer's
+    experts in one tensor."""
+    tensors = _expert_tensors(arch, weights)
     for name, values in weights.items():
         stem, suffix = name.rsplit(".", 1)
+        if ".experts." in name:
+            continue
         if stem.startswith("model.layers."):
             _, _, layer, part = stem.split(".", 3)
             gguf_name = f"blk.{layer}.{_NAMES[part]}.{suffix}"
         else:
             gguf_name = f"{_NAMES[stem]}.{suffix}"
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if arch in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
             heads = SHAPE["heads"] if ".q_proj." in name else SHAPE["kv_heads"]
             split = values.reshape(heads, 2, SHAPE["head_dim"] // 2, *values.shape[1:])
             values = split.swapaxes(1, 2).reshape(values.shape)
@@ -90,9 +113,29 @@ def gguf_tensors(arch: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndar
     return tensors
 
 
+def _expert_tensors(arch: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if arch not in MIXTURES:
+        return {}
+    mixture, parts = MIXTURES[arch]
+    experts = range(SHAPE["experts"])
+    return {
+        f"blk.{layer}.ffn_{name}_exps.weight": np.stack(
+            [weights[f"model.layers.{layer}.{mixture}.experts.{expert}.{part}.weight"] for expert in experts]
+        )
+        for layer in range(SHAPE["layers"])
+        for part, name in zip(parts, ("gate", "up", "down"), strict=True)
+    }
+
+
 def metadata(arch: str) -> dict[str, Any]:
     """Return what a converter writes for the tiny model. A test changes or removes keys; None leaves one out."""
-    return {
+    mixture, arch = arch in MIXTURES, _written_as(arch)
+    experts = {
+        f"{arch}.expert_count": SHAPE["experts"],
+        f"{arch}.expert_used_count": SHAPE["per_token"],
+        f"{arch}.expert_feed_forward_length": SHAPE["expert"],
+    }
+    return (experts if mixture else {}) | {
         f"{arch}.context_length": 512,
         f"{arch}.embedding_length": SHAPE["hidden"],
         f"{arch}.block_count": SHAPE["layers"],
@@ -116,6 +159,10 @@ def metadata(arch: str) -> dict[str, Any]:
     }
 
 
+def _written_as(arch: str) -> str:
+    return "llama" if arch == "mixtral" else arch
+
+
 def write_gguf(
     path: Path,
     arch: str = "llama",
@@ -126,7 +173,7 @@ def write_gguf(
 ) -> Path:
     """Write a GGUF file. `changes` are metadata keys with `__` for `.`; None removes a key. blocks: rows of bytes to be
     written for a tensor, with their type."""
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, _written_as(arch))
     fields = metadata(arch) | {key.replace("__", "."): value for key, value in changes.items()}
     for key, value in fields.items():
         _add(writer, key, value)

@@ -71,18 +71,42 @@ inline void sort_by_expert(const Routes& routes, int64_t num_tokens) {
     for (int64_t i = 0; i < count; i++) routes.rows[i] = next[routes.chosen[i]]++;
 }
 
-// The matrices of all experts, one after another.
+// The matrices of all experts, one after another, and what their products need beside the rows of all. Filled by the
+// caller; mirrored in program.py.
+struct ExpertMatrices {
+    const void* panels;           // as in Linear, those of all experts
+    const float* scales;          // likewise
+    const GroupedPanel* grouped;  // [experts, num_grouped], instead of both; outputs are counted from the expert's first
+    int64_t num_grouped;
+    float* input_sums;            // [rows, inputs / 32], or null
+    RoundedBlock* rounded;        // [inputs / 32, rows], or null
+};
+
 template <class T>
 struct Stack {
     Linear<T> first;
     int64_t experts;
 
-    Linear<T> of(int64_t expert) const {
+    Stack(const ExpertMatrices& all, int64_t inputs, int64_t outputs, int64_t count)
+        : first{all.panels, all.scales, nullptr, inputs, outputs, all.grouped, all.num_grouped, all.input_sums, all.rounded},
+          experts(count) {}
+
+    // An expert's matrix, for its rows, which begin at `begin` of `rows`.
+    Linear<T> of(int64_t expert, int64_t begin, int64_t rows) const {
         const int64_t size = first.num_panels() * PANEL;
         Linear<T> found = first;
-        const int64_t bytes = size * first.inputs * (first.scales ? sizeof(int8_t) : sizeof(T));
-        found.panels = static_cast<const char*>(first.panels) + expert * bytes;
-        if (first.scales) found.scales = first.scales + expert * size;
+        if (first.grouped) {
+            found.grouped += expert * first.num_grouped;
+        } else {
+            const int64_t bytes = size * first.inputs * (first.scales ? sizeof(int8_t) : sizeof(T));
+            found.panels = static_cast<const char*>(first.panels) + expert * bytes;
+        }
+        if (first.scales) found.scales += expert * size;
+        if (first.input_sums) found.input_sums += begin * (first.inputs / BLOCK);
+        if (first.rounded) {
+            found.rounded += begin;
+            found.rounded_rows = rows;
+        }
         return found;
     }
 };

@@ -234,9 +234,14 @@ def panels_of(parts: Sequence[Rows], order: Tensor | None = None, *, num_threads
         step = max(1, _SLICE // num_threads // (PANEL * inputs))
         for panel in range(0, len(made), step):
             part.pack(index[panel * PANEL : (panel + step) * PANEL], made[panel : panel + step])
-        for number, panel_bytes in enumerate(made):
-            count = min(PANEL, len(index) - number * PANEL)
-            table.append((panel_bytes.data_ptr(), part.form.number, first + number * PANEL, count))
+        firsts = torch.arange(0, len(made) * PANEL, PANEL)
+        columns = (
+            made.data_ptr() + firsts // PANEL * made.stride(0),
+            torch.full_like(firsts, part.form.number),
+            first + firsts,
+            (len(index) - firsts).clamp(max=PANEL),
+        )
+        table.append(torch.stack(columns, 1))
         data.append(made)
         first += outputs
-    return Panels(tuple(data), torch.tensor(table), any(part.form.minimum for part in parts))
+    return Panels(tuple(data), torch.cat(table), any(part.form.minimum for part in parts))

@@ -26,6 +26,7 @@ struct Linear {
     int64_t num_grouped = 0;
     float* input_sums = nullptr;  // [rows, inputs / 32], or null where no panel has minima
     RoundedBlock* rounded = nullptr;  // [inputs / 32, rows], or null: activations keep their type, and are not rounded
+    int64_t rounded_rows = 0;         // how many rows `rounded` has; 0: those that are multiplied, and no others
     AdaptedMatrix adapted = {};       // what its store adds for tokens with an adapter
 
     int64_t num_panels() const { return grouped ? num_grouped : (outputs + PANEL - 1) / PANEL; }
@@ -320,7 +321,8 @@ template <class T, class Store>
 void multiply(const T* x, int64_t rows, const Linear<T>& linear, int64_t first, int64_t last, const Store& s) {
     if (linear.rounded)
         return multiply_rounded(
-            linear.rounded, rows, linear.inputs, [&](int64_t panel) { return bytes_of(linear, panel); }, first, last, s);
+            linear.rounded, linear.rounded_rows ? linear.rounded_rows : rows, rows, linear.inputs,
+            [&](int64_t panel) { return bytes_of(linear, panel); }, first, last, s);
     if (linear.grouped) return multiply_grouped(x, rows, linear.inputs, linear.input_sums, linear.grouped, first, last, s);
 #if MATRIX_UNIT
     if constexpr (std::is_same_v<T, bf16>)

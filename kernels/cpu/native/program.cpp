@@ -302,12 +302,13 @@ static void add_argmax(Program* program, const float* logits, int64_t vocab, int
 template <class T, class Store>
 static void add_products(Program* program, const T* x, Stack<T> stack, const int64_t* firsts, Store store_sums) {
     program->add([=] {
-        const int64_t panels = stack.first.num_panels();
+        const int64_t panels = stack.first.num_panels(), all_rows = firsts[stack.experts];
+        prepare_rows(program->team, x, all_rows, stack.first);
         program->team.share(stack.experts * panels, [&](int64_t first, int64_t last) {
             while (first < last) {
                 const int64_t expert = first / panels, panel = first % panels, end = std::min(panels, panel + last - first);
                 const int64_t begin = firsts[expert], rows = firsts[expert + 1] - begin;
-                const Linear<T> linear = stack.of(expert);
+                const Linear<T> linear = stack.of(expert, begin, all_rows);
                 if (rows)
                     multiply<T>(x + begin * linear.inputs, rows, linear, panel, end,
                                 [&](int64_t row, int64_t panel, f32x16 a, f32x16 b) {
@@ -576,29 +577,27 @@ void program_attention(Program* program, int wide, const void* q, int64_t heads,
 }
 
 void program_experts(Program* program, int wide, const void* x, const float* router, int64_t experts, int64_t hidden, int64_t size,
-                     int64_t per_token, int renormalize, const void* gate_up, const float* gate_up_scales, const void* down,
-                     const float* down_scales, float* shares, int64_t* chosen, int64_t* rows, int64_t* firsts, void* sorted,
-                     void* inner, float* found, void* out) {
+                     int64_t per_token, int renormalize, const ExpertMatrices* gate_up, const ExpertMatrices* down, float* shares,
+                     int64_t* chosen, int64_t* rows, int64_t* firsts, void* sorted, void* inner, float* found, void* out) {
     const Routes routes{experts, per_token, shares, chosen, rows, firsts};
     BY_TYPE(add_experts<T>,
             (program, Route<T>{as<T>(x), router, hidden, renormalize != 0, routes},
-             Stack<T>{{gate_up, gate_up_scales, nullptr, hidden, 2 * size}, experts},
-             Stack<T>{{down, down_scales, nullptr, size, hidden}, experts}, as<T>(sorted), as<T>(inner), found, as<T>(out)));
+             Stack<T>(*gate_up, hidden, 2 * size, experts), Stack<T>(*down, size, hidden, experts), as<T>(sorted), as<T>(inner),
+             found, as<T>(out)));
 }
 
 // `gate_up` and `down` are those of the experts that this rank holds of `experts`; see Passage for what lies where.
 void program_divided_experts(Program* program, int wide, const void* x, const float* router, int64_t experts, int64_t hidden,
-                             int64_t size, int64_t per_token, int renormalize, const void* gate_up, const float* gate_up_scales,
-                             const void* down, const float* down_scales, float* shares, int64_t* chosen, int64_t* rows,
-                             int64_t* firsts, void* sorted, void* inner, float* found, void* out, int64_t rank, int64_t ranks,
+                             int64_t size, int64_t per_token, int renormalize, const ExpertMatrices* gate_up,
+                             const ExpertMatrices* down, float* shares, int64_t* chosen, int64_t* rows, int64_t* firsts,
+                             void* sorted, void* inner, float* found, void* out, int64_t rank, int64_t ranks,
                              ExchangeRows exchange, void* context, int64_t row_bytes, char* sent, char* arrived,
                              int64_t* arrived_rows, int64_t* held_firsts, float* back, int64_t room) {
     const Routes routes{experts, per_token, shares, chosen, rows, firsts};
     const HeldExperts held{experts, rank, ranks};
     BY_TYPE(add_divided_experts<T>,
             (program, Route<T>{as<T>(x), router, hidden, renormalize != 0, routes},
-             Stack<T>{{gate_up, gate_up_scales, nullptr, hidden, 2 * size}, held.count()},
-             Stack<T>{{down, down_scales, nullptr, size, hidden}, held.count()},
+             Stack<T>(*gate_up, hidden, 2 * size, held.count()), Stack<T>(*down, size, hidden, held.count()),
              Passage{held, row_bytes, room, sent, arrived, arrived_rows, held_firsts, {}, {}}, exchange, context, as<T>(sorted),
              as<T>(inner), found, back, as<T>(out)));
 }

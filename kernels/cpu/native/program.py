@@ -62,6 +62,16 @@ class _StepRows(ctypes.Structure):
     ]
 
 
+class _ExpertMatrices(ctypes.Structure):
+    """Mirrors ExpertMatrices of experts.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "grouped")),
+        ("num_grouped", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("input_sums", "rounded")),
+    ]
+
+
 def _address(numbers: array[int]) -> int:
     return numbers.buffer_info()[0]
 
@@ -137,7 +147,7 @@ class Packed:
     inputs: int
     outputs: int
     groups: Panels | None = None
-    """Weights of 4 to 8 bits in groups"""
+    """Weights of 4 to 8 bits in groups. Of experts, the panels of all, as many for each"""
     rounded: bool = False
     """Whether activations are rounded to 8 bits for this product. Bytes in `panels` are then in the order for
     bfloat16."""
@@ -165,6 +175,27 @@ def pack_grouped(
     return Linear(Packed(None, None, bias, inputs, outputs, panels, rounded))
 
 
+def pack_grouped_experts(
+    experts: Iterable[Rows], *, gated: bool = False, rounded: bool = False, num_threads: int = 1
+) -> Linear:
+    """Return the matrices of all experts of a mixture, of one shape, packed for `Program`. Their forms may differ.
+
+    experts: each expert's outputs, taken one after another: what was packed can be let go before the next is taken.
+    gated, rounded, num_threads: as in `pack_grouped`; activations are rounded for all experts or for none.
+    """
+    packed: list[Packed] = []
+    for rows in experts:
+        packed.append(pack_grouped([rows], gated=gated, rounded=rounded, num_threads=num_threads).weight)
+    first, found = packed[0], [each.groups for each in packed if each.groups is not None]
+    assert all((each.inputs, each.outputs) == (first.inputs, first.outputs) for each in packed)
+    panels = Panels(
+        tuple(part for each in found for part in each.data),
+        torch.cat([each.table for each in found]),
+        any(each.minima for each in found),
+    )
+    return Linear(Packed(None, None, None, first.inputs, first.outputs, panels, all(each.rounded for each in packed)))
+
+
 def pack(
     linear: Linear,
     *,
@@ -188,7 +219,7 @@ def pack(
     weight: Tensor = linear.weight
     assert weight.is_contiguous(), "the library reads row after row"
     if weight.dim() == 3:
-        return _pack_each(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype)
+        return _pack_each(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded)
     outputs, inputs = weight.shape
     if weight.dtype == torch.int8:
         assert dtype is not None
@@ -254,14 +285,17 @@ def _padded(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, -len(values) % PANEL))
 
 
-def _pack_each(linear: Linear, *, gated: bool, consume: bool, quantize: bool, dtype: torch.dtype | None) -> Linear:
+def _pack_each(
+    linear: Linear, *, gated: bool, consume: bool, quantize: bool, dtype: torch.dtype | None, rounded: bool
+) -> Linear:
     """Pack [experts, outputs, inputs] expert by expert, in place where the panels fit."""
     weight: Tensor = linear.weight
     panels: Tensor | None = None
     scales: list[Tensor] = []
     for number, matrix in enumerate(weight):
         own = Linear(matrix, scales=None if linear.scales is None else linear.scales[number])
-        found: Packed = pack(own, gated=gated, consume=consume, quantize=quantize, dtype=dtype).weight
+        found: Packed = pack(own, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded).weight
+        rounded = found.rounded  # of all alike: it depends on their inputs and types
         assert found.panels is not None
         if panels is None:
             fits = consume and found.panels.shape == matrix.shape and found.panels.dtype == weight.dtype
@@ -270,7 +304,7 @@ def _pack_each(linear: Linear, *, gated: bool, consume: bool, quantize: bool, dt
         scales += [] if found.scales is None else [found.scales]
     assert panels is not None
     _, outputs, inputs = weight.shape
-    return Linear(Packed(panels, torch.stack(scales) if scales else None, None, inputs, outputs))
+    return Linear(Packed(panels, torch.stack(scales) if scales else None, None, inputs, outputs, rounded=rounded))
 
 
 def _gated_order(outputs: int) -> Tensor:
@@ -438,7 +472,7 @@ class Program:
             packed.inputs,
             packed.outputs,
             *self._keep_groups(packed),
-            *self._beside_rows(packed, out),
+            *self._beside_rows(packed, len(out.tensor)),
             int(activation == GELU),
             out.address,
         )
@@ -462,6 +496,8 @@ class Program:
         of_experts, gated = self._new(hidden, rows=room), self._new(size, rows=room)
         found, out = self._new(hidden, torch.float32, room), self._new(hidden)
         between = (shares, chosen, places, firsts, of_experts, gated, found, out)
+        held = count if self._exchange is None else len(held_experts(count, self._exchange.rank, self._exchange.size))
+        matrices = [self._expert_matrices(packed, held, room) for packed in (inner, outer)]
         operation = (
             self._handle,
             self._wide,
@@ -472,16 +508,21 @@ class Program:
             size,
             routing.per_token,
             int(routing.renormalize),
-            *self._keep_weights(inner)[:2],
-            *self._keep_weights(outer)[:2],
+            *map(ctypes.byref, matrices),
             *(buffer.address for buffer in between),
         )
         if self._exchange is None:
             self._library.program_experts(*operation)
         else:
-            held = held_experts(count, self._exchange.rank, self._exchange.size)
-            self._divided_experts(operation, self._exchange, rows, hidden, len(held))
+            self._divided_experts(operation, self._exchange, rows, hidden, held)
         return out
+
+    def _expert_matrices(self, packed: Packed, experts: int, rows: int) -> _ExpertMatrices:
+        """rows: the most that all experts have together."""
+        panels, scales, _ = self._keep_weights(packed)
+        grouped, num_grouped = self._keep_groups(packed)
+        assert num_grouped % experts == 0
+        return _ExpertMatrices(panels, scales, grouped, num_grouped // experts, *self._beside_rows(packed, rows))
 
     def _divided_experts(
         self, operation: tuple[Any, ...], exchange: RowExchange, rows: int, hidden: int, held: int
@@ -575,7 +616,7 @@ class Program:
             packed.inputs,
             packed.outputs,
             *self._keep_groups(packed),
-            *self._beside_rows(packed, out),
+            *self._beside_rows(packed, len(out.tensor)),
             out.address,
             int(out.tensor.dtype == torch.float32),
             int(sampled),
@@ -613,9 +654,9 @@ class Program:
             self._keep(part)
         return self._keep(packed.groups.table), len(packed.groups.table)
 
-    def _beside_rows(self, packed: Packed, out: Buffer) -> tuple[int | None, int | None]:
+    def _beside_rows(self, packed: Packed, rows: int) -> tuple[int | None, int | None]:
         """Reserve memory for the sums of inputs, by which minima are multiplied, or for the rounded rows."""
-        blocks, rows = packed.inputs // BLOCK, len(out.tensor)
+        blocks = packed.inputs // BLOCK
         if packed.rounded:
             return None, self._new(blocks * ROUNDED_BYTES, torch.uint8, rows).address
         if packed.groups is None or not packed.groups.minima:

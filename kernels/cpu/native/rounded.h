@@ -31,15 +31,15 @@ constexpr int64_t BYTES_BY_OUTPUT = -1;
 // The sums of at most ROWS_AT_ONCE rows [rows][2] with one panel. x: [inputs / 32][stride], the rows beside each other.
 void sum_rounded(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const GroupedPanel& panel, f32x16* sums);
 
-// Calls store(row, panel, first 16 outputs, last 16) for all rows, which are the blocks' stride, and the panels [first, last).
+// Calls store(row, panel, first 16 outputs, last 16) for `rows` rows and the panels [first, last). stride: as sum_rounded.
 template <class PanelAt, class Store>
-void multiply_rounded(const RoundedBlock* x, int64_t rows, int64_t inputs, const PanelAt& panel_at, int64_t first, int64_t last,
-                      const Store& store) {
+void multiply_rounded(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const PanelAt& panel_at, int64_t first,
+                      int64_t last, const Store& store) {
     alignas(64) f32x16 sums[2 * ROWS_AT_ONCE];
     for (int64_t panel = first; panel < last; panel++)
         for (int64_t row = 0; row < rows; row += ROWS_AT_ONCE) {
             const int64_t count = std::min(ROWS_AT_ONCE, rows - row);
-            sum_rounded(x + row, rows, count, inputs, panel_at(panel), sums);
+            sum_rounded(x + row, stride, count, inputs, panel_at(panel), sums);
             for (int64_t r = 0; r < count; r++) store(row + r, panel, sums[2 * r], sums[2 * r + 1]);
         }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -36,6 +37,16 @@ def test_a_file_has_the_shape_the_format_and_a_tokenizer(kind: str, tmp_path: Pa
     kinds = {tensor.name: tensor.tensor_type for tensor in read.tensors}
     assert kinds["token_embd.weight"] == kinds["blk.1.ffn_down.weight"] == FORMATS[kind]
     assert tuple(next(t for t in read.tensors if t.name == "blk.0.attn_k.weight").shape) == (256, 128)
+
+
+def test_a_file_may_have_experts_beside_a_router_that_is_not_in_blocks(tmp_path: Path) -> None:
+    default, shape = write_gguf(tmp_path / "default.gguf"), replace(SMALL, experts=3, per_token=2)
+    write_random(tmp_path / "made.gguf", shape, "q4_k", default, np.random.default_rng(1))
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "made.gguf").tensors}
+    assert tuple(tensors["blk.1.ffn_down_exps.weight"].shape) == (512, 256, 3)
+    assert tensors["blk.1.ffn_down_exps.weight"].tensor_type == FORMATS["q4_k"]
+    assert tensors["blk.0.ffn_gate_inp.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    assert "blk.0.ffn_gate.weight" not in tensors
 
 
 def test_each_round_has_the_times_of_a_prompt_and_of_a_token_for_each_program(

@@ -11,12 +11,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.checkpoints import gguf_convert
 from engine.checkpoints.gguf_convert import convert_gguf, to_bfloat16
 from engine.checkpoints.model_cache import ModelError
-from tests.support.tiny_gguf import SHAPE, TOKENS, gguf_tensors, hf_weights, write_gguf
+from tests.support.tiny_gguf import MIXTURES, SHAPE, TOKENS, gguf_tensors, hf_weights, write_gguf
+
+WEIGHTS = "model.safetensors"
 
 
 def convert(path: Path) -> Path:
@@ -31,9 +33,24 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 def hf_config(arch: str, tied: bool) -> Any:
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    return {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[arch](
+    kinds = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "qwen3moe": Qwen3MoeConfig,
+        "mixtral": MixtralConfig,
+    }
+    per_token = {"num_experts_per_tok": SHAPE["per_token"]}
+    mixtures: dict[str, dict[str, Any]] = {
+        "qwen3moe": {
+            "num_experts": SHAPE["experts"], "moe_intermediate_size": SHAPE["expert"], "norm_topk_prob": True
+        },
+        "mixtral": {"num_local_experts": SHAPE["experts"]},
+    }  # fmt: skip
+    return kinds[arch](
+        **(mixtures[arch] | per_token if arch in mixtures else {}),
         vocab_size=SHAPE["vocab"],
         hidden_size=SHAPE["hidden"],
         intermediate_size=SHAPE["inner"],
@@ -69,10 +86,58 @@ def test_the_converted_model_gives_the_logits_of_the_model_that_the_gguf_was_wri
         torch.testing.assert_close(converted(token_ids).logits, original(token_ids).logits, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_a_converted_mixture_gives_the_logits_of_the_model_that_the_gguf_was_written_from(
+    arch: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = hf_weights(arch, tied=False)
+    hf_config(arch, tied=False).save_pretrained(tmp_path / "original")
+    save_file({name: torch.from_numpy(values) for name, values in weights.items()}, tmp_path / "original" / WEIGHTS)
+    directory = convert(write_gguf(tmp_path / "tiny.gguf", arch, gguf_tensors(arch, weights)))
+    token_ids = torch.arange(4, 44)[None]
+    with torch.no_grad():
+        original, converted = (
+            AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval()(token_ids).logits
+            for each in (tmp_path / "original", directory)
+        )
+    torch.testing.assert_close(converted, original, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "why"),
+    [
+        ("qwen3moe", {"qwen3moe__expert_used_count": 6}, r"expert_used_count is 6; expected 1 to .*expert_count, 5"),
+        ("qwen3moe", {"qwen3moe__expert_feed_forward_length": None}, r"expert_feed_forward_length is missing"),
+        ("mixtral", {"llama__expert_used_count": None}, r"llama\.expert_used_count is missing"),
+        ("mixtral", {"llama__expert_count": 4}, r"ffn_gate_inp\.weight has shape \[5, 32\]; expected \[4, 32\]"),
+        ("qwen3", {"qwen3__expert_count": 4, "qwen3__expert_used_count": 2}, "expected no experts in 'qwen3'"),
+    ],
+)
+def test_a_mixture_that_contradicts_itself_is_refused_by_name(
+    arch: str, changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        convert(write_gguf(tmp_path / "tiny.gguf", arch, **changes))
+
+
+def test_experts_in_tensors_of_their_own_are_refused_by_name(tmp_path: Path) -> None:
+    """The first files of Mixtral had them; llama.cpp reads them no more."""
+    tensors = gguf_tensors("mixtral", hf_weights("mixtral"))
+    for name in [name for name in tensors if name.endswith("_exps.weight")]:
+        for number, values in enumerate(tensors.pop(name)):
+            tensors[name.replace("_exps", f".{number}")] = values
+    with pytest.raises(
+        ModelError, match=r"tensor blk\.0\.ffn_gate_exps\.weight is missing; expected shape \[5, 64, 32\]"
+    ):
+        convert(write_gguf(tmp_path / "tiny.gguf", "mixtral", tensors))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", *MIXTURES])
 def test_every_weight_comes_back_in_hugging_faces_order(arch: str, tmp_path: Path) -> None:
     weights = hf_weights(arch)
-    loaded = load_file(convert(write_gguf(tmp_path / "tiny.gguf", arch)) / "model.safetensors")
+    loaded = load_file(convert(write_gguf(tmp_path / "tiny.gguf", arch)) / WEIGHTS)
     assert sorted(loaded) == sorted(weights)
     for name, values in weights.items():
         assert loaded[name].dtype == torch.bfloat16

@@ -24,11 +24,15 @@ from engine.execution.lockstep import LockstepExecutor
 from engine.lockstep.shape import StepShape
 from engine.lockstep.threads import make_thread_ranks
 from engine.models.config import read_model_config
+from engine.models.narrow import Keep
 from engine.models.shards import with_experts_of
+from engine.models.stored_matrix import StoredExperts
 from engine.models.weights import dummy_weights, load_weights
 from engine.protocol import ErrorCode, Failed, SamplingParams, Token
 from engine.step import ScheduledRequest, StateUse, StepPlan
 from kernels.collectives.experts import NUM_EXCHANGES
+from tests.engine.models.test_stored_matrix import converted
+from tests.support import tiny_gguf
 from tests.support.compiler import needs_compiler
 from tests.support.packed_models import save_packed
 from tests.support.plans import chunk
@@ -245,10 +249,31 @@ def test_a_rank_reads_its_own_experts_and_all_that_is_not_an_expert(checkpoint: 
 @needs_compiler
 @pytest.mark.parametrize("form", ["int_by_output", "packed_4_zeros", "fp8_blocks"])
 def test_ranks_of_a_packed_mixture_compute_what_one_engine_does(tmp_path: Path, form: str) -> None:
-    """Experts stay in 8 bits with a scale for each output, and are unpacked in other formats."""
+    """Experts stay in 8 bits with a scale for each output, and are unpacked in formats with groups of 16 or 20."""
     save_packed(tmp_path / "packed", tmp_path / "plain", form, "qwen3_moe")
-    (alone,), _, _ = executors(tmp_path / "packed", 1, kernels="native")
-    found, _, _ = executors(tmp_path / "packed", 2, kernels="native")
+    check_ranks(tmp_path / "packed")
+
+
+@needs_compiler
+@pytest.mark.parametrize("settings", [{}, pytest.param({"activations": "int8"}, marks=pytest.mark.slow)], ids=str)
+def test_ranks_hold_their_experts_as_a_gguf_file_stores_them(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in {"hidden": 256, "inner": 512, "head_dim": 64, "expert": 256}.items():
+        monkeypatch.setitem(tiny_gguf.SHAPE, name, size)
+    monkeypatch.setattr("engine.build.cpu.cpu_flags", lambda: frozenset({"avx512_vnni"}))  # no other needs them here
+    directory = converted(tmp_path, "qwen3moe")
+    for part in (with_experts_of(read_model_config(directory), rank, 2) for rank in range(2)):
+        layers = load_weights(directory, part, torch.float32, keep=Keep.GROUPED).layers
+        assert all(isinstance(each.weight, StoredExperts) for layer in layers for each in (layer.gate_up, layer.down))
+        assert all(len(layer.gate_up.weight) == len(layer.down.weight) in (2, 3) for layer in layers)
+    check_ranks(directory, quantize="stored", **settings)
+
+
+def check_ranks(directory: Path, **settings: Any) -> None:
+    """Compare the log-probabilities of two ranks with those of an engine alone, on the native kernels."""
+    (alone,), _, _ = executors(directory, 1, kernels="native", **settings)
+    found, _, _ = executors(directory, 2, kernels="native", **settings)
     prompts = [PROMPTS[3], PROMPTS[1]]
     for prompt, got in zip(prompts, log_probs(found, prompts), strict=True):
         torch.testing.assert_close(got, log_probs([alone], [prompt])[0], atol=1e-4, rtol=0)

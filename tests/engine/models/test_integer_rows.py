@@ -15,7 +15,7 @@ from engine.models.integer_rows import IntegerRows
 from engine.models.narrow import Keep
 from engine.models.packing import Awq, Gguf, Gptq, Grid, Packing, Unpacked
 from engine.models.stored_forms import form_of, in_integers, why_unpacked
-from engine.models.stored_matrix import StoredMatrix
+from engine.models.stored_matrix import StoredExperts, StoredMatrix
 from engine.models.weights import load_weights
 from kernels.cpu.native.grouped import FORMS, FP8, INTEGERS, Form, Rows, fitting
 from tests.engine.models.test_packed_weights import logits
@@ -60,7 +60,7 @@ def stays(directory: Path) -> list[bool]:
     """Return which matrices stay in groups."""
     weights = load_weights(directory, read_model_config(directory), torch.float32, keep=Keep.GROUPED)
     matrices = [linear for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return [isinstance(linear.weight, StoredMatrix) for linear in matrices]
+    return [isinstance(linear.weight, StoredMatrix | StoredExperts) for linear in matrices]
 
 
 def check_kept(saved: Path) -> None:

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.models.config import CheckpointError, read_model_config
-from engine.models.narrow import INT8, LISTED, Keep, Kept, Narrow, round_by_output
+from engine.models.narrow import INT8, LISTED, InBlocks, Keep, Kept, Narrow, round_by_output
 from engine.models.parameters import DecoderWeights, allocate, checkpoint_table, num_bytes
 from engine.models.weights import dummy_weights, load_weights
 from kernels import reference
+from kernels.cpu.native.grouped import FORMS as OF_GGUF
 from kernels.forward import Linear
 from tests.support.packed_models import FORMATS, save_packed
 from tests.support.tiny_models import edit_tensors, save_model
@@ -228,6 +229,7 @@ def test_a_matrix_has_a_layout_if_all_its_modules_have_it(
 
 
 FOUR = Narrow(torch.uint8, 32)
+Q4, Q6 = InBlocks(OF_GGUF["Q4_K"]), InBlocks(OF_GGUF["Q6_K"])
 
 
 @pytest.mark.parametrize(
@@ -239,10 +241,16 @@ FOUR = Narrow(torch.uint8, 32)
         ((None, None, None, None), True, INT8),
         ((replace(FOUR, order="x"), replace(FOUR, order="x"), FOUR, FOUR), False, replace(FOUR, order=LISTED)),
         ((replace(FOUR, order="x"), replace(FOUR, order="y"), FOUR, FOUR), False, None),
+        ((Q4, Q4, Q4, Q4), True, Q4),
+        ((Q4, Q4, Q6, Q6), False, Q6),
+        ((Q4, Q6, Q4, Q4), False, None),
+        ((Q4, Q4, Q4, None), False, None),
+        ((Q4, Q4, None, None), True, INT8),
+        ((Q4, Q4, FOUR, FOUR), False, None),
     ],
 )
 def test_experts_have_a_layout_if_all_have_it_in_any_order_of_inputs(
-    layouts: tuple[Narrow | None, ...], rounded: bool, want: Narrow | None
+    layouts: tuple[Narrow | InBlocks | None, ...], rounded: bool, want: Narrow | InBlocks | None
 ) -> None:
     modules = {name: layout for name, layout in zip("abcd", layouts, strict=True) if layout is not None}
     assert Kept(modules=modules, rounded=rounded).experts_layout([["a", "b"], ["c", "d"]]) == want

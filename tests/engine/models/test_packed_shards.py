@@ -17,7 +17,7 @@ from engine.models.narrow import Keep
 from engine.models.native import _packed
 from engine.models.parameters import DecoderWeights, num_bytes
 from engine.models.shards import head_rows
-from engine.models.stored_matrix import StoredMatrix
+from engine.models.stored_matrix import StoredExperts, StoredMatrix
 from engine.models.weights import load_weights, weight_bytes
 from kernels import reference
 from kernels.cpu.native.grouped import panels_of
@@ -40,6 +40,8 @@ def slow_but(fast: Sequence[str], names: Iterable[str]) -> list[Any]:
 
 def plainly(linear: Linear) -> Tensor:
     """Return a matrix's weights, or those of all experts. Empties a matrix in blocks."""
+    if isinstance(linear.weight, StoredExperts):
+        return torch.stack([plainly(Linear(matrix)) for matrix in linear.weight.matrices])
     if isinstance(linear.weight, StoredMatrix):
         found = [rows.take(torch.arange(rows.shape[0])).weight() for rows in linear.weight.take_parts()]  # type: ignore[attr-defined]
         return torch.cat(found)
@@ -59,7 +61,7 @@ def matrices(weights: DecoderWeights) -> dict[str, Linear]:
 def stay(weights: DecoderWeights) -> dict[str, bool]:
     """Return which matrices have fewer bits than activations."""
     return {
-        name: linear.scales is not None or isinstance(linear.weight, StoredMatrix)
+        name: linear.scales is not None or isinstance(linear.weight, StoredMatrix | StoredExperts)
         for name, linear in matrices(weights).items()
     }
 

@@ -20,7 +20,7 @@ from kernels.collectives.group import LEADER, Group, RankLostError
 from kernels.collectives.nccl import GLOO, Backend, NcclGroup
 from kernels.collectives.reduction import exchange_of, reduction_of
 from kernels.collectives.shared_memory import SharedMemoryGroup
-from kernels.cpu.native.program import Program, StepRows, Team, pack
+from kernels.cpu.native.program import Program, StepRows, Team, pack, pack_grouped_experts
 from kernels.eager.forward import EagerPass
 from kernels.eager.ops import REFERENCE
 from kernels.forward import Linear, Routing, held_experts
@@ -386,21 +386,35 @@ def mixture_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return table.to(dtype), router, gate_up.to(dtype), down.to(dtype)
 
 
-def record_mixture(program: Program, dtype: torch.dtype, held: range) -> Any:
-    """Record two mixtures, one after the other."""
+def record_mixture(program: Program, dtype: torch.dtype, held: range, how: str = "plain") -> Any:
+    """Record two mixtures, one after the other. how: `grouped`: experts in 4 bits with minima; `rounded`: their
+    activations in 8 bits, too."""
     table, router, *weights = mixture_weights(dtype)
-    gate_up, down = (Linear(weight[held.start : held.stop].clone()) for weight in weights)
-    packed = pack(gate_up, gated=True), pack(down)
+    if how == "plain":
+        gate_up, down = (Linear(weight[held.start : held.stop].clone()) for weight in weights)
+        packed = pack(gate_up, gated=True), pack(down)
+    else:
+        from tests.kernels.cpu.native.test_grouped import draw  # not needed by ranks that only sum
+
+        generator, rounded = torch.Generator().manual_seed(8), how == "rounded"
+        table, router = torch.cat((table, table), 1)[:, :64].contiguous(), torch.cat((router, router), 1)[:, :64]
+        router = router.contiguous()
+        first, second = ([draw("Q4_1", *shape, generator) for _ in range(7)] for shape in ((192, 64), (64, 96)))
+        own = slice(held.start, held.stop)
+        packed = (
+            pack_grouped_experts(first[own], gated=True, rounded=rounded),
+            pack_grouped_experts(second[own], rounded=rounded),
+        )
     return program.experts(program.experts(program.embed(table), router, *packed, ROUTING), router, *packed, ROUTING)
 
 
 def divided_experts(
-    group: Any, tell: Tell, foreign: bool, threads: int, steps: list[list[int]], dtype: torch.dtype
+    group: Any, tell: Tell, foreign: bool, threads: int, steps: list[list[int]], dtype: torch.dtype, how: str = "plain"
 ) -> list[Tensor]:
-    """Return what this rank's tokens get in each step. steps: how many tokens each rank has."""
+    """Return what this rank's tokens get in each step. steps: how many tokens each rank has. how: as record_mixture."""
     exchange = exchange_of(Foreign(group) if foreign else group)
     program = Program(Team(threads), block_size=16, capacity=64, dtype=dtype, exchange=exchange)
-    out, found = record_mixture(program, dtype, held_experts(7, group.rank, group.size)), []
+    out, found = record_mixture(program, dtype, held_experts(7, group.rank, group.size), how), []
     for counts in steps:
         out.tensor.fill_(torch.nan)
         program.run(_rows(counts[group.rank]) if counts[group.rank] else StepRows((), (), (), ()))

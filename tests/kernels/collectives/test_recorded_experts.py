@@ -34,6 +34,18 @@ def test_a_token_gets_the_bits_that_a_rank_with_all_experts_gives_it(
             assert torch.equal(got, out.tensor[: counts[rank]]), f"rank {rank}, {counts}"
 
 
+@pytest.mark.parametrize("how", ["grouped", pytest.param("rounded", marks=pytest.mark.slow)])
+def test_experts_in_groups_give_a_token_the_same_bits_on_whatever_rank_they_are(memory: Make, how: str) -> None:
+    found = run_ranks(memory(), 3, jobs.divided_experts, False, 2, STEPS, torch.float32, how)
+    program = Program(Team(1), block_size=16, capacity=64, dtype=torch.float32)
+    out = jobs.record_mixture(program, torch.float32, range(7), how)
+    program.run(StepRows([list(range(64))], [0], [64], [list(range(5))]))
+    assert out.tensor[:64].isfinite().all()
+    for rank in range(3):
+        for counts, got in zip(STEPS, found[rank], strict=True):
+            assert torch.equal(got, out.tensor[: counts[rank]]), f"rank {rank}, {counts}"
+
+
 @pytest.mark.parametrize("foreign", [False, True])
 def test_a_rank_without_room_for_what_comes_ends_all_and_writes_none_of_it(memory: Make, foreign: bool) -> None:
     first, second = run_ranks(memory(), 2, jobs.more_rows_than_there_is_room, foreign)

@@ -18,6 +18,7 @@ ROUNDED = (HERE / "test_rounded.py",)
 ALL = (
     HERE / "test_program.py",
     HERE / "test_grouped.py",
+    HERE / "test_grouped_experts.py",
     HERE / "test_low_rank.py",
     HERE / "test_linear_attention.py",
     HERE / "test_multimodal.py",
