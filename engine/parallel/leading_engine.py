@@ -165,13 +165,14 @@ class LeadingEngine(AsyncEngine):
         if is_first:
             self._heard_of.release()
 
-    def lose(self, rank: int) -> None:
-        """A rank's process has ended: end all others."""
+    def lose(self, rank: int, error: str | None) -> None:
+        """A rank's line has ended: end all others. error: why, if the rank has not."""
         if rank not in self._loads:
             self._heard_of.release()
-        reason = f"Rank {rank} has died"
+        unread = f"a message of rank {rank} could not be taken"
+        reason = f"Rank {rank} has died" if error is None else f"{unread}: {error}"
         self._group_ranks.lose(reason)
-        self.tell(Left(reason), but=rank)
+        self.tell(Left(reason))
 
     def tell(self, message: Opened | Left, but: int = LEADER) -> None:
         """Tell the other ranks."""

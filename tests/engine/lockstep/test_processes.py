@@ -22,6 +22,7 @@ from engine.observer import StepFacts
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.processes import Child, SubprocessLauncher
 from engine.parallel.rank_messages import Question
+from engine.parallel.served_rank import ServedRank
 from engine.protocol import (
     EngineError,
     ErrorCode,
@@ -185,6 +186,38 @@ async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests
     for rank in range(size):
         with pytest.raises(EngineError, match=f"Rank {killed} has died"):
             await answer(engine, f"{rank} later", PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("the leader's", "a message of rank 1 could not be taken: UnpicklingError"),
+        ("the rank's", "rank 1 has left: a message of the leader could not be taken: UnpicklingError"),
+    ],
+)
+async def test_a_message_that_one_end_cannot_read_ends_all_with_what_it_is(start: Start, end: str, told: str) -> None:
+    """Regression: it was told as the death of a rank, which sent whoever looked for it to the wrong place."""
+    served: list[ServedRank] = []
+    run = ServedRank.run
+
+    async def kept(self: ServedRank) -> None:
+        served.append(self)
+        await run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServedRank, "run", kept)
+        engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu", max_model_len=4096, num_kv_blocks=400)
+    seen: list[Event] = []
+    reading = asyncio.create_task(events_of(engine, "1 long", PROMPTS[0], 4000, seen))
+    await until(lambda: any(isinstance(event, Token) for event in seen))
+    sender = engine._lines[1] if end == "the rank's" else served[0].line
+    assert sender is not None
+    sender._outgoing.put(b"no pickle")
+    await reading
+    failed = seen[-1]
+    assert isinstance(failed, Failed)
+    assert told in failed.message
+    assert "has died" not in failed.message
 
 
 class Observer:
