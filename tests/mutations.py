@@ -81,6 +81,7 @@ RECURRENT = "tests/engine/models/test_recurrent_state.py"
 RANKS_ENGINE = "tests/engine/parallel/test_engine_of_ranks.py"
 RANKS_WHOLE = "tests/engine/parallel/test_whole_engine.py"
 RANKS_START = "tests/engine/parallel/test_processes.py"
+RANKS_FIT = "tests/engine/parallel/test_rank_fit.py"
 RANKS_TCP = "tests/kernels/collectives/test_gloo.py"
 RANKS_GROUP = "tests/kernels/collectives/test_group.py"
 RANKS_MEMORY = "tests/kernels/collectives/test_shared_memory.py"
@@ -787,7 +788,7 @@ MUTATIONS = (
         "engine/scheduling/request.py",
         "root = root_of(submission.cache_salt, adapter)",
         'root = root_of("", adapter)',
-        ("tests/serve_app/routing/test_prefix_index.py",),
+        ("tests/engine/test_prefix_index.py",),
     ),
     Mutation(
         "Adapter in the hash",
@@ -2716,7 +2717,7 @@ MUTATIONS = (
         "engine/build/follower.py",
         "if not self.is_counted:",
         "if self.is_counted is None:",
-        (f"{RANKS_START}::test_each_rank_claims_its_memory_on_its_own_machine",),
+        (f"{RANKS_FIT}::test_each_rank_claims_its_memory_on_its_own_machine",),
     ),
     Mutation(
         "ranks: joined",

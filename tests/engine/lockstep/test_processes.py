@@ -1,4 +1,4 @@
-"""Contracts of ranks in lockstep that are processes: each answers as an engine alone, and all end with one.
+"""Contracts of ranks in lockstep that are processes: they answer as engines alone, and end together. Long: one rig.
 Never needs a second machine, nor a time limit: what is waited for comes, or the test's own limit fails it."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,13 @@ def start(checkpoint: Path) -> Iterator[Start]:
 
 def place_by_name(engine: LeadingEngine) -> None:
     """Let a request "1 name" go to rank 1, and one without a number where it would."""
-    choose = engine._choose_rank
+    choose = engine._places._choose
 
-    def chosen(submission: Submission) -> int:
+    def chosen(submission: Submission, cached: Mapping[int, int]) -> int:
         rank = submission.request_id.split()[0]
-        return int(rank) if rank.isdecimal() else choose(submission)
+        return int(rank) if rank.isdecimal() else choose(submission, cached)
 
-    engine._choose_rank = chosen  # type: ignore[method-assign]
+    engine._places._choose = chosen  # type: ignore[method-assign]
 
 
 async def events_of(
@@ -124,13 +124,15 @@ async def answer(*how: Any, **more: Any) -> list[int]:
     return [event.token_id for event in events if isinstance(event, Token)]
 
 
-async def answers_alone(checkpoint: Path, **settings: Any) -> list[list[int]]:
+async def answers_alone(
+    checkpoint: Path, prompts: Sequence[tuple[int, ...]] = PROMPTS, **settings: Any
+) -> list[list[int]]:
     engine = build_engine(str(checkpoint), EngineConfig(**ASKED | settings), progress=False)
     try:
         params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
         return [
             [event.token_id async for event in engine.generate(prompt, params) if isinstance(event, Token)]
-            for prompt in PROMPTS
+            for prompt in prompts
         ]
     finally:
         engine.shutdown()
@@ -237,13 +239,48 @@ class Observer:
             self.ends += [event.request_id] * isinstance(event, Finished | Failed)
 
 
+async def test_a_prompt_goes_to_the_rank_that_has_its_beginning_and_has_the_answer_of_an_engine_alone(
+    start: Start, checkpoint: Path
+) -> None:
+    """Only its end is computed again. By number, an idle engine gave all to the leader."""
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    prompts = [tuple(range(first, first + 40)) for first in (3, 50)]  # two whole blocks each
+    turns = [(*prompt, 5 + turn) for turn in range(3) for prompt in prompts]
+    first = await asyncio.gather(*(events_of(engine, f"first {n}", prompt) for n, prompt in enumerate(turns[:2])))
+    later = [await events_of(engine, f"later {n}", prompt) for n, prompt in enumerate(turns[2:])]
+    ends = [events[-1] for events in (*first, *later)]
+    assert [end.usage.cached_tokens for end in ends if isinstance(end, Finished)] == [0, 0, 32, 32, 32, 32]
+    assert await engine.reset_prefix_cache() >= 4
+    again = await events_of(engine, "after the reset", turns[1])
+    assert isinstance(again[-1], Finished)
+    assert again[-1].usage.cached_tokens == 0
+    assert engine._places._index.num_blocks("0") == 2, "and the leader got it, as by number"
+    found = [[event.token_id for event in events if isinstance(event, Token)] for events in (*first, *later)]
+    assert found == await answers_alone(checkpoint, turns, kernels="torch_cpu", enable_prefix_caching=False)
+
+
+async def test_more_requests_than_all_ranks_hold_are_refused_by_the_engine_s_own_limits(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu", max_num_seqs=2, max_queued_requests=1)
+    seen: list[list[Event]] = [[] for _ in range(6)]
+    asking = [asyncio.create_task(events_of(engine, f"r{n}", PROMPTS[3], 60, events)) for n, events in enumerate(seen)]
+    await until(lambda: sum(engine._places.counts) == 6)
+    text = (
+        r"holds 6 requests: 4 may run \(max_num_seqs 2 for each of 2 ranks\) and 2 may wait "
+        r"\(max_queued_requests 1 for each of 2 ranks\)"
+    )
+    with pytest.raises(RequestRejected, match=text) as caught:
+        await events_of(engine, "one more", PROMPTS[0])
+    assert (caught.value.code, caught.value.limit, caught.value.value) == (ErrorCode.QUEUE_FULL, 6, 7)
+    assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*asking)), "no rank has refused any"
+
+
 async def test_requests_go_to_the_rank_with_the_fewest_and_the_observer_is_told_of_all(start: Start) -> None:
     engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
     engine.observe(observer := Observer())
     names = ["a", "b", "c", "d"]
     asking = [asyncio.create_task(events_of(engine, name, PROMPTS[3], 40)) for name in names]
     await until(lambda: len(observer.submissions) == 4)
-    assert sorted(engine._rank_of.values()) == [0, 0, 1, 1]
+    assert engine._places.counts == (2, 2)
     ended = await asyncio.gather(*asking)
     assert [len([event for event in events if isinstance(event, Token)]) for events in ended] == [40] * 4
     await until(lambda: sorted(observer.ends) == names)
@@ -263,7 +300,7 @@ async def test_a_request_of_another_rank_is_aborted_refused_and_counted_as_one_o
     last = (await asking)[-1]
     assert isinstance(last, Finished)
     assert last.reason is FinishReason.ABORT
-    await until(lambda: not engine._rank_of)
+    await until(lambda: engine._places.counts == (0, 0))
 
 
 class Wire:
