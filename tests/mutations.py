@@ -2754,8 +2754,8 @@ MUTATIONS = (
     Mutation(
         "ranks: together",
         "A leader that fails within a step leaves the others waiting for it.",
-        "engine/parallel/leader.py",
-        '            self._group.give_up(f"{type(error).__name__}: {error}")\n',
+        "engine/execution/ranks.py",
+        '        group.give_up(f"{type(error).__name__}: {error}")\n',
         "",
         (f"{RANKS_ENGINE}::test_a_leader_that_fails_within_a_step_ends_all_ranks",),
     ),
