@@ -54,7 +54,7 @@ class LockstepSpecification:
     model_dir: Path
     config: EngineConfig
     engines: int
-    """How many share a machine's memory, ranks counted one by one."""
+    """How many share the memory of this rank's machine, each of the ranks there counted as one."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -113,7 +113,7 @@ def start_lockstep(
     """Start the `config.expert_parallel_size` ranks that have a mixture's experts between them: this process is the
     first, and starts the others.
 
-    engines: how many of several ranks share this machine's memory. launcher: starts the others; None: as children of
+    engines: how many of several ranks share a machine's memory. launcher: starts the others; None: as children of
     this process.
 
     Raises:
@@ -121,8 +121,9 @@ def start_lockstep(
         ConfigError: the model has too few experts, a setting does not go with ranks, or a rank could not start.
     """
     size = config.expert_parallel_size
-    check_executor(model_dir, config, engines * size)  # before any rank starts
     launcher = launcher or SubprocessLauncher()
+    sharing = [engines * len(launcher.ranks_beside(rank, size)) for rank in range(size)]
+    check_executor(model_dir, config, sharing[LEADER])  # before any rank starts
     host = launcher.remote_host or "127.0.0.1"
     place, token = place_of(launcher), secrets.token_bytes(16)
     lost: list[str] = []
@@ -145,13 +146,13 @@ def start_lockstep(
                     token=token,
                     model_dir=model_dir,
                     config=config,
-                    engines=engines * size,
+                    engines=sharing[rank],
                 )
                 processes.append(launcher.start(rank, specification.encode()))
                 undone.callback(processes[-1].kill)
             followers = Followers(processes, lost.append)
             undone.callback(followers.expect_end)
-            executor, resolved = _load(model_dir, config, engines * size, group)
+            executor, resolved = _load(model_dir, config, sharing[LEADER], group)
             undone.callback(executor.shutdown)
             try:
                 peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)

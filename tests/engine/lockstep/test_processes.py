@@ -410,6 +410,23 @@ def test_a_check_promises_each_rank_its_part_of_the_memory_as_the_start_does(
     assert sharing == [6]
 
 
+def test_each_rank_takes_its_part_of_its_own_machine_s_memory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are alone on a machine do not leave room for those on others."""
+    sharing: dict[int, int] = {}
+    load = lockstep._load
+
+    def noted(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+        sharing[group.rank] = engines
+        return load(directory, config, engines, group)
+
+    monkeypatch.setattr(lockstep, "_load", noted)
+    launcher = ThreadLauncher("127.0.0.1", here=[0])
+    start_lockstep(checkpoint, asked(3, kernels="torch_cpu"), 2, launcher).shutdown()
+    assert sharing == {0: 2, 1: 4, 2: 4}
+
+
 async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:
     config = asked(2, kernels="torch_cpu")
     engine = build_engine(str(checkpoint), config, progress=False, launcher=ThreadLauncher())
