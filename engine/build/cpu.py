@@ -160,7 +160,7 @@ class CpuStart:
         if least == planned:
             why = "ranks on other machines have room for as many"
         else:
-            why = f"rank {room.index(least)} has room for no more on its machine, where this one had for {planned}"
+            why = f"rank {room.index(least)} has room for no more on its machine, and the leader's has for {planned}"
             draft = None if self.draft is None else self.draft.checkpoint.model
             one = block_bytes(self.model, self.config, torch_dtype(resolved.dtype), draft, here)
             self.claim.give_back((planned - least) * one)

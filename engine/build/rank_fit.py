@@ -55,7 +55,8 @@ def _blocks(budget: HostBudget, config: EngineConfig, planned: int, block_bytes:
     """Return how many of the blocks that the leader has resolved are on this rank."""
     if config.num_kv_blocks is None and config.kv_cache_memory_gib is None:
         fit, reason = budget.blocks(config, block_bytes, state_bytes, planned)
-        logger.info("this rank's machine has room for %d KV blocks: %s", fit, reason)
+        if fit < planned:
+            logger.info("this rank's machine has room for %d of the leader's %d KV blocks: %s", fit, planned, reason)
         return min(fit, planned)
     budget.check_use()
     size = planned * block_bytes + state_bytes
