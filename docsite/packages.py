@@ -51,7 +51,7 @@ All packages but `host` import the contract, so no arrow to it is drawn.
         "front door": ("async_engine", "adapter_cache", "compilation"),
         "contract": (
             *("config", "features", "presets", "protocol", "step", "kv_tiers", "multimodal_inputs", "observer"),
-            "prefix",
+            *("prefix", "prefix_index"),
         ),
     },
     owns={

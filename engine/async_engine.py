@@ -263,9 +263,9 @@ class AsyncEngine:
         self._commands.put(submit)
 
     @property
-    def _most(self) -> int:
-        """How many requests the engine holds at most."""
-        return self.config.max_num_seqs + self.config.max_queued_requests
+    def _num_ranks(self) -> int:
+        """How many ranks take the requests of this engine, each with limits of its own."""
+        return 1
 
     def _check_alive(self) -> None:
         if self._fault:
@@ -279,12 +279,13 @@ class AsyncEngine:
             raise RequestRejected(
                 ErrorCode.INVALID_PARAMETER, f"request_id {submission.request_id!r} is already in use.", "request_id"
             )
-        most = self._most
-        if len(self._streams) >= most:
+        ranks, seats, queue = self._num_ranks, self.config.max_num_seqs, self.config.max_queued_requests
+        if len(self._streams) >= (most := ranks * (seats + queue)):
+            each = f" for each of {ranks} ranks" if ranks > 1 else ""
             raise RequestRejected(
                 ErrorCode.QUEUE_FULL,
-                f"The engine already holds {len(self._streams)} requests: {self.config.max_num_seqs} may run "
-                f"(max_num_seqs) and {self.config.max_queued_requests} may wait (max_queued_requests).",
+                f"The engine already holds {len(self._streams)} requests: {ranks * seats} may run (max_num_seqs "
+                f"{seats}{each}) and {ranks * queue} may wait (max_queued_requests {queue}{each}).",
                 limit=most,
                 value=len(self._streams) + 1,
             )

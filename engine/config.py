@@ -706,8 +706,9 @@ class EngineConfig:
         "Ranks that have a mixture's experts between them, each in a process of its own with its own requests and KV "
         "cache: data parallel in lockstep (vLLM's data_parallel_size with enable_expert_parallel, SGLang's ep_size). "
         "All else of the model is whole on each rank. In each layer with experts, rows go to their experts' ranks and "
-        "back, so ranks make their steps together. The leader, rank 0, gives each request to the rank with the "
-        "fewest. Limits such as max_num_seqs are each rank's. An engine on the CPU divides num_threads among them.",
+        "back, so ranks make their steps together. The leader, rank 0, gives each request to the rank with the least "
+        "to compute for it, cached prefixes counted. Limits such as max_num_seqs are each rank's. An engine on the CPU "
+        "divides num_threads among them.",
         ge=1,
         le=64,
     )

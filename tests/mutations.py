@@ -82,6 +82,9 @@ RECURRENT = "tests/engine/models/test_recurrent_state.py"
 RANKS_ENGINE = "tests/engine/parallel/test_engine_of_ranks.py"
 RANKS_WHOLE = "tests/engine/parallel/test_whole_engine.py"
 RANKS_START = "tests/engine/parallel/test_processes.py"
+RANKS_FIT = "tests/engine/parallel/test_rank_fit.py"
+LOCKSTEP_PROCESSES = "tests/engine/lockstep/test_processes.py"
+LOCKSTEP_PLACES = "tests/engine/parallel/test_places.py"
 RANKS_TCP = "tests/kernels/collectives/test_gloo.py"
 RANKS_GROUP = "tests/kernels/collectives/test_group.py"
 RANKS_MEMORY = "tests/kernels/collectives/test_shared_memory.py"
@@ -788,7 +791,7 @@ MUTATIONS = (
         "engine/scheduling/request.py",
         "root = root_of(submission.cache_salt, adapter)",
         'root = root_of("", adapter)',
-        ("tests/serve_app/routing/test_prefix_index.py",),
+        ("tests/engine/test_prefix_index.py",),
     ),
     Mutation(
         "Adapter in the hash",
@@ -2758,7 +2761,7 @@ MUTATIONS = (
         "engine/build/follower.py",
         "if not self.is_counted:",
         "if self.is_counted is None:",
-        (f"{RANKS_START}::test_each_rank_claims_its_memory_on_its_own_machine",),
+        (f"{RANKS_FIT}::test_each_rank_claims_its_memory_on_its_own_machine",),
     ),
     Mutation(
         "ranks: joined",
@@ -2795,10 +2798,102 @@ MUTATIONS = (
     Mutation(
         "ranks: together",
         "A leader that fails within a step leaves the others waiting for it.",
-        "engine/parallel/leader.py",
-        '            self._group.give_up(f"{type(error).__name__}: {error}")\n',
+        "engine/execution/ranks.py",
+        '        group.give_up(f"{type(error).__name__}: {error}")\n',
         "",
         (f"{RANKS_ENGINE}::test_a_leader_that_fails_within_a_step_ends_all_ranks",),
+    ),
+    Mutation(
+        "ranks: least",
+        "The leader plans with KV blocks that a rank on another machine does not have.",
+        "engine/build/cpu.py",
+        "resolved = replace(resolved, num_kv_blocks=least, reasons=reasons)",
+        "resolved = replace(resolved, reasons=reasons)",
+        (f"{RANKS_FIT}::test_the_leader_plans_with_the_kv_blocks_of_the_rank_with_the_least_room",),
+    ),
+    Mutation(
+        "ranks: given back",
+        "Blocks that another rank has no room for stay promised, so that the next engine does not find their memory.",
+        "engine/build/cpu.py",
+        "self.claim.give_back((planned - least) * one)",
+        "self.claim.give_back(0)",
+        (f"{RANKS_FIT}::test_the_leader_plans_with_the_kv_blocks_of_the_rank_with_the_least_room",),
+    ),
+    Mutation(
+        "ranks: asked",
+        "A number of KV blocks that was asked for is lowered without a word.",
+        "engine/build/rank_fit.py",
+        "if config.num_kv_blocks is None and config.kv_cache_memory_gib is None:",
+        "if config is not None:",
+        (
+            f"{RANKS_FIT}::test_a_rank_without_room_for_the_blocks_that_are_asked_for_or_for_any_is_named_with_what_is_free",
+        ),
+    ),
+    Mutation(
+        "ranks: divided",
+        "The first of two ranks on another machine takes all of its memory.",
+        "engine/build/ranks.py",
+        "engines * len(launcher.ranks_beside(shard.rank, size))",
+        "engines",
+        (f"{RANKS_FIT}::test_ranks_of_one_other_machine_divide_its_memory",),
+    ),
+    Mutation(
+        "lockstep machine",
+        "Ranks that are alone on a machine leave room there for those on others.",
+        "engine/build/lockstep.py",
+        "sharing = [engines * len(launcher.ranks_beside(rank, size)) for rank in range(size)]",
+        "sharing = [engines * size] * size",
+        (f"{LOCKSTEP_PROCESSES}::test_each_rank_takes_its_part_of_its_own_machine_s_memory",),
+    ),
+    Mutation(
+        "lockstep prefix",
+        "A prompt goes to any rank, wherever its beginning is cached.",
+        "engine/parallel/places.py",
+        "work = load + _num_new(submission, cached.get(rank, 0))",
+        "work = load + _num_new(submission, 0)",
+        (f"{LOCKSTEP_PLACES}::test_the_rank_with_the_longest_prefix_gets_a_prompt_also_if_it_has_a_few_more_requests",),
+    ),
+    Mutation(
+        "lockstep hot",
+        "A hot prefix draws requests to its rank as long as that saves tokens, while others are idle.",
+        "engine/parallel/places.py",
+        "count >= self._seats, load > limit, work",
+        "count >= self._seats, False, work",
+        (f"{LOCKSTEP_PLACES}::test_a_hot_prefix_fills_no_rank_while_others_are_idle",),
+    ),
+    Mutation(
+        "lockstep full",
+        "A rank gets requests for its prefixes beyond its own limit, and refuses them.",
+        "engine/parallel/places.py",
+        "return count >= self._most, count >= self._seats, load",
+        "return False, False, load",
+        (f"{LOCKSTEP_PLACES}::test_a_rank_without_a_free_seat_gets_none_while_another_has_one_and_a_full_one_never",),
+    ),
+    Mutation(
+        "lockstep reset",
+        "Prefixes that were dropped still draw requests.",
+        "engine/parallel/leading_engine.py",
+        "self._places.forget_prefixes()",
+        "self._places.counts",
+        (
+            f"{LOCKSTEP_PROCESSES}::test_a_prompt_goes_to_the_rank_that_has_its_beginning_and_has_the_answer_of_an_engine_alone",
+        ),
+    ),
+    Mutation(
+        "lockstep line",
+        "A message that cannot be read is told as the death of the rank that sent it.",
+        "engine/parallel/line.py",
+        'return f"{type(error).__name__}: {error}"',
+        "return None",
+        (f"{LOCKSTEP_PROCESSES}::test_a_message_that_one_end_cannot_read_ends_all_with_what_it_is",),
+    ),
+    Mutation(
+        "lockstep limits",
+        "A full engine of several ranks is full at the limits of one.",
+        "engine/async_engine.py",
+        "ranks, seats, queue = self._num_ranks,",
+        "ranks, seats, queue = 1,",
+        (f"{LOCKSTEP_PROCESSES}::test_more_requests_than_all_ranks_hold_are_refused_by_the_engine_s_own_limits",),
     ),
     Mutation(
         "ranks: port",

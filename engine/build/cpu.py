@@ -18,7 +18,7 @@ from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_c
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
 from engine.build.kv_tiers import TierMemory, check_key, cpu_copier, open_files, tier_memory, tier_reasons
-from engine.build.resolve import all_state_bytes, block_bytes, parts_on, resolve, resolve_dtype
+from engine.build.resolve import all_state_bytes, block_bytes, parts_on, resolve, resolve_dtype, torch_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
 from engine.execution.device import Device
@@ -38,7 +38,7 @@ from engine.parallel.processes import RankLauncher, SubprocessLauncher
 from engine.tiers.copier import BlockFiles
 from engine.tiers.mover import TierMover
 from kernels.choice import KERNELS, NATIVE, Choice, choose_kernels
-from kernels.collectives.group import ExchangeGroup
+from kernels.collectives.group import LEADER, ExchangeGroup
 from kernels.cpu.processor import cpu_flags
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class CpuStart:
     tiers: TierMemory
     launcher: RankLauncher
     claim: Claim
+    engines: int
+    """How many share a machine's memory."""
     expert_ranks: ExchangeGroup | None = None
     """The ranks that have the experts between them, of which `model` has some. None: it has all."""
 
@@ -110,10 +112,13 @@ class CpuStart:
             builder = cpu_builder(self.model_dir, shape, *how)
             decoder = builder.load()
             resolved = self._with_counts(decoder)
-            model = builder.attach(decoder, resolved.num_kv_blocks)
+            model = whole = builder.attach(decoder, resolved.num_kv_blocks)
             draft_model = self._draft_model()
+            if leading is not None:
+                whole, room = leading.lead(model, resolved.num_kv_blocks)
+                resolved = self._with_least(resolved, room)
             executor = TorchExecutor(
-                model if leading is None else leading.lead(model),
+                whole,
                 num_threads=self._torch_threads,
                 grammars=read_grammars(self.model_dir, self.resolved),
                 draft_model=draft_model,
@@ -131,8 +136,37 @@ class CpuStart:
         from engine.build.ranks import start_ranks  # few engines have several
 
         return start_ranks(
-            self.launcher, self.model_dir, self.model, self.config, self.resolved, self.kernels, self.claim
+            self.launcher,
+            self.model_dir,
+            self.model,
+            self.config,
+            self.resolved,
+            self.kernels,
+            self.claim,
+            self.engines,
         )
+
+    def _with_least(self, resolved: ResolvedConfig, room: Sequence[int]) -> ResolvedConfig:
+        """Plan with no more KV blocks than any rank has room for, and claim no more here. A cache that is larger takes
+        no memory for blocks that are never used. room: of each rank.
+
+        Raises:
+            ConfigError: so few blocks leave no room for an image.
+        """
+        least, planned = min(room), resolved.num_kv_blocks
+        here = self.launcher.ranks_beside(LEADER, len(room))
+        if len(here) == len(room):
+            return resolved
+        if least == planned:
+            why = "ranks on other machines have room for as many"
+        else:
+            why = f"rank {room.index(least)} has room for no more on its machine, and the leader's has for {planned}"
+            draft = None if self.draft is None else self.draft.checkpoint.model
+            one = block_bytes(self.model, self.config, torch_dtype(resolved.dtype), draft, here)
+            self.claim.give_back((planned - least) * one)
+        reasons = resolved.reasons | {"num_kv_blocks": f"{why}; {resolved.reasons['num_kv_blocks']}"}
+        resolved = replace(resolved, num_kv_blocks=least, reasons=reasons)
+        return _with_inputs(self.model_dir, self.model, self.config, resolved)
 
     def _draft_model(self) -> DraftModel | None:
         """Load the draft model, which the leader has whole."""
@@ -197,7 +231,7 @@ def start_on_cpu(
     kernels = _kernels(model, config)
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     launcher = launcher or SubprocessLauncher()
-    here = launcher.ranks_here(config.tensor_parallel_size)
+    here = launcher.ranks_beside(LEADER, config.tensor_parallel_size)
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
     config, why_bits = settle_quantize(model_dir, model, config, kernels)
     resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines, here)
@@ -205,17 +239,23 @@ def start_on_cpu(
     reasons |= _rank_reasons(config, resolved)
     resolved = replace(resolved, reasons=resolved.reasons | reasons)
     try:
-        if model.vision is not None:
-            from engine.build.encoder import with_inputs
-
-            resolved = with_inputs(model_dir, model, config, resolved)
+        resolved = _with_inputs(model_dir, model, config, resolved)
         if draft is not None:
             check_length(draft.checkpoint, resolved.max_model_len)
     except ValueError:
         claim.release()
         raise
-    started = launcher, claim, expert_ranks
+    started = launcher, claim, engines, expert_ranks
     return CpuStart(model_dir, model, config, resolved, kernels, draft, tiers, *started)
+
+
+def _with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resolved: ResolvedConfig) -> ResolvedConfig:
+    """Add the limits on images, if the model takes any. Raises: as engine.build.encoder.with_inputs."""
+    if model.vision is None:
+        return resolved
+    from engine.build.encoder import with_inputs  # not needed for text models
+
+    return with_inputs(model_dir, model, config, resolved)
 
 
 def _missing() -> Facts:

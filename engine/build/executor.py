@@ -17,7 +17,8 @@ class Start(Protocol):
 
     @property
     def resolved(self) -> ResolvedConfig:
-        """The config that is served. On a GPU, `build` measures the number of KV blocks only later."""
+        """The config that is served. Only `build` finds the number of KV blocks on a GPU, and whether ranks on other
+        machines have room for as many."""
 
     def build(self) -> tuple[ModelExecutor, ResolvedConfig]: ...
 

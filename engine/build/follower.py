@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,8 @@ class Specification:
     kernels: Choice
     is_counted: bool
     """Whether this rank is on the leader's machine, where the leader has claimed its memory."""
+    engines: int
+    """How many share the memory of this rank's machine, each of the ranks there counted as one."""
     claim: Path | None
     """The leader's claim; None: nobody knows of it."""
 
@@ -54,18 +56,21 @@ class Specification:
     def follow(self) -> None:
         """Follow the leader until it ends. Raises: as the function `follow`."""
         group = group_at(self.place, self.shard)
-        native, claim = self.kernels.name == NATIVE, None
+        native, claim, resolved = self.kernels.name == NATIVE, None, self.resolved
         try:
             whole = read_model_config(self.model_dir)
             if not self.is_counted:
-                claim = claim_rank(self.model_dir, whole, self.shard, self.config, self.resolved, native=native)
+                asked = self.model_dir, whole, self.shard, self.config, resolved
+                claim, num_blocks = claim_rank(*asked, native=native, engines=self.engines)
+                resolved = replace(resolved, num_kv_blocks=num_blocks)
             elif self.claim is not None:
                 join_claim(self.claim)
             model = sharded(whole, self.shard)
-            builder = cpu_builder(self.model_dir, model, self.config, self.resolved, self.kernels, group)
+            builder = cpu_builder(self.model_dir, model, self.config, resolved, self.kernels, group)
             here = what_computes(self.model_dir, self.kernels.name)
-            TorchThreads(1 if native else threads_of_rank(self.resolved.num_threads, self.shard.size)).use()
-            follower = Follower(builder.build(), group, vocab_sizes(whole, self.shard.size), here)
+            TorchThreads(1 if native else threads_of_rank(resolved.num_threads, self.shard.size)).use()
+            sizes = vocab_sizes(whole, self.shard.size)
+            follower = Follower(builder.build(), group, sizes, here, resolved.num_kv_blocks)
             group.join()
             follower.run()
         finally:

@@ -135,7 +135,8 @@ class HostBudget:
         if self.room is None:
             unknown = f"{MEMORY_GIB:g} GiB: this system does not say what is free"
             return blocks_in(MEMORY_GIB, block_bytes, state_bytes), unknown
-        self.check("kv_cache_memory_gib is unset, and one KV block takes", block_bytes + state_bytes)
+        least = block_bytes + state_bytes
+        self.check(f"kv_cache_memory_gib is unset, and one KV block takes {least} bytes", least)
         mine = min(self.room.free, self.room.share) - self.use.total
         fit = (int(KV_SHARE * mine) - state_bytes) // block_bytes
         if fit < 1:

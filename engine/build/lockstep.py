@@ -20,6 +20,7 @@ from engine.async_engine import AsyncEngine
 from engine.build.cpu import start_on_cpu
 from engine.build.executor import check_executor
 from engine.build.follower import group_at, what_computes
+from engine.build.rank_fit import naming
 from engine.build.ranks import place_of
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.core.core import EngineCore
@@ -32,7 +33,7 @@ from engine.parallel.line import Line
 from engine.parallel.processes import Followers, RankLauncher, RankProcess, SubprocessLauncher
 from engine.parallel.served_rank import ServedRank
 from kernels.collectives.gloo import GlooGroup
-from kernels.collectives.group import LEADER, ExchangeGroup, RankLostError
+from kernels.collectives.group import LEADER, ExchangeGroup, RankLostError, rows_of_all
 from kernels.collectives.star import accept_ranks, reach_leader
 
 _JOIN_S = 3600.0
@@ -53,7 +54,7 @@ class LockstepSpecification:
     model_dir: Path
     config: EngineConfig
     engines: int
-    """How many share a machine's memory, ranks counted one by one."""
+    """How many share the memory of this rank's machine, each of the ranks there counted as one."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -65,7 +66,8 @@ class LockstepSpecification:
         with ExitStack() as undone:
             undone.callback(peer.close)
             undone.callback(group.close)
-            executor, resolved = _load(self.model_dir, self.config, self.engines, group)
+            with naming(self.shard.rank):
+                executor, resolved = _load(self.model_dir, self.config, self.engines, group)
             undone.callback(executor.shutdown)
             group.join()
             _compare(group, self.model_dir, resolved)
@@ -95,10 +97,9 @@ def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) ->
     """Raise ConfigError, on all ranks, unless they have the same model and compute it by the same instructions: a
     request's answer must not depend on the rank that has it."""
     here = what_computes(model_dir, resolved.kernels)
-    own = hashlib.sha256(f"{here} {resolved.dtype}".encode()).digest()
-    digests = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
-    found, _ = group.exchange(digests, [1] * group.size)
-    others = [rank for rank in range(group.size) if not torch.equal(found[rank], digests[rank])]
+    own = torch.tensor(list(hashlib.sha256(f"{here} {resolved.dtype}".encode()).digest()), dtype=torch.uint8)
+    found = rows_of_all(group, own)
+    others = [rank for rank in range(group.size) if not torch.equal(found[rank], own)]
     if others:
         raise ConfigError(
             f"Ranks {others} have another model than rank {group.rank}, or compute it by other kernels or "
@@ -112,7 +113,7 @@ def start_lockstep(
     """Start the `config.expert_parallel_size` ranks that have a mixture's experts between them: this process is the
     first, and starts the others.
 
-    engines: how many of several ranks share this machine's memory. launcher: starts the others; None: as children of
+    engines: how many of several ranks share a machine's memory. launcher: starts the others; None: as children of
     this process.
 
     Raises:
@@ -120,8 +121,9 @@ def start_lockstep(
         ConfigError: the model has too few experts, a setting does not go with ranks, or a rank could not start.
     """
     size = config.expert_parallel_size
-    check_executor(model_dir, config, engines * size)  # before any rank starts
     launcher = launcher or SubprocessLauncher()
+    sharing = [engines * len(launcher.ranks_beside(rank, size)) for rank in range(size)]
+    check_executor(model_dir, config, sharing[LEADER])  # before any rank starts
     host = launcher.remote_host or "127.0.0.1"
     place, token = place_of(launcher), secrets.token_bytes(16)
     lost: list[str] = []
@@ -144,13 +146,13 @@ def start_lockstep(
                     token=token,
                     model_dir=model_dir,
                     config=config,
-                    engines=engines * size,
+                    engines=sharing[rank],
                 )
                 processes.append(launcher.start(rank, specification.encode()))
                 undone.callback(processes[-1].kill)
             followers = Followers(processes, lost.append)
             undone.callback(followers.expect_end)
-            executor, resolved = _load(model_dir, config, engines * size, group)
+            executor, resolved = _load(model_dir, config, sharing[LEADER], group)
             undone.callback(executor.shutdown)
             try:
                 peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)

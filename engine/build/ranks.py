@@ -16,12 +16,13 @@ from engine.host.shares import Claim
 from engine.models.computed import Model
 from engine.models.description import ModelConfig, Shard
 from engine.models.shards import vocab_sizes
+from engine.parallel.follower import blocks_of_all
 from engine.parallel.leader import LeadingModel
 from engine.parallel.processes import RankLauncher
 from engine.parallel.ranks import Ranks
 from kernels.choice import Choice
 from kernels.collectives.gloo import GlooGroup
-from kernels.collectives.group import LEADER, Group, RankLostError
+from kernels.collectives.group import LEADER, ExchangeGroup, RankLostError
 from kernels.collectives.shared_memory import new_directory
 from kernels.cpu.native.library import NoLibraryError, load_library
 
@@ -31,7 +32,7 @@ class LeadingRank:
 
     def __init__(
         self,
-        group: Group,
+        group: ExchangeGroup,
         ranks: Ranks,
         model_dir: Path,
         vocab_sizes: list[int],
@@ -46,15 +47,17 @@ class LeadingRank:
         self._block_size = block_size
         self._kernels = kernels
 
-    def lead(self, own: Model) -> LeadingModel:
-        """Return the model that all ranks are together, once every rank has loaded its part. own: this rank's.
+    def lead(self, own: Model, num_blocks: int) -> tuple[LeadingModel, list[int]]:
+        """Return the model that all ranks are together, once every rank has loaded its part, and how many KV blocks
+        each has room for. own, num_blocks: this rank's.
 
         Raises:
             ConfigError: a rank could not.
         """
         with _starting(self.group.size):
             self.ranks.meet(what_computes(self._model_dir, self._kernels.name))
-        return LeadingModel(own, self.group, self._vocab_sizes, self._block_size)
+            room = blocks_of_all(self.group, num_blocks)
+        return LeadingModel(own, self.group, self._vocab_sizes, self._block_size), room
 
 
 def start_ranks(
@@ -65,15 +68,16 @@ def start_ranks(
     resolved: ResolvedConfig,
     kernels: Choice,
     claim: Claim,
+    engines: int,
 ) -> LeadingRank:
     """Start the followers, which end with `LeadingRank.ranks`. model: the whole one. claim: on the memory of all ranks
-    of this machine.
+    of this machine. engines: how many have ranks on a machine.
 
     Raises:
         ConfigError: there is no place where they could meet.
     """
     size, place = config.tensor_parallel_size, place_of(launcher)
-    here = launcher.ranks_here(size)
+    here = launcher.ranks_beside(LEADER, size)
     with ExitStack() as undone:
         if isinstance(place, Path):
             undone.callback(shutil.rmtree, place, ignore_errors=True)
@@ -86,6 +90,7 @@ def start_ranks(
         def specify(shard: Shard) -> bytes:
             own: dict[str, Any] = {"shard": shard, "place": place, "model_dir": model_dir, "kernels": kernels}
             own |= {"is_counted": shard.rank in here, "claim": claim.path}
+            own |= {"engines": engines * len(launcher.ranks_beside(shard.rank, size))}
             return Specification(**own, config=config, resolved=resolved).encode()
 
         processes = start_followers(launcher, size, specify, undone)

@@ -3,16 +3,19 @@ Never decides a step's shape, and never goes on where rows of other ranks were n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from engine.execution.executor import TorchExecutor
+from engine.execution.ranks import all_or_none
 from engine.models.expert_ranks import DividedModel
 from engine.step import Capabilities, ExecutorFatalError, RanksEndedError, StepOutput, StepPlan
 from kernels.collectives.group import Group, RankLostError
+
+_LOST = "The ranks that share the experts have stopped together"
+_FAILED = "A step of ranks that share experts failed"
 
 
 class LockstepExecutor:
@@ -38,7 +41,7 @@ class LockstepExecutor:
         assert plan.joint is not None, "a rank's steps have a joint shape"
         self.model.begin_pass()
         failure: Exception | None = None
-        with self._all_ranks():
+        with all_or_none(self._group, RanksEndedError, lost=_LOST, failed=_FAILED):
             self._executor.use_threads()  # also without rows: this rank computes those that others send
             if plan.rows:
                 try:
@@ -50,17 +53,6 @@ class LockstepExecutor:
             self.model.finish_pass()
         if failure is not None:
             raise failure
-
-    @contextmanager
-    def _all_ranks(self) -> Iterator[None]:
-        """Let no rank wait for one that cannot go on."""
-        try:
-            yield
-        except RankLostError as error:
-            raise RanksEndedError(f"The ranks that share the experts have stopped together: {error}") from error
-        except Exception as error:
-            self._group.give_up(f"{type(error).__name__}: {error}")
-            raise RanksEndedError(f"A step of ranks that share experts failed: {error}") from error
 
     def collect(self) -> StepOutput:
         return self._executor.collect()

@@ -43,10 +43,20 @@ class Room:
 class Claim:
     """An engine's claim on memory. It ends with `release`, with this object, or with the process."""
 
-    def __init__(self, path: Path | None, descriptor: int) -> None:
+    def __init__(self, path: Path | None, descriptor: int, size: int) -> None:
         self.path = path
         """By which other processes of the engine join; None: nobody knows of this claim."""
+        self._descriptor = descriptor
+        self._size = size
         self._end = weakref.finalize(self, _end, path, descriptor) if path is not None else None
+
+    def give_back(self, size: int) -> None:
+        """Claim `size` bytes less from now on. Not while this thread holds the lock over all claims."""
+        assert 0 <= size <= self._size
+        self._size -= size
+        if self.path is not None and self._end is not None and self._end.alive:
+            with shares(self.path.parent):  # nobody reads half of a number
+                os.pwrite(self._descriptor, _digits(self._size).encode(), len(f"{os.getpid()} "))
 
     def release(self) -> None:
         """End the claim. A second call does nothing."""
@@ -66,6 +76,11 @@ def join_claim(path: Path) -> None:
         os.write(descriptor, f" {os.getpid()} {_resident(os.getpid())}".encode())
     finally:
         os.close(descriptor)
+
+
+def _digits(size: int) -> str:
+    """Return a size in as many digits as any other, so that it can be replaced where it stands."""
+    return f"{size:020d}"
 
 
 def _end(path: Path, descriptor: int) -> None:
@@ -109,13 +124,13 @@ class Shares:
     def claim(self, size: int) -> Claim:
         """Claim `size` bytes for this process, in addition to what it has now."""
         if self._directory is None:
-            return Claim(None, -1)
+            return Claim(None, -1, size)
         path = self._directory / uuid.uuid4().hex
         try:
-            return Claim(path, _write(path, f"{os.getpid()} {size} {_resident(os.getpid())}"))
+            return Claim(path, _write(path, f"{os.getpid()} {_digits(size)} {_resident(os.getpid())}"), size)
         except OSError as error:
             logger.warning("%s: %s", UNKNOWN_TO_OTHERS, error)
-            return Claim(None, -1)
+            return Claim(None, -1, size)
 
     def _promises(self) -> list[_Promise]:
         paths = [] if self._directory is None else sorted(self._directory.iterdir())

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.batch.logprobs import SCORED_POSITIONS, wanted_scores
 from engine.execution.device import Download, device_faults
 from engine.execution.gpu.ranks import Pending, Way
+from engine.execution.ranks import LOST, all_or_none
 from engine.parallel.messages import DeviceStep, Message, Score, bare, encode
 from engine.step import ExecutorFatalError, ScheduledRequest, StepPlan
 from kernels.collectives.group import RankLostError
@@ -73,26 +74,15 @@ class LeadingDevice:
     @contextmanager
     def together(self, *, advances: bool = False) -> Iterator[None]:
         self._has_told = False
-        try:
-            with device_faults():
-                yield
-        except RankLostError as error:
-            raise ExecutorFatalError(f"The model's ranks cannot go on: {error}") from error
-        except ExecutorFatalError as error:
-            self.group.give_up(str(error))
-            raise
-        except Exception as error:
-            if not (self._has_told or advances):
-                raise
-            self.group.give_up(f"{type(error).__name__}: {error}")
-            raise ExecutorFatalError(f"The leader failed within a step of several ranks: {error}") from error
+        with all_or_none(self.group, is_mine_alone=lambda: not (self._has_told or advances)), device_faults():
+            yield
 
     def wait(self, download: Download) -> Sequence[Tensor]:
         try:
             with self.group.watched(self._patience_s):
                 return download.wait()
         except RankLostError as error:
-            raise ExecutorFatalError(f"The model's ranks cannot go on: {error}") from error
+            raise ExecutorFatalError(f"{LOST}: {error}") from error
 
     def _named(self, token: Pending) -> tuple[int, int, int]:
         """Return (place, how many steps ago it was chosen, number among its step's tokens)."""

@@ -13,19 +13,22 @@ from torch import Tensor
 from engine.models.computed import Computed, Model
 from engine.parallel.messages import DeviceStep, Drop, End, Keep, Message, Rewind, Score, Start, Step, decode
 from engine.step import StepPlan
-from kernels.collectives.group import Group, RankLostError
+from kernels.collectives.group import ExchangeGroup, Exchanging, Group, RankLostError, rows_of_all
 
 
 class Follower:
     """This rank's part of a model, and its end of the group."""
 
-    def __init__(self, model: Model, group: Group, vocab_sizes: Sequence[int], digest: str) -> None:
+    def __init__(
+        self, model: Model, group: ExchangeGroup, vocab_sizes: Sequence[int], digest: str, num_blocks: int
+    ) -> None:
         """vocab_sizes: how many columns of the logits each rank has. digest: of the model's files, and of what
-        computes them here."""
+        computes them here. num_blocks: how many KV blocks this rank has room for."""
         self._model = model
         self._group = group
         self._vocab_sizes = vocab_sizes
         self._digest = digest
+        self._num_blocks = num_blocks
         self._plan: StepPlan | None = None
         self._computed: Computed | None = None
 
@@ -64,6 +67,7 @@ class Follower:
                 self._model.adapters.drop(digest)
             case Start() as start:
                 answer_start(self._group, start, self._digest)
+                blocks_of_all(self._group, self._num_blocks)
             case End():
                 return False
             case DeviceStep():
@@ -102,6 +106,15 @@ class Follower:
         if found != digest:
             raise ValueError(f"an adapter has the digest {found} here, and {digest} for the leader")
         self._model.adapters.keep(digest, weights)
+
+
+def blocks_of_all(group: Exchanging, own: int) -> list[int]:
+    """Return how many KV blocks each rank has room for; all call it once the start was answered. own: this rank.
+
+    Raises:
+        RankLostError: a rank is lost.
+    """
+    return [int(number) for number in rows_of_all(group, torch.tensor([own]))[:, 0]]
 
 
 def answer_start(group: Group, message: Message, computes: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor
 
 from engine.batch.inputs import check_plan
+from engine.execution.ranks import all_or_none
 from engine.models.adapter_files import CONFIG_FILE, WEIGHTS_FILE, digest_of
 from engine.models.computed import Computed, Model
 from engine.models.computed import Rewind as LocalRewind
 from engine.models.kv_cache import KVCache
 from engine.models.recurrent_state import RecurrentState
 from engine.parallel.messages import Drop, Keep, Message, Rewind, Score, Step, bare, encode
-from engine.step import AdapterError, AdapterHost, ExecutorFatalError, StepPlan
-from kernels.collectives.group import Group, RankLostError
+from engine.step import AdapterError, AdapterHost, StepPlan
+from kernels.collectives.group import Group
 
 
 class LeadingModel:
@@ -51,7 +51,7 @@ class LeadingModel:
     def forward(self, plan: StepPlan, newest: Mapping[str, int]) -> Computed:
         # A plan that is wrong is refused before anybody was told of it.
         check_plan(plan, self._block_size, 0 if self.state is None else self.state.num_slots)
-        with self._together():
+        with all_or_none(self._group):
             for message in () if self._adapters is None else self._adapters.untold():
                 self._tell(message)
             self._tell(Step(bare(plan, newest)))
@@ -60,14 +60,14 @@ class LeadingModel:
         rewind = None if computed.rewind is None else _SharedRewind(self, computed.rewind)
 
         def logits_at(index: Tensor) -> Tensor:
-            with self._together():
+            with all_or_none(self._group):
                 self._tell(Score(index.tolist()))
                 return self._joined(computed.logits_at(index))
 
         return replace(computed, logits=logits, logits_at=logits_at, best=None, rewind=rewind)
 
     def rewind(self, local: LocalRewind, counts: Sequence[int]) -> None:
-        with self._together():
+        with all_or_none(self._group):
             self._tell(Rewind(list(counts)))
             local.to(counts)
 
@@ -81,17 +81,6 @@ class LeadingModel:
 
     def _tell(self, message: Message) -> None:
         self._group.send(encode(message))
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Let no rank wait for one that has failed, and no later step run."""
-        try:
-            yield
-        except RankLostError as error:
-            raise ExecutorFatalError(f"The model's ranks cannot go on: {error}") from error
-        except Exception as error:
-            self._group.give_up(f"{type(error).__name__}: {error}")
-            raise ExecutorFatalError(f"The leader failed within a step of several ranks: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

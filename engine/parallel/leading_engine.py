@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,9 +17,10 @@ from engine.core.core import EngineCore
 from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.line import Line
 from engine.parallel.loads import summed, with_unseen
+from engine.parallel.places import Places
 from engine.parallel.processes import Followers
 from engine.parallel.rank_messages import Abort, Answer, Ask, Drain, End, Left, Opened, Question, Stepped, Submit, Told
-from engine.protocol import TERMINAL, Event, FinishReason, LoadSnapshot, Submission
+from engine.protocol import TERMINAL, Event, FinishReason, LoadSnapshot, Submission, Token
 from kernels.collectives.group import LEADER
 
 _END_S = 10.0
@@ -38,7 +38,7 @@ class LeadingEngine(AsyncEngine):
         self._lines: Mapping[int, Line] = {}
         self._group_ranks = ranks
         self._followers = followers
-        self._rank_of: dict[str, int] = {}  # of requests that have not ended
+        self._places = Places(ranks.size, core.config)
         self._loads: dict[int, LoadSnapshot] = {}  # of other ranks
         self._heard_of = threading.Semaphore(0)  # released once by each other rank
         self._answers: dict[int, Callable[[Any], object]] = {}
@@ -58,43 +58,41 @@ class LeadingEngine(AsyncEngine):
     # --- callers' side: see AsyncEngine -------------------------------------------------------------------------------
 
     def _hand_over(self, submission: Submission, submit: Callable[[], list[Event]]) -> None:
-        """Give a request to the rank with the fewest; of equals, to the first."""
+        """Give a request to its rank."""
+        keys = self._places.keys(submission)
         with self._handing_out:
-            rank = self._rank_of[submission.request_id] = self._choose_rank(submission)
+            rank = self._places.place(submission, keys)
         if rank == LEADER:
             super()._hand_over(submission, submit)
         else:
             self._lines[rank].send(Submit(submission))
 
-    def _choose_rank(self, submission: Submission) -> int:
-        counts = Counter(self._rank_of.values())
-        return min(range(len(self._lines) + 1), key=lambda rank: counts[rank])
-
     @property
-    def _most(self) -> int:
-        most: int = super()._most
-        return most * (len(self._lines) + 1)
+    def _num_ranks(self) -> int:
+        return self._group_ranks.size
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        rank = self._rank_of.get(request_id, LEADER)
-        if rank == LEADER:
+        rank = self._places.rank_of(request_id)
+        if rank is None or rank == LEADER:
             super().abort(request_id, reason)
         else:
             self._lines[rank].send(Abort(request_id, reason))
 
     def load(self) -> LoadSnapshot:
-        given = Counter(list(self._rank_of.values()))
+        given = self._places.counts
         loads = {LEADER: super().load(), **self._loads}
         load = summed([with_unseen(load, given[rank]) for rank, load in loads.items()])
         return replace(load, rank_late_s=tuple(self._group_ranks.late_s))
 
     async def cached_digests(self, limit: int) -> list[bytes]:
-        own = await super().cached_digests(limit // (len(self._lines) + 1))
-        asked = await self._ask(Question.CACHED_DIGESTS, limit // (len(self._lines) + 1))
+        own = await super().cached_digests(limit // self._num_ranks)
+        asked = await self._ask(Question.CACHED_DIGESTS, limit // self._num_ranks)
         return [*own, *itertools.chain.from_iterable(asked)]
 
     async def reset_prefix_cache(self) -> int:
         dropped = [await super().reset_prefix_cache(), *await self._ask(Question.RESET_PREFIX_CACHE)]
+        with self._handing_out:
+            self._places.forget_prefixes()
         return sum(map(int, dropped))
 
     async def drain(self) -> None:
@@ -165,13 +163,14 @@ class LeadingEngine(AsyncEngine):
         if is_first:
             self._heard_of.release()
 
-    def lose(self, rank: int) -> None:
-        """A rank's process has ended: end all others."""
+    def lose(self, rank: int, error: str | None) -> None:
+        """A rank's line has ended: end all others. error: why, if the rank has not."""
         if rank not in self._loads:
             self._heard_of.release()
-        reason = f"Rank {rank} has died"
+        unread = f"a message of rank {rank} could not be taken"
+        reason = f"Rank {rank} has died" if error is None else f"{unread}: {error}"
         self._group_ranks.lose(reason)
-        self.tell(Left(reason), but=rank)
+        self.tell(Left(reason))
 
     def tell(self, message: Opened | Left, but: int = LEADER) -> None:
         """Tell the other ranks."""
@@ -188,6 +187,8 @@ class LeadingEngine(AsyncEngine):
         """One thread at a time: a request that fails here because its rank is lost may just have ended there."""
         with self._handing_out:
             for event in events:
-                if isinstance(event, TERMINAL):
-                    self._rank_of.pop(event.request_id, None)
+                if isinstance(event, Token):
+                    self._places.began(event.request_id)
+                elif isinstance(event, TERMINAL):
+                    self._places.ended(event.request_id)
             super()._hand_out(events)  # last: who reads that a request has ended no longer finds it in the load

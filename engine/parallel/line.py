@@ -17,15 +17,21 @@ from kernels.collectives.star import configure
 
 logger = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 5.0
+"""How long an end that reads no more waits for its last messages to be sent."""
+
 
 class Line:
     """Messages are pickled: both ends are this engine's own processes, and said so with the group's token when they
     connected."""
 
-    def __init__(self, peer: socket.socket, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, peer: socket.socket, on_message: Callable[[Any], None], on_end: Callable[[str | None], None]
+    ) -> None:
         """peer: is closed with this. on_message: is given each message, in order, by a thread of the line. on_end: is
-        called once, by that thread, when the other end has closed, its process has ended, its machine no longer
-        answers, or a message could not be taken; not after `close`."""
+        called once, by that thread, with None when the other end has closed, its process has ended or its machine no
+        longer answers; and when a message could not be taken, with the error. The other end still gets what `on_end`
+        sends. Not called after `close`."""
         configure(peer, timeout_s=None)
         self._peer = peer
         self._pipe = Connection(socket.dup(peer.fileno()))
@@ -63,15 +69,26 @@ class Line:
                 self._pipe.send_bytes(message)
 
     def _read(self) -> None:
+        error = self._read_all()
         try:
-            while True:
-                self._on_message(pickle.loads(self._pipe.recv_bytes()))
-        except (EOFError, OSError):
-            pass
-        except Exception:
-            logger.exception("A message to this rank could not be taken, so the line to its sender ends.")
+            if not self._closed:
+                self._on_end(error)
         finally:
+            if error is not None:
+                self._outgoing.put(None)
+                self._threads[1].join(_LAST_WORDS_S)
             with suppress(OSError):
                 self._peer.shutdown(socket.SHUT_RDWR)  # whoever still writes would wait for ever
-            if not self._closed:
-                self._on_end()
+
+    def _read_all(self) -> str | None:
+        """Read until the line ends. Return the error if a message could not be taken."""
+        while True:
+            try:
+                message = self._pipe.recv_bytes()
+            except (EOFError, OSError):
+                return None
+            try:
+                self._on_message(pickle.loads(message))
+            except Exception as error:
+                logger.exception("A message to this rank could not be taken, so the line to its sender ends.")
+                return f"{type(error).__name__}: {error}"

@@ -32,8 +32,8 @@ class RankLauncher(Protocol):
     def remote_host(self) -> str | None:
         """This machine's name or address for ranks on other machines; None: all ranks are on this one."""
 
-    def ranks_here(self, size: int) -> Sequence[int]:
-        """Return which of `size` ranks are on this machine, or will be; the leader always is."""
+    def ranks_beside(self, rank: int, size: int) -> Sequence[int]:
+        """Return which of `size` ranks are on the machine of this one, or will be; it is one of them."""
 
     def start(self, rank: int, specification: bytes) -> RankProcess:
         """Start a process that calls engine.build.follower.follow(specification), and do not wait for it."""
@@ -48,7 +48,7 @@ class SubprocessLauncher:
         """gpus: CUDA's name of the GPU that each rank has. Empty: they have none."""
         self._gpus = gpus
 
-    def ranks_here(self, size: int) -> Sequence[int]:
+    def ranks_beside(self, rank: int, size: int) -> Sequence[int]:
         return range(size)
 
     def start(self, rank: int, specification: bytes) -> Child:

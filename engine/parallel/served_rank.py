@@ -53,7 +53,10 @@ class ServedRank:
         else:
             self.loop.call_soon_threadsafe(self._take, message)
 
-    def end(self) -> None:
+    def end(self, error: str | None) -> None:
+        """The leader's line has ended. error: see Line; then the others must know why this rank ends."""
+        if error is not None:
+            self._ranks.leave(f"a message of the leader could not be taken: {error}")
         self.loop.call_soon_threadsafe(self._ends.set)
 
     # --- the step thread, as engine.observer.EngineObserver -----------------------------------------------------------

@@ -132,6 +132,16 @@ class Exchanging(Protocol):
         """
 
 
+def rows_of_all(ranks: Exchanging, row: Tensor) -> Tensor:
+    """Return what each rank says: all give all the same row. row: [width] of any type. # [size, width]
+
+    Raises:
+        RankLostError: see Group.
+    """
+    found, _ = ranks.exchange(row.repeat(ranks.size, 1), [1] * ranks.size)
+    return found
+
+
 TAKE_ROWS = "take the rows that others have for it"
 """What a rank could not do that fails within an exchange; see given_up."""
 

@@ -83,11 +83,11 @@ class RayRankLauncher:
     def remote_host(self) -> str | None:
         return None if self._placement == ONE_NODE else ray.util.get_node_ip_address()
 
-    def ranks_here(self, size: int) -> Sequence[int]:
+    def ranks_beside(self, rank: int, size: int) -> Sequence[int]:
         if self._placement == ONE_NODE:
             return range(size)
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        return [rank for rank in range(size) if nodes[rank] == nodes[0]]
+        return [other for other in range(size) if nodes[other] == nodes[rank]]
 
     def start(self, rank: int, spec: bytes) -> RayRankProcess:
         """Start a follower; returns before it runs.

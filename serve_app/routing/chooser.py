@@ -7,10 +7,10 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+from engine.prefix_index import prefix_keys
 from engine.protocol import Submission
 from serve_app.routing.fleet import Fleet
 from serve_app.routing.placement import Ask, Bound, Candidate, rank
-from serve_app.routing.prefix_index import prefix_keys
 from serve_app.routing.stats import adapter_key
 from serve_app.routing.tiered_index import NOTHING, Found
 from serve_app.settings.routing import RoutingSettings

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from engine.async_engine import AsyncEngine
 from engine.kv_tiers import Tier
+from engine.prefix_index import KEY_BYTES
 from engine.protocol import EngineError, LoadSnapshot, PrefillCosts
-from serve_app.routing.prefix_index import KEY_BYTES
 
 _FORMAT = 1
 """Increased when the meaning changes, because routers and engines of two versions meet in a rolling update."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from serve_app.routing.prefix_index import PrefixIndex
+from engine.prefix_index import PrefixIndex
 from serve_app.routing.stats import RoutingReport
 
 
@@ -84,7 +84,7 @@ class TieredIndex:
         """Return the replicas that have leading blocks of a prompt, and how many. Callable on any thread, like
         PrefixIndex.holders."""
         found = {name: Found(depth) for name, depth in self._cache.holders(keys).items()}
-        for name in self._tiers.replicas() if keys else ():
+        for name in self._tiers.names() if keys else ():
             if (one := self.match(name, keys)).num_cached:
                 found[name] = one
         return found

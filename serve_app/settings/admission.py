@@ -15,7 +15,7 @@ class AdmissionSettings(BaseModel):
     max_concurrent_requests: int | None = Field(
         default=None,
         description="Most requests at a time, running and waiting; one more gets a 503. Unset: max_num_seqs + "
-        "max_queued_requests for each engine.",
+        "max_queued_requests for each engine, or for each rank with expert_parallel_size.",
         ge=1,
     )
     max_queued_tokens: int | None = Field(

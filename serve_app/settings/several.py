@@ -24,7 +24,7 @@ class ModelAdmissionSettings(BaseModel):
     max_concurrent_requests: int | None = Field(
         default=None,
         description="Most requests for this model at a time, running and waiting; one more gets a 503. Unset: "
-        "max_num_seqs + max_queued_requests for each of its engines.",
+        "max_num_seqs + max_queued_requests for each of its engines, or for each rank with expert_parallel_size.",
         ge=1,
     )
     max_queued_tokens: int | None = Field(

@@ -255,6 +255,9 @@ def test_one_request_more_than_may_run_and_wait_is_refused_with_both_limits(make
         with pytest.raises(RequestRejected) as caught:
             await collect(engine.generate(PROMPT, LONG))
         assert (caught.value.code, caught.value.limit, caught.value.value) == (ErrorCode.QUEUE_FULL, 3, 4)
+        assert "holds 3 requests: 1 may run (max_num_seqs 1) and 2 may wait (max_queued_requests 2)" in str(
+            caught.value
+        )
         gate.release(10_000)
         assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*tasks))
 

@@ -13,13 +13,15 @@ class ThreadLauncher:
     """An engine.parallel.processes.RankLauncher."""
 
     def __init__(self, remote_host: str | None = None, *, here: Sequence[int] | None = None) -> None:
-        """here: the ranks of which the leader believes that they are on its machine; None: all."""
+        """here: the ranks of which the leader believes that they are on its machine, and the others on another; None:
+        all are."""
         self.remote_host = remote_host
         self.ranks: list[RankThread] = []
         self._here = here
 
-    def ranks_here(self, size: int) -> Sequence[int]:
-        return range(size) if self._here is None else self._here
+    def ranks_beside(self, rank: int, size: int) -> Sequence[int]:
+        here = range(size) if self._here is None else self._here
+        return here if rank in here else [other for other in range(size) if other not in here]
 
     def start(self, rank: int, specification: bytes) -> RankThread:
         self.ranks.append(RankThread(rank, specification))

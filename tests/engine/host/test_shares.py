@@ -72,6 +72,21 @@ def test_what_one_has_promised_itself_the_next_does_not_find(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("takes_nothing")
+def test_the_next_finds_what_was_given_back_also_of_a_claim_that_helpers_have_joined(tmp_path: Path) -> None:
+    with shares(tmp_path) as shared:
+        claim = shared.claim(12 * GIB)
+    assert claim.path is not None
+    join_claim(claim.path)
+    claim.give_back(11 * GIB)
+    assert (room(tmp_path).promised, room(tmp_path).free) == (GIB, 18 * GIB)
+    claim.give_back(GIB // 2)
+    assert room(tmp_path).promised == GIB // 2
+    claim.release()
+    claim.give_back(0)
+    assert room(tmp_path).promised == 0
+
+
+@pytest.mark.usefixtures("takes_nothing")
 def test_two_that_start_at_once_share_alike_in_either_order(tmp_path: Path) -> None:
     with shares(tmp_path) as shared:
         first = shared.claim(room_of_two := shared.room(2, MEMORY).share)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Contracts of ranks in lockstep that are processes: each answers as an engine alone, and all end with one.
+"""Contracts of ranks in lockstep that are processes: they answer as engines alone, and end together. Long: one rig.
 Never needs a second machine, nor a time limit: what is waited for comes, or the test's own limit fails it."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from engine.observer import StepFacts
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.processes import Child, SubprocessLauncher
 from engine.parallel.rank_messages import Question
+from engine.parallel.served_rank import ServedRank
 from engine.protocol import (
     EngineError,
     ErrorCode,
@@ -98,13 +99,13 @@ def start(checkpoint: Path) -> Iterator[Start]:
 
 def place_by_name(engine: LeadingEngine) -> None:
     """Let a request "1 name" go to rank 1, and one without a number where it would."""
-    choose = engine._choose_rank
+    choose = engine._places._choose
 
-    def chosen(submission: Submission) -> int:
+    def chosen(submission: Submission, cached: Mapping[int, int]) -> int:
         rank = submission.request_id.split()[0]
-        return int(rank) if rank.isdecimal() else choose(submission)
+        return int(rank) if rank.isdecimal() else choose(submission, cached)
 
-    engine._choose_rank = chosen  # type: ignore[method-assign]
+    engine._places._choose = chosen  # type: ignore[method-assign]
 
 
 async def events_of(
@@ -123,13 +124,15 @@ async def answer(*how: Any, **more: Any) -> list[int]:
     return [event.token_id for event in events if isinstance(event, Token)]
 
 
-async def answers_alone(checkpoint: Path, **settings: Any) -> list[list[int]]:
+async def answers_alone(
+    checkpoint: Path, prompts: Sequence[tuple[int, ...]] = PROMPTS, **settings: Any
+) -> list[list[int]]:
     engine = build_engine(str(checkpoint), EngineConfig(**ASKED | settings), progress=False)
     try:
         params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
         return [
             [event.token_id async for event in engine.generate(prompt, params) if isinstance(event, Token)]
-            for prompt in PROMPTS
+            for prompt in prompts
         ]
     finally:
         engine.shutdown()
@@ -187,6 +190,38 @@ async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests
             await answer(engine, f"{rank} later", PROMPTS[0])
 
 
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("the leader's", "a message of rank 1 could not be taken: UnpicklingError"),
+        ("the rank's", "rank 1 has left: a message of the leader could not be taken: UnpicklingError"),
+    ],
+)
+async def test_a_message_that_one_end_cannot_read_ends_all_with_what_it_is(start: Start, end: str, told: str) -> None:
+    """Regression: it was told as the death of a rank, which sent whoever looked for it to the wrong place."""
+    served: list[ServedRank] = []
+    run = ServedRank.run
+
+    async def kept(self: ServedRank) -> None:
+        served.append(self)
+        await run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServedRank, "run", kept)
+        engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu", max_model_len=4096, num_kv_blocks=400)
+    seen: list[Event] = []
+    reading = asyncio.create_task(events_of(engine, "1 long", PROMPTS[0], 4000, seen))
+    await until(lambda: any(isinstance(event, Token) for event in seen))
+    sender = engine._lines[1] if end == "the rank's" else served[0].line
+    assert sender is not None
+    sender._outgoing.put(b"no pickle")
+    await reading
+    failed = seen[-1]
+    assert isinstance(failed, Failed)
+    assert told in failed.message
+    assert "has died" not in failed.message
+
+
 class Observer:
     """Counts what it is told."""
 
@@ -204,13 +239,48 @@ class Observer:
             self.ends += [event.request_id] * isinstance(event, Finished | Failed)
 
 
+async def test_a_prompt_goes_to_the_rank_that_has_its_beginning_and_has_the_answer_of_an_engine_alone(
+    start: Start, checkpoint: Path
+) -> None:
+    """Only its end is computed again. By number, an idle engine gave all to the leader."""
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
+    prompts = [tuple(range(first, first + 40)) for first in (3, 50)]  # two whole blocks each
+    turns = [(*prompt, 5 + turn) for turn in range(3) for prompt in prompts]
+    first = await asyncio.gather(*(events_of(engine, f"first {n}", prompt) for n, prompt in enumerate(turns[:2])))
+    later = [await events_of(engine, f"later {n}", prompt) for n, prompt in enumerate(turns[2:])]
+    ends = [events[-1] for events in (*first, *later)]
+    assert [end.usage.cached_tokens for end in ends if isinstance(end, Finished)] == [0, 0, 32, 32, 32, 32]
+    assert await engine.reset_prefix_cache() >= 4
+    again = await events_of(engine, "after the reset", turns[1])
+    assert isinstance(again[-1], Finished)
+    assert again[-1].usage.cached_tokens == 0
+    assert engine._places._index.num_blocks("0") == 2, "and the leader got it, as by number"
+    found = [[event.token_id for event in events if isinstance(event, Token)] for events in (*first, *later)]
+    assert found == await answers_alone(checkpoint, turns, kernels="torch_cpu", enable_prefix_caching=False)
+
+
+async def test_more_requests_than_all_ranks_hold_are_refused_by_the_engine_s_own_limits(start: Start) -> None:
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu", max_num_seqs=2, max_queued_requests=1)
+    seen: list[list[Event]] = [[] for _ in range(6)]
+    asking = [asyncio.create_task(events_of(engine, f"r{n}", PROMPTS[3], 60, events)) for n, events in enumerate(seen)]
+    await until(lambda: sum(engine._places.counts) == 6)
+    text = (
+        r"holds 6 requests: 4 may run \(max_num_seqs 2 for each of 2 ranks\) and 2 may wait "
+        r"\(max_queued_requests 1 for each of 2 ranks\)"
+    )
+    with pytest.raises(RequestRejected, match=text) as caught:
+        await events_of(engine, "one more", PROMPTS[0])
+    assert (caught.value.code, caught.value.limit, caught.value.value) == (ErrorCode.QUEUE_FULL, 6, 7)
+    assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*asking)), "no rank has refused any"
+
+
 async def test_requests_go_to_the_rank_with_the_fewest_and_the_observer_is_told_of_all(start: Start) -> None:
     engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu")
     engine.observe(observer := Observer())
     names = ["a", "b", "c", "d"]
     asking = [asyncio.create_task(events_of(engine, name, PROMPTS[3], 40)) for name in names]
     await until(lambda: len(observer.submissions) == 4)
-    assert sorted(engine._rank_of.values()) == [0, 0, 1, 1]
+    assert engine._places.counts == (2, 2)
     ended = await asyncio.gather(*asking)
     assert [len([event for event in events if isinstance(event, Token)]) for events in ended] == [40] * 4
     await until(lambda: sorted(observer.ends) == names)
@@ -230,7 +300,7 @@ async def test_a_request_of_another_rank_is_aborted_refused_and_counted_as_one_o
     last = (await asking)[-1]
     assert isinstance(last, Finished)
     assert last.reason is FinishReason.ABORT
-    await until(lambda: not engine._rank_of)
+    await until(lambda: engine._places.counts == (0, 0))
 
 
 class Wire:
@@ -338,6 +408,23 @@ def test_a_check_promises_each_rank_its_part_of_the_memory_as_the_start_does(
     )
     check_engine(str(checkpoint), asked(3), 2)
     assert sharing == [6]
+
+
+def test_each_rank_takes_its_part_of_its_own_machine_s_memory(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that are alone on a machine do not leave room for those on others."""
+    sharing: dict[int, int] = {}
+    load = lockstep._load
+
+    def noted(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+        sharing[group.rank] = engines
+        return load(directory, config, engines, group)
+
+    monkeypatch.setattr(lockstep, "_load", noted)
+    launcher = ThreadLauncher("127.0.0.1", here=[0])
+    start_lockstep(checkpoint, asked(3, kernels="torch_cpu"), 2, launcher).shutdown()
+    assert sharing == {0: 2, 1: 4, 2: 4}
 
 
 async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:

@@ -3,9 +3,9 @@ Never starts a process: both ends are here."""
 
 from __future__ import annotations
 
+import pickle
 import socket
 from queue import SimpleQueue
-from threading import Event
 from typing import Any
 
 import pytest
@@ -13,6 +13,10 @@ import pytest
 from engine.parallel.line import Line
 
 WAIT_S = 30.0
+
+
+def ignore(what: Any) -> None:
+    """Take a message, or an end."""
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -24,7 +28,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def test_messages_of_any_size_arrive_whole_and_in_order_both_ways_and_also_those_before_a_close() -> None:
     near, far = pair()
     heard: SimpleQueue[Any] = SimpleQueue()
-    here, there = Line(near, heard.put, Event().set), Line(far, lambda message: there.send(message), Event().set)
+    here, there = Line(near, heard.put, ignore), Line(far, lambda message: there.send(message), ignore)
     here.start()
     there.start()
     sent = [1, "word", b"x" * 3_000_000, (), b""]
@@ -37,38 +41,55 @@ def test_messages_of_any_size_arrive_whole_and_in_order_both_ways_and_also_those
 
 def test_the_end_of_the_other_end_is_told_once_and_its_own_is_not() -> None:
     near, far = pair()
-    here_ended, there_ended = Event(), Event()
-    here = Line(near, lambda message: None, here_ended.set)
-    there = Line(far, lambda message: None, there_ended.set)
+    here_ended: SimpleQueue[str | None] = SimpleQueue()
+    there_ended: SimpleQueue[str | None] = SimpleQueue()
+    here, there = Line(near, ignore, here_ended.put), Line(far, ignore, there_ended.put)
     here.start()
     there.start()
     here.close()
-    assert there_ended.wait(WAIT_S)
+    assert there_ended.get(timeout=WAIT_S) is None
     there.send("nobody hears this")
     there.close()
-    assert not here_ended.is_set()
+    assert here_ended.empty()
+    assert there_ended.empty()
 
 
-@pytest.mark.parametrize("sent", ["taken", None], ids=["raises", "unreadable"])
-def test_a_message_that_cannot_be_taken_is_the_end_of_the_line_at_both_ends_and_logged(
-    sent: str | None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (pickle.dumps("taken"), "ValueError: injected"),
+        (pickle.dumps("lost"), "OSError: injected"),
+        (b"no pickle", "UnpicklingError: "),
+        (b"", "EOFError: Ran out of input"),
+    ],
+    ids=["raises", "raises what an end raises", "unreadable", "empty"],
+)
+def test_a_message_that_cannot_be_taken_ends_the_line_at_both_ends_with_its_error_and_last_words(
+    sent: bytes, error: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise nobody would read any more, and streams of the rank would wait for ever."""
+    """Otherwise nobody would read any more, and streams of the rank would wait for ever. Regression: it was told as the
+    end of a process."""
 
     def take(message: Any) -> None:
-        raise ValueError("injected")
+        raise (OSError if message == "lost" else ValueError)("injected")
+
+    def end(why: str | None) -> None:
+        here.send("last words")
+        here_ended.put(why)
 
     near, far = pair()
-    here_ended, there_ended = Event(), Event()
-    here, there = Line(near, take, here_ended.set), Line(far, take, there_ended.set)
+    heard: SimpleQueue[Any] = SimpleQueue()
+    here_ended: SimpleQueue[str | None] = SimpleQueue()
+    there_ended: SimpleQueue[str | None] = SimpleQueue()
+    here, there = Line(near, take, end), Line(far, heard.put, there_ended.put)
     here.start()
     there.start()
-    if sent is None:
-        there._outgoing.put(b"no pickle")
-    else:
-        there.send(sent)
-    assert here_ended.wait(WAIT_S)
-    assert there_ended.wait(WAIT_S)
+    there._outgoing.put(sent)
+    why = here_ended.get(timeout=WAIT_S)
+    assert why is not None
+    assert why.startswith(error)
+    assert heard.get(timeout=WAIT_S) == "last words"
+    assert there_ended.get(timeout=WAIT_S) is None
     assert "could not be taken" in caplog.text
     for line in (here, there):
         line.close()
@@ -77,7 +98,7 @@ def test_a_message_that_cannot_be_taken_is_the_end_of_the_line_at_both_ends_and_
 def test_a_machine_that_no_longer_answers_is_noticed_also_by_who_only_reads() -> None:
     """A machine without power closes no connection."""
     for peer in pair():
-        line = Line(peer, lambda message: None, Event().set)
+        line = Line(peer, ignore, ignore)
         assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle, interval, count = (
             peer.getsockopt(socket.IPPROTO_TCP, option)
@@ -90,7 +111,7 @@ def test_a_machine_that_no_longer_answers_is_noticed_also_by_who_only_reads() ->
 
 def test_who_sends_does_not_wait_for_an_end_that_does_not_read() -> None:
     near, far = pair()
-    here = Line(near, lambda message: None, Event().set)
+    here = Line(near, ignore, ignore)
     here.start()
     for _ in range(20):
         here.send(b"x" * 1_000_000)  # more than sockets hold

@@ -15,24 +15,13 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from engine.build.engine import build_engine
-from engine.build.executor import check_executor, create_executor
+from engine.build.executor import create_executor
 from engine.build.gpu_ranks import visible_gpus
-from engine.build.host_fit import host_use
-from engine.build.rank_fit import claim_rank
-from engine.build.resolve import block_bytes
-from engine.config import ConfigError, EngineConfig, ResolvedConfig
-from engine.host.cores import usable_cores, usable_threads
-from engine.host.memory import HostMemory
-from engine.host.shares import Claim, Room, Shares
-from engine.models.config import read_model_config
-from engine.models.description import Shard
-from engine.models.shards import sharded
+from engine.config import ConfigError, EngineConfig
 from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import Child, Followers, SubprocessLauncher
 from engine.protocol import EngineError, ErrorCode
@@ -142,7 +131,11 @@ def test_memory_without_room_for_the_group_is_told(tmp_path: Path, monkeypatch: 
     missing.mkdir()
     monkeypatch.setattr("engine.build.ranks.new_directory", lambda: missing / "gone")
     process = Scripted()
-    launcher = SimpleNamespace(remote_host=None, ranks_here=range, start=lambda rank, specification: process)
+    launcher = SimpleNamespace(
+        remote_host=None,
+        ranks_beside=lambda rank, size: range(size),
+        start=lambda rank, specification: process,
+    )
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and not every rank could start: .*No such file"):
         create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=launcher)
     assert process.kills
@@ -176,104 +169,6 @@ def test_a_host_on_which_nobody_can_listen_is_told(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, and not every rank could start: 2001:db8::1:0"):
         create_executor(tmp_path, EngineConfig(**SETTINGS), launcher=launcher)
     assert launcher.ranks == []
-
-
-def counted(directory: Path, here: list[int] | None, **settings: Any) -> tuple[ResolvedConfig, list[int]]:
-    """Start an engine and end it. Return its resolved config, and the sizes of all claims on memory."""
-    claims: list[int] = []
-    claim = Shares.claim
-
-    def keep(shared: Shares, size: int) -> Claim:
-        claims.append(size)
-        return claim(shared, size)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shares, "claim", keep)
-        launcher = ThreadLauncher(None if here is None else "127.0.0.1", here=here)
-        executor, resolved = create_executor(directory, EngineConfig(**SETTINGS | settings), launcher=launcher)
-    executor.shutdown()
-    return resolved, claims
-
-
-def test_each_rank_claims_its_memory_on_its_own_machine(tmp_path: Path) -> None:
-    """The leader claims that of all ranks which are on its machine."""
-    save_model("llama", tmp_path)
-    _, together = counted(tmp_path, None)
-    _, apart = counted(tmp_path, [0])
-    assert len(together) == 1
-    assert len(apart) == 2
-    assert sum(apart) == together[0]
-    assert min(apart) > 0.4 * together[0], "each has about half of it"
-
-
-def test_a_rank_joins_the_leaders_claim_where_that_counts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes would seem promised as well as taken, and another engine would not fit beside this one."""
-    joined: list[Path] = []
-    monkeypatch.setattr("engine.build.follower.join_claim", joined.append)
-    save_model("llama", tmp_path)
-    counted(tmp_path, None)
-    assert len(joined) == 1
-    counted(tmp_path, [0])
-    assert len(joined) == 1
-
-
-def test_threads_of_a_rank_on_another_machine_do_not_count_here(tmp_path: Path) -> None:
-    cores = usable_cores()
-    save_model("llama", tmp_path)
-    with pytest.raises(ConfigError, match=f"num_threads is {2 * cores}: expected at most {cores}"):
-        counted(tmp_path, None, num_threads=2 * cores)
-    resolved, _ = counted(tmp_path, [0], num_threads=2 * cores)
-    assert resolved.num_threads == 2 * cores
-    unset, _ = counted(tmp_path, [0], num_threads=None)
-    assert "; 1 of 2 ranks are on this machine, and all have" in unset.reasons["num_threads"]
-    assert unset.num_threads == 2 * usable_threads()[0]
-
-
-@pytest.mark.parametrize(
-    ("lacking", "message"),
-    [
-        ("memory", r"Rank 1, on .*: This engine needs .* without any KV cache .*, but 0.00 GiB of 1.00 GiB are free"),
-        ("cores", r"Rank 1, on .*: num_threads is 1: expected at most 0, .*; 2 are for all 2 ranks"),
-    ],
-)
-def test_a_rank_whose_own_machine_lacks_something_is_named_with_its_machine(
-    lacking: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_model("llama", tmp_path)
-    if lacking == "memory":
-        nothing = Room(free=0, share=0, engines=1, memory=HostMemory(0, 2**30, "a test's file"))
-        room = Shares.room
-        monkeypatch.setattr(Shares, "room", lambda *given: nothing if is_follower() else room(*given))
-    else:
-        monkeypatch.setattr(
-            "engine.build.rank_fit.refused_threads", lambda count: f"num_threads is {count}: expected at most 0, none"
-        )
-    launcher = ThreadLauncher("127.0.0.1", here=[0])
-    with pytest.raises(ConfigError, match=message):
-        create_executor(tmp_path, EngineConfig(**SETTINGS | {"num_threads": 2}), launcher=launcher)
-
-
-def test_a_ranks_part_of_the_kv_cache_must_fit_on_its_own_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_model("llama", tmp_path)
-    config, model, shard = EngineConfig(**SETTINGS), read_model_config(tmp_path), Shard(1, 2)
-    resolved = check_executor(tmp_path, config)
-    use = host_use(tmp_path, sharded(model, shard), config, torch.float32, native=False).total
-    cache = 12 * block_bytes(model, config, torch.float32, None, (1,))
-    given = tmp_path, model, shard, config, resolved
-    for free, fits in ((use + cache, True), (use + cache - 1, False)):
-        room = Room(free=free, share=free, engines=1, memory=HostMemory(free, free, "a test's file"))
-        monkeypatch.setattr(Shares, "room", lambda shared, engines, room=room: room)
-        if fits:
-            claim_rank(*given, native=False).release()
-        else:
-            with pytest.raises(ConfigError, match=r"Rank 1, on .*: its part of the KV cache of 12 blocks takes 0.00"):
-                claim_rank(*given, native=False)
-
-
-def is_follower() -> bool:
-    return threading.current_thread().name == "rank-1"
 
 
 def test_more_ranks_than_heads_are_refused_before_any_rank_starts(tmp_path: Path) -> None:

@@ -49,14 +49,22 @@ def test_a_rank_without_a_bundle_is_refused(rank: int) -> None:
         RayRankLauncher(group, {"num_cpus": 1}, ONE_NODE).start(rank, b"")
 
 
-@pytest.mark.parametrize(("placement", "here"), [("strict_pack", [0, 1, 2]), ("pack", [0, 2]), ("spread", [0, 2])])
-def test_the_ranks_of_the_leaders_node_are_known_before_they_start(
-    placement: Placement, here: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("placement", "beside"),
+    [
+        ("strict_pack", [[0, 1, 2]] * 3),
+        ("pack", [[0, 2], [1], [0, 2]]),
+        ("spread", [[0, 2], [1], [0, 2]]),
+    ],
+)
+def test_the_ranks_of_each_node_are_known_before_they_start(
+    placement: Placement, beside: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group: Any = object()
     nodes = {"bundles_to_node_id": {0: "a", 1: "b", 2: "a"}}
     monkeypatch.setattr(ranks, "placement_group_table", lambda asked: nodes if asked is group else {})
-    assert list(RayRankLauncher(group, {"num_cpus": 1}, placement).ranks_here(3)) == here
+    launcher = RayRankLauncher(group, {"num_cpus": 1}, placement)
+    assert [list(launcher.ranks_beside(rank, 3)) for rank in range(3)] == beside
 
 
 # --- with Ray ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import pytest
 from benchmarks import routing as bench
 from engine.kv_tiers import Tier
 from engine.multimodal_inputs import SpanInput
+from engine.prefix_index import prefix_keys
 from engine.protocol import PrefillCosts, SamplingParams, Submission
 from serve_app.routing.chooser import Chooser
-from serve_app.routing.prefix_index import prefix_keys
 from serve_app.settings.routing import RoutingSettings
 from tests.support.reports import stats
 

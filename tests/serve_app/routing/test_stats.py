@@ -14,8 +14,8 @@ from engine.async_engine import AsyncEngine
 from engine.core.core import EngineCore
 from engine.fake.executor import FakeExecutor
 from engine.kv_tiers import Tier, TierLoad
+from engine.prefix_index import KEY_BYTES, prefix_keys
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot, PrefillCosts, SamplingParams
-from serve_app.routing.prefix_index import KEY_BYTES, prefix_keys
 from serve_app.routing.stats import RoutingReport, RoutingReporter, TierReport, decode
 from tests.support.engines import resolved_config
 from tests.support.reports import snapshot, stats

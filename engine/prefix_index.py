@@ -1,4 +1,4 @@
-"""Owns what a router assumes about prefix caches: which engine replica has which blocks of which prompts.
+"""Owns what is assumed about several prefix caches: which holder has which blocks of which prompts.
 Never holds tokens, and is never certain: a wrong assumption costs a recomputed prefix, not a wrong answer."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from engine.prefix import extend_chain, root_of
 
 KEY_BYTES = 8
 """How many bytes of a block's digest are its key. Engines share KV by the whole digest, so a collision of keys only
-sends a request to a replica that turns out to lack its prefix."""
+sends a request to a holder that turns out to lack its prefix."""
 
 
 def prefix_keys(
@@ -31,56 +31,55 @@ def prefix_keys(
 
 
 class PrefixIndex:
-    """Holds for each replica the blocks that it probably has, and when that was last known.
+    """Knows of each holder the blocks that it probably has, and when that was last known. A router's holders are engine
+    replicas; those of an engine of several ranks are its ranks.
 
-    Two sources are merged: a request brings its prefix to the replica to which it is sent, and an engine reports what
+    Two sources are merged: a request brings its prefix to the holder to which it is sent, and an engine reports what
     it has. The later one counts: blocks that a report lacks are removed, unless they were sent after the report.
     """
 
     def __init__(self, max_blocks: int) -> None:
-        """`max_blocks`: how many blocks are kept for a replica; the least recently known are removed first."""
+        """`max_blocks`: how many blocks are kept for a holder; the least recently known are removed first."""
         self._max_blocks = max_blocks
         self._known: defaultdict[str, OrderedDict[bytes, float]] = defaultdict(OrderedDict)  # key -> seconds
 
-    def num_blocks(self, replica_id: str) -> int:
-        return len(self._known.get(replica_id, ()))
+    def num_blocks(self, holder: str) -> int:
+        return len(self._known.get(holder, ()))
 
-    def knows(self, replica_id: str) -> bool:
-        """Whether anything was ever noted about the replica, if only that it has nothing."""
-        return replica_id in self._known
+    def knows(self, holder: str) -> bool:
+        """Whether anything was ever noted about the holder, if only that it has nothing."""
+        return holder in self._known
 
-    def replicas(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self._known)
 
-    def of(self, replica_id: str) -> Container[bytes]:
-        """Return the keys of the replica's blocks."""
-        return self._known.get(replica_id, ())
+    def of(self, holder: str) -> Container[bytes]:
+        """Return the keys of the holder's blocks."""
+        return self._known.get(holder, ())
 
-    def match(self, replica_id: str, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt the replica has."""
-        return _depth(self._known.get(replica_id, {}), keys)
+    def match(self, holder: str, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a prompt the holder has."""
+        return _depth(self._known.get(holder, {}), keys)
 
     def holders(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return the replicas that have leading blocks of a prompt, and how many each has. Callable on any thread: it
-        looks at a copy of the replicas, and at one key at a time."""
+        """Return the holders that have leading blocks of a prompt, and how many each has. Callable on any thread: it
+        looks at a copy of the holders, and at one key at a time."""
         if not keys:
             return {}
         first = keys[0]
-        return {replica_id: _depth(known, keys) for replica_id, known in list(self._known.items()) if first in known}
+        return {holder: _depth(known, keys) for holder, known in list(self._known.items()) if first in known}
 
-    def add(self, replica_id: str, keys: Sequence[bytes], now: float) -> None:
-        """Note that a prompt was sent to the replica at `now`, in seconds."""
-        known = self._known[replica_id]
+    def add(self, holder: str, keys: Sequence[bytes], now: float) -> None:
+        """Note that a prompt was sent to the holder at `now`, in seconds."""
+        known = self._known[holder]
         _refresh(known, keys, now)
         _trim(known, self._max_blocks)
 
-    def report(
-        self, replica_id: str, keys: Sequence[bytes], taken_at: float, *, complete: bool, max_cached: int
-    ) -> None:
-        """Note that the replica's engine had `keys` at `taken_at`, heads of prefixes first, and nothing else if
+    def report(self, holder: str, keys: Sequence[bytes], taken_at: float, *, complete: bool, max_cached: int) -> None:
+        """Note that the holder's engine had `keys` at `taken_at`, heads of prefixes first, and nothing else if
         `complete`. Otherwise it had at most `max_cached` blocks, so older ones beyond that number are removed.
         """
-        known = self._known[replica_id]
+        known = self._known[holder]
         later = [(key, at) for key, at in known.items() if at > taken_at]
         if complete:
             known.clear()
@@ -91,8 +90,8 @@ class PrefixIndex:
             known.move_to_end(key)
         _trim(known, self._max_blocks)
 
-    def forget(self, replica_id: str) -> None:
-        self._known.pop(replica_id, None)
+    def forget(self, holder: str) -> None:
+        self._known.pop(holder, None)
 
 
 def _depth(known: Container[bytes], keys: Sequence[bytes]) -> int:

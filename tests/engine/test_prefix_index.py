@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from engine.core.core import EngineCore
 from engine.multimodal_inputs import InputKind, SpanInput
+from engine.prefix_index import KEY_BYTES, PrefixIndex, prefix_keys
 from engine.protocol import AdapterRef
-from serve_app.routing.prefix_index import KEY_BYTES, PrefixIndex, prefix_keys
 from tests.support.engines import RecordingCore
 
 PROMPT = tuple(range(1, 19))  # 4 blocks of 4 tokens, and 2 tokens
