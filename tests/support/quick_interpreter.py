@@ -1,8 +1,9 @@
-"""Owns how often Triton's interpreter replaces the language by its own: once a launch, not in each call of a function.
+"""Owns how often Triton's interpreter looks for what it replaces in the language: once, not in each call of a function.
 Never changes what is replaced, nor what a kernel computes."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -10,22 +11,33 @@ from types import FunctionType
 from typing import Any
 
 MODULE = "triton.runtime.interpreter"
+NEEDED = ("_LangPatchScope", "_patch_attr", "_patch_builtin", "_patch_lang")
+"""What Triton 3.7 has. An interpreter that lacks any of it is left as it is."""
 
 
 def replace_once_a_launch() -> None:
-    """Do so from now on, if this process has imported the interpreter. Triton 3.7 looks through all names of the
-    language again whenever one function of a kernel calls another, which takes half of an interpreted kernel's time.
-    An interpreter that has none of this is left as it is."""
+    """Do so from now on, if this process has imported the interpreter. Whenever one function of a kernel calls another,
+    it looks through all names of the language again, which takes half of a kernel's time."""
     interpreter: Any = sys.modules.get(MODULE)
-    replace = getattr(interpreter, "_patch_lang", None)
-    if replace is None or not hasattr(interpreter, "_LangPatchScope") or isinstance(replace, _Once):
-        return
-    interpreter._patch_lang = _Once(interpreter, replace)
+    if all(hasattr(interpreter, name) for name in NEEDED) and not isinstance(interpreter._patch_lang, _Once):
+        interpreter._patch_builtin = _known(interpreter)
+        interpreter._patch_lang = _Once(interpreter)
+
+
+def _known(interpreter: Any) -> Callable[[Any, Any, Any], None]:
+    """Return the replacement of a module's or class's names, which looks for them in the first launch alone."""
+    found = cache(lambda place: inspect.getmembers(place, interpreter.tl.core.is_builtin))
+
+    def replace(place: Any, builder: Any, scope: Any) -> None:
+        for name, member in found(place):
+            interpreter._patch_attr(place, name, member, builder, scope)
+
+    return replace
 
 
 class _Once:
-    def __init__(self, interpreter: Any, replace: Callable[[FunctionType], Any]) -> None:
-        self._interpreter, self._replace = interpreter, replace
+    def __init__(self, interpreter: Any) -> None:
+        self._interpreter, self._replace = interpreter, interpreter._patch_lang
         self._replaced: set[int] | None = None
         """The modules that were replaced in this launch; None: there is none."""
         self._seen_by = cache(self._modules)

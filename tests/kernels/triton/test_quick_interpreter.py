@@ -1,8 +1,9 @@
-"""Owns the contract that an interpreted launch replaces Triton's language once, computes the same, and puts it back.
+"""Owns the contract that an interpreted launch replaces Triton's language once, computes the same, and restores it.
 Never measures how much faster that is."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -72,6 +73,19 @@ def test_after_a_launch_the_language_is_what_it_was() -> None:
     before = [getattr(tl, name) for name in names]
     launch(3)
     assert [getattr(tl, name) for name in names] == before
+
+
+def test_what_is_found_by_the_first_launch_is_all_that_is_builtin() -> None:
+    launch(1)
+    scope = interpreter._LangPatchScope()
+    try:
+        for place in (tl, tl.math):
+            names = {name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)}
+            interpreter._patch_builtin(place, interpreter.interpreter_builder, scope)
+            assert names
+            assert not [name for name in names if tl.core.is_builtin(getattr(place, name))]
+    finally:
+        scope.restore()
 
 
 def test_after_a_launch_that_fails_the_next_one_replaces_it_again() -> None:
