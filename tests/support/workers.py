@@ -17,7 +17,17 @@ LONG = (
     "tests/kernels/cpu/native/test_lesser_processors.py",
     "tests/engine/execution/gpu/test_gpu_tests.py",
     "tests/kernels/triton/test_resources.py",
+    "tests/engine/execution/gpu/test_narrow.py",
+    "tests/golden/test_adapters.py",
     "tests/test_first_hour.py",
+    "tests/engine/parallel/test_gpu_ranks.py",
+    "tests/engine/test_state_machine.py",
+    "tests/engine/execution/gpu/test_narrow_kv.py",
+    "tests/golden/test_logprobs.py",
+    "tests/engine/test_lockstep_lives.py",
+    "tests/engine/execution/gpu/test_adapters.py",
+    "tests/golden/test_greedy_text.py",
+    "tests/engine/execution/gpu/test_triton.py",
 )
 """The modules that take longest, in that order. They have few tests, and would else be the last to begin: the other
 workers would have ended minutes before them."""
