@@ -71,9 +71,11 @@ FILES = (
 def run(name: str, options: Sequence[str]) -> int:
     shown = " ".join(f'{key}="{value}"' for key, value in SETTINGS[name].items())
     print(f"--- {name}: {shown}", flush=True)
-    started = time.monotonic()
+    started, environment = time.monotonic(), {**os.environ, **SETTINGS[name]}
+    # Once and with all cores: each worker that needs the native kernels would compile them, all at the same time.
+    subprocess.run([sys.executable, "-m", "kernels.cpu.native.library"], env=environment, check=False)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", *options, *FILES]
-    status = subprocess.run(command, env={**os.environ, **SETTINGS[name]}, check=False).returncode
+    status = subprocess.run(command, env=environment, check=False).returncode
     print(f"--- {name}: {'failed' if status else 'passed'} after {time.monotonic() - started:.0f} s", flush=True)
     return status
 

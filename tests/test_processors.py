@@ -79,13 +79,19 @@ def test_every_setting_is_run_and_one_that_fails_fails_them_all(
 
     def ended(command: list[str], *, env: dict[str, str], check: bool) -> Any:
         asked.append((command, env))
-        return subprocess.CompletedProcess(command, returncode=len(asked) % 2)
+        is_first = env["OPENBLAS_CORETYPE"] == "Haswell"
+        return subprocess.CompletedProcess(command, returncode=int("pytest" in command and is_first))
 
     monkeypatch.setattr(subprocess, "run", ended)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert processors.main(["--", "-x"]) == 1
-    assert [environment["OPENBLAS_CORETYPE"] for _, environment in asked] == ["Haswell", "Zen"]
-    assert all(command[0] == sys.executable and {"-x", *processors.FILES} < set(command) for command, _ in asked)
+    assert [environment["OPENBLAS_CORETYPE"] for _, environment in asked] == ["Haswell", "Haswell", "Zen", "Zen"]
+    assert all(command[0] == sys.executable for command, _ in asked)
+    kernels, tests = ([command for command, _ in asked[first::2]] for first in (0, 1))
+    assert all(command[-1] == "kernels.cpu.native.library" for command in kernels), (
+        "compiled before any worker needs it"
+    )
+    assert all({"-x", *processors.FILES} < set(command) for command in tests)
     said = [line for line in capsys.readouterr().out.splitlines() if " after " in line]
     assert ["failed" in line for line in said] == [True, False]
 

@@ -4,8 +4,10 @@ the same cases on the GPU."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy
 import pytest
@@ -31,3 +33,11 @@ def _programs_in_any_order(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def device() -> str:
     return "cpu"
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which the compiler keeps its kernels, for all workers of this run: several tests ask for the
+    same, and each takes a second."""
+    here = tmp_path_factory.getbasetemp()
+    return (here.parent if "PYTEST_XDIST_WORKER" in os.environ else here) / "compiled"

@@ -36,8 +36,8 @@ def compile_all(cache: Path, capability: str, *arguments: str) -> list[dict[str,
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
-    found = compile_all(tmp_path, "9.0", "--first-config")
+def test_every_kernel_compiles_for_a_gpu(compiled: Path) -> None:
+    found = compile_all(compiled, "9.0", "--first-config")
     pipelined = ("attend", "multiply", "gate_up", "multiply_fp8", "few_rows", "few_rows_gated")
     multiplying = (*pipelined, "down", "_shrink", "_expand")
     products = [kernel["tensor_cores"] for kernel in found if kernel["name"] in multiplying]
@@ -66,9 +66,9 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_path: Path) -> None:
+def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(compiled: Path) -> None:
     """Regression guard: chunks had none that fits Ada and small Ampere GPUs, where no step could run."""
-    found = compile_for("8.9", str(tmp_path), "--head-dims", "256", "--groups", "4", "--least-shared")
+    found = compile_for("8.9", str(compiled), "--head-dims", "256", "--groups", "4", "--least-shared")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
     assert len(sizes) == 6, "chunks and decodes over K and V in 16 bits, int8 and fp8"
     assert max(sizes) <= 99 * 1024
@@ -76,11 +76,11 @@ def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(tmp_pa
 
 @pytest.mark.slow
 def test_a_numbered_configuration_that_does_not_fit_gives_way_to_one_that_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first configuration of decodes and of chunks needs more shared memory than this GPU has."""
     monkeypatch.setenv(launch.TUNING, "0")
-    found = compile_for("8.9", str(tmp_path), "--head-dims", "256", "--groups", "4", "--attention")
+    found = compile_for("8.9", str(compiled), "--head-dims", "256", "--groups", "4", "--attention")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
     assert len(sizes) == 6, "chunks and decodes over K and V in 16 bits, int8 and fp8"
     assert max(sizes) <= SHARED_BYTES[89]
@@ -88,12 +88,12 @@ def test_a_numbered_configuration_that_does_not_fit_gives_way_to_one_that_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0"])
-def test_every_kernel_compiles_for_other_gpus(tmp_path: Path, capability: str) -> None:
-    compile_all(tmp_path, capability, "--head-dims", "80", "256", "--groups", "8", "--first-config")
+def test_every_kernel_compiles_for_other_gpus(compiled: Path, capability: str) -> None:
+    compile_all(compiled, capability, "--head-dims", "80", "256", "--groups", "8", "--first-config")
 
 
 @pytest.mark.slow
-def test_every_configuration_compiles(tmp_path: Path) -> None:
+def test_every_configuration_compiles(compiled: Path) -> None:
     """Autotuning skips those that need more shared memory than the GPU has."""
-    compile_all(tmp_path, "9.0", "--head-dims", "80", "256", "--groups", "8")
-    compile_all(tmp_path, "9.0", "--dtypes", "float32", "float16", "--first-config")
+    compile_all(compiled, "9.0", "--head-dims", "80", "256", "--groups", "8")
+    compile_all(compiled, "9.0", "--dtypes", "float32", "float16", "--first-config")

@@ -161,10 +161,10 @@ def test_products_of_fp8_by_fp8_spill_nothing_and_use_the_newest_tensor_cores(ca
 
 
 @pytest.mark.slow
-def test_the_table_is_what_the_compiler_gives(tmp_path: Path) -> None:
+def test_the_table_is_what_the_compiler_gives(compiled: Path) -> None:
     if triton.__version__ != DOCUMENT["triton"]:
         pytest.skip(f"the table is of Triton {DOCUMENT['triton']}, and this is {triton.__version__}")
-    found = table_of("9.0", compile_for("9.0", str(tmp_path), "--resources", *SHAPE, "--first-config"))
+    found = table_of("9.0", compile_for("9.0", str(compiled), "--resources", *SHAPE, "--first-config"))
     kept = {variant: DOCUMENT["9.0"].get(variant) for variant in found}
     assert found == kept, "run `python -m tests.kernels.triton.resources`, and read what has changed"
 
