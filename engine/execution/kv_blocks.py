@@ -13,6 +13,15 @@ from numpy.typing import NDArray
 from engine.models.kv_cache import KVCache
 from kernels.cpu.narrow_blocks import BlockForm, NarrowBlocks
 
+MOST_AT_ONCE, BYTES_AT_ONCE = 8, 4 << 20
+"""How many blocks, and bytes, are loaded by one copy at most. The engine looks at its loads after each copy, which took
+longer than the copy of a small block; and a cancelled load waits for a copy under way, so that each is short."""
+
+
+def load_batch(block_bytes: int) -> int:
+    """Return how many blocks are loaded by one copy."""
+    return max(1, min(MOST_AT_ONCE, BYTES_AT_ONCE // block_bytes))
+
 
 class _Done:
     """A copy that is done when it is returned."""
@@ -29,14 +38,12 @@ class CpuBlockCopier:
     """Copies a block of all layers by one assignment of NumPy, which needs neither the interpreter's lock nor a team
     of threads meanwhile. Steps are done when they are launched, so that nothing has to be waited for."""
 
-    write_batch = 1
-    """A cancelled load waits for a copy under way, so that each copy is short."""
-
     def __init__(self, cache: KVCache) -> None:
         assert cache.blocks is not None
         self._blocks: NDArray[np.uint8] = cache.blocks.numpy()  # [tensors, num_blocks, bytes]
         tensors, _, size = self._blocks.shape
         self._shape, self.block_bytes = (tensors, size), tensors * size
+        self.write_batch = load_batch(self.block_bytes)
 
     def room(self) -> int:
         return sys.maxsize
@@ -65,14 +72,12 @@ class CpuBlockCopier:
 class NarrowBlockCopier:
     """Narrows a block when it is stored, and widens it when it is loaded: what comes back is rounded, once."""
 
-    write_batch = 1
-    """See CpuBlockCopier."""
-
     def __init__(self, cache: KVCache, blocks: NarrowBlocks) -> None:
         """blocks: of the cache's form; see `form_of`."""
         assert cache.blocks is not None
         self._blocks, self._memory = blocks, cache.blocks
         self.block_bytes = blocks.form.row_bytes
+        self.write_batch = load_batch(cache.blocks[:, 0].nbytes)
 
     def room(self) -> int:
         return sys.maxsize

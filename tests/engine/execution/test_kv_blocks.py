@@ -4,6 +4,7 @@ Never judges what moves when: hand-made moves do here what a plan's would."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from engine.build.executor import create_executor
 from engine.config import EngineConfig
 from engine.execution.executor import TorchExecutor
-from engine.execution.kv_blocks import CpuBlockCopier
+from engine.execution.kv_blocks import BYTES_AT_ONCE, CpuBlockCopier, load_batch
 from engine.kv_tiers import Tier
 from engine.models.config import read_model_config
 from engine.models.description import ModelConfig
@@ -98,6 +99,22 @@ def test_random_blocks_come_back_from_both_tiers_bit_for_bit(
             assert torch.equal(bytes_of(cache, block), content), "a neighbour was written to"
     assert not torch.equal(after[7], want[7])
     mover.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "count"), [(1, 8), (368_640, 8), (2 << 20, 2), (3 << 20, 1), (BYTES_AT_ONCE + 1, 1)]
+)
+def test_small_blocks_are_loaded_together_and_large_ones_alone(block_bytes: int, count: int) -> None:
+    """Regression: one by one, the engine looked at its loads after each of the default model's blocks, and prompts took
+    twice as long to load. A cancelled load waits for the copy under way, so large ones are not put together."""
+    assert load_batch(block_bytes) == count
+
+
+def test_a_copier_loads_as_many_blocks_at_once_as_its_blocks_sizes_allow(model: ModelConfig) -> None:
+    cache = KVCache.allocate(model, 2, 16, torch.float32)
+    assert CpuBlockCopier(cache).write_batch == 8
+    large = torch.empty(2, 2, 3 << 20, dtype=torch.uint8)
+    assert CpuBlockCopier(replace(cache, blocks=large)).write_batch == 1
 
 
 def test_a_copier_gives_up_the_cache_when_it_ends(model: ModelConfig) -> None:
