@@ -82,6 +82,7 @@ struct ExpertMatrices {
     RoundedBlock* rounded;        // [inputs / 32, rows], or null
 };
 
+// The same, of which each expert's products take theirs.
 template <class T>
 struct Stack {
     Linear<T> first;
