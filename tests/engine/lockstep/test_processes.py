@@ -254,7 +254,8 @@ async def test_a_prompt_goes_to_the_rank_that_has_its_beginning_and_has_the_answ
     again = await events_of(engine, "after the reset", turns[1])
     assert isinstance(again[-1], Finished)
     assert again[-1].usage.cached_tokens == 0
-    assert engine._places._index.num_blocks("0") == 2, "and the leader got it, as by number"
+    blocks = [engine._places._index.num_blocks(rank) for rank in ("0", "1")]
+    assert blocks == [2, 0], "the leader got it, as by number, and not the rank that had it before"
     found = [[event.token_id for event in events if isinstance(event, Token)] for events in (*first, *later)]
     assert found == await answers_alone(checkpoint, turns, kernels="torch_cpu", enable_prefix_caching=False)
 
