@@ -1,4 +1,4 @@
-"""Fixtures that cost seconds to make, shared by the whole run."""
+"""What all tests share: the order in which workers take them, their seeds, their loggers, and the default server."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def own_loggers() -> Iterator[None]:
         own.setLevel(level)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def default_server() -> Iterator[Server]:
-    """Serve config.yaml as it is, the default model included, on a free port."""
+    """Serve config.yaml as it is, the default model included, on a free port. It ends with its module, because Ray takes
+    a part of a core for as long as it runs, also when nobody asks anything."""
     with serve_run({}) as server:
         yield server

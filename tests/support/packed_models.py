@@ -33,8 +33,8 @@ class Format:
 def save_packed(packed: Path, plain: Path, name: str, kind: str = "llama") -> None:
     """Save a checkpoint of that format, and one of the same weights stored plainly, in float32."""
     form = FORMATS[name]
-    for directory in (packed, plain):
-        save_model(kind, directory)
+    save_model(kind, packed)
+    shutil.copytree(packed, plain, dirs_exist_ok=True)
     tensors = load_file(packed / "model.safetensors")
     generator = torch.Generator().manual_seed(5)
     stored, weights = dict(tensors), dict(tensors)
@@ -58,18 +58,18 @@ def rounded(weight: Tensor, group: int, low: int, high: int, *, zeros: bool) -> 
     outputs, inputs = weight.shape
     count = -(-inputs // group)
     q, scales, points = torch.zeros(outputs, inputs), torch.zeros(outputs, count), torch.zeros(outputs, count)
-    for output in range(outputs):
-        for number in range(count):
-            part = weight[output, number * group : (number + 1) * group]
-            if zeros:
-                scale = ((part.max() - part.min()) / (high - low)).half().float()
-                points[output, number] = torch.clamp((low - part.min() / scale).round(), low, high)
-            else:
-                scale = (part.abs().max() / high if low < 0 else part.abs().max() / (high // 2)).half().float()
-                points[output, number] = 0 if low < 0 else (high + 1) // 2
-            scales[output, number] = scale
-            found = (part / scale).round() + points[output, number]
-            q[output, number * group : (number + 1) * group] = found.clamp(low, high)
+    for number in range(count):
+        part = weight[:, number * group : (number + 1) * group]  # [outputs, group], each output by itself
+        least, most = part.amin(dim=1), part.amax(dim=1)
+        if zeros:
+            scale = ((most - least) / (high - low)).half().float()
+            points[:, number] = torch.clamp((low - least / scale).round(), low, high)
+        else:
+            scale = (part.abs().amax(dim=1) / (high if low < 0 else high // 2)).half().float()
+            points[:, number] = 0 if low < 0 else (high + 1) // 2
+        scales[:, number] = scale
+        found = (part / scale[:, None]).round() + points[:, number, None]
+        q[:, number * group : (number + 1) * group] = found.clamp(low, high)
     return q.long(), scales, points.long()
 
 
