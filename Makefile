@@ -28,7 +28,7 @@ test-seeds: model ## run the random tests with a new seed, which is printed; CHU
 	echo "CHUNKSERVE_TEST_SEED=$$CHUNKSERVE_TEST_SEED"; \
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients and not server" $(DRAWING_TESTS)
 
-test-processors: model ## run the tests that compare bits as on other processors, with instructions hidden from NumPy, torch and the native kernels (three minutes)
+test-processors: model ## run the tests that compare bits as on other processors, with instructions hidden from NumPy, torch and the native kernels (some minutes)
 	$(BIN)/python -m tests.processors -- $(WORKERS)
 
 test-slow: model ## run the tests that take minutes: `make serve` in a fresh clone, kernels in Triton's interpreter, loads, every command of loadtest/README.md

@@ -86,7 +86,7 @@ def own_loggers() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def default_server() -> Iterator[Server]:
-    """Serve config.yaml as it is, the default model included, on a free port. It ends with its module, because Ray takes
-    a part of a core for as long as it runs, also when nobody asks anything."""
+    """Serve config.yaml as it is, the default model included, on a free port. It ends with its module: an idle server
+    takes a tenth of a core, and kept it until the run's end."""
     with serve_run({}) as server:
         yield server
