@@ -16,7 +16,7 @@ serve: install ## prepare the model of config.yaml, start the server, and print 
 	@exec $(BIN)/serve run $(CONFIG)
 
 # A third on two cores: the one that runs the servers mostly waits.
-test test-slow: WORKERS = --numprocesses 3
+test: WORKERS = --numprocesses 3
 test: model ## run the test suite, without the tests that take minutes
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not chaos and not clients"
 
