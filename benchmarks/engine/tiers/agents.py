@@ -1,11 +1,12 @@
 """Owns the measurement of agents' sessions in a device pool that is too small for them: what hits, and first tokens.
-Never sleeps: turns follow each other in their order, and the engine's clock skips the pauses."""
+Never sleeps: turns follow each other in their order, and the engines' clocks skip the pauses."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +70,6 @@ def pools(hosts: Sequence[float], few_rounds: int, dtypes: Sequence[str] = ()) -
     return [Pool(UNLIMITED, 1.0), *tiers, *narrow, Pool(ALONE, POOL_SHARE, rounds=few_rounds)]
 
 
-def in_turns(due: Sequence[Pool], number: int) -> list[Pool]:
-    """Return a round's pools in the order in which they are measured: each round begins with another one. One whose
-    answers may differ comes somewhere behind one that has the right ones."""
-    exact = [pool for pool in due if pool.is_exact]
-    order = [*exact[number % len(exact) :], *exact[: number % len(exact)]]
-    for pool in (pool for pool in due if not pool.is_exact):
-        order.insert(1 + number % len(exact), pool)
-    return order
-
-
 @dataclass(frozen=True, slots=True)
 class Played:
     """What came of the turns of a trace, in their order."""
@@ -88,20 +79,34 @@ class Played:
     """Totals of the host tier; see TierLoad. Empty if there is none."""
 
 
-def play(engine: DrivenEngine, turns: Sequence[Turn], right: Sequence[Asked] | None = None) -> Played:
-    """Send each turn when the one before has ended. right: the answers that sessions go on with, so that one that
-    differs is not asked about by the next turn; None: its own."""
+def play(engines: Mapping[str, DrivenEngine], turns: Sequence[Turn], right: str) -> dict[str, Played]:
+    """Ask all engines for a turn, one after another, and then for the next: what else the machine does slows all
+    alike. Each turn begins with another engine. Sessions go on with the answers of the engine `right`, so that one that
+    differs is not asked about by the next turn."""
     chains: dict[str, tuple[int, ...]] = defaultdict(tuple)
-    asked = []
-    engine.ask(WARM_UP, 16)
-    began = engine.clock()
-    for turn in turns:
-        engine.clock.skip_to(began + turn.at)
+    asked: dict[str, list[Asked]] = {name: [] for name in engines}
+    for engine in engines.values():
+        engine.ask(WARM_UP, 16)
+    began = {name: engine.clock() for name, engine in engines.items()}
+    for number, turn in enumerate(turns):
         prompt = chains[turn.session] + turn.tokens if turn.continues else turn.tokens
-        asked.append(engine.ask(prompt, turn.answer, session=turn.session, salt=turn.salt))
-        chains[turn.session] = prompt + (asked[-1] if right is None else right[len(asked) - 1]).token_ids
+        for name in in_turns([*engines], number):
+            engine = engines[name]
+            engine.clock.skip_to(began[name] + turn.at)
+            asked[name].append(engine.ask(prompt, turn.answer, session=turn.session, salt=turn.salt))
+        chains[turn.session] = prompt + asked[right][-1].token_ids
+    return {name: Played(asked[name], _totals(engine)) for name, engine in engines.items()}
+
+
+def in_turns(names: Sequence[str], number: int) -> list[str]:
+    """Return the names from another one on for each number."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def _totals(engine: DrivenEngine) -> dict[str, int]:
     names = ("hit_blocks", "stored_blocks", "evicted_blocks", "late_loads", "failed_loads")
-    return Played(asked, {name: getattr(load, name) for load in engine.load().tiers for name in names})
+    return {name: getattr(load, name) for load in engine.load().tiers for name in names}
 
 
 def prompt_lengths(turns: Sequence[Turn]) -> list[int]:
@@ -146,15 +151,13 @@ def figures(turns: Sequence[Turn], played: Played, unlimited: Played, *, is_exac
 def measure_trace(
     make: MakeEngine, name: str, traces: Sequence[Sequence[Turn]], compared: Sequence[Pool], block_bytes: int
 ) -> dict[str, Any]:
-    """Play a trace for each round, in all pools in turn. block_bytes: of a block of KV on the device."""
+    """Play a trace for each round, in all pools at the same time. block_bytes: of a block of KV on the device."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     for number, turns in enumerate(traces):
         due = [pool for pool in compared if pool.rounds is None or number < pool.rounds]
-        played: dict[str, Played] = {}
-        for pool in in_turns(due, number):
-            right = None if pool.is_exact else next(iter(played.values())).asked
-            with make(**_settings(pool, turns, block_bytes)) as engine:
-                played[pool.name] = play(engine, turns, right)
+        with ExitStack() as ended:
+            engines = {pool.name: ended.enter_context(make(**_settings(pool, turns, block_bytes))) for pool in due}
+            played = play(engines, turns, UNLIMITED)
         for pool in due:
             found[pool.name].append(figures(turns, played[pool.name], played[UNLIMITED], is_exact=pool.is_exact))
             print(name, pool.name, {key: round(value, 3) for key, value in found[pool.name][-1].items()}, flush=True)

@@ -165,6 +165,19 @@ def test_the_working_set_counts_each_block_of_sessions_once() -> None:
     assert agents.prompt_lengths(turns) == [40, 64, 40, 40, 40]
 
 
+class Noting(DrivenEngine):
+    """Notes its name and the length of each prompt that it is asked for."""
+
+    def __init__(self, name: str, noted: list[tuple[str, int]]) -> None:
+        config = resolved_config(block_size=16, max_num_batched_tokens=64, max_prefill_tokens=64, vocab_size=VOCABULARY)
+        super().__init__(executor_of(config), config)
+        self._name, self._noted = name, noted
+
+    def ask(self, prompt: Sequence[int], *args: Any, **more: Any) -> Asked:
+        self._noted.append((self._name, len(prompt)))
+        return super().ask(prompt, *args, **more)
+
+
 # --- agents -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,31 +216,35 @@ def test_a_tier_in_8_bits_has_half_the_bytes_and_its_other_answers_are_counted()
     assert narrow.text() == "a quarter, host tier of 50 % in `int8` by `value`"
 
 
-def test_each_round_begins_with_another_pool_and_never_with_one_whose_answers_may_differ() -> None:
-    compared = agents.pools([1.0], 9, ["int8", "fp8_e4m3"])
-    rounds = [agents.in_turns(compared, number) for number in range(4)]
-    assert all({pool.name for pool in order} == {pool.name for pool in compared} for order in rounds)
-    assert [order[0].name for order in rounds] == [pool.name for pool in compared if pool.is_exact]
+def test_all_engines_are_asked_for_a_turn_before_any_is_for_the_next_and_each_is_the_first_in_turn() -> None:
+    """One after another, each had minutes of its own, and what the machine did besides counted for one of them."""
+    turns = [trace.Turn(number, "a", (1, 2, 3), 2) for number in range(3)]
+    asked_for: list[tuple[str, int]] = []
+    engines = {name: Noting(name, asked_for) for name in ("one", "other")}
+    agents.play(engines, turns, "one")
+    found = [asked_for[at : at + 2] for at in range(2, len(asked_for), 2)]  # behind those that do not count
+    assert [[name for name, _ in pair] for pair in found] == [["one", "other"], ["other", "one"], ["one", "other"]]
+    assert [{size for _, size in pair} for pair in found] == [{3}, {8}, {13}]
+    for engine in engines.values():
+        engine.shutdown()
 
 
-def test_a_session_goes_on_with_the_right_answer_after_another_one() -> None:
+def test_all_sessions_go_on_with_the_right_answer_after_another_one() -> None:
     """Or every later prompt of it would be another one, too."""
     turns = [trace.Turn(0, "a", (1, 2, 3), 2), trace.Turn(1, "a", (4, 5), 2)]
-    right = [Asked(0.1, 0, ((60, None), (61, None)))] * 2
+    prompts: list[tuple[int, ...]] = []
 
-    class Noting(DrivenEngine):
+    class Wrong(Noting):
         def ask(self, prompt: Sequence[int], *args: Any, **more: Any) -> Asked:
-            asked_for.append(tuple(prompt))
-            return super().ask(prompt, *args, **more)
+            prompts.append(tuple(prompt))
+            return replace(super().ask(prompt, *args, **more), answer=((60, None), (61, None)))
 
-    asked_for: list[tuple[int, ...]] = []
-    config = resolved_config(block_size=16, max_num_batched_tokens=64, max_prefill_tokens=64, vocab_size=VOCABULARY)
-    engine = Noting(executor_of(config), config)
-    agents.play(engine, turns, right)
-    assert asked_for[-1] == (1, 2, 3, 60, 61, 4, 5)
-    agents.play(engine, turns)
-    assert asked_for[-1] != (1, 2, 3, 60, 61, 4, 5)
-    engine.shutdown()
+    engines = {"right": Noting("right", []), "wrong": Wrong("wrong", [])}
+    played = agents.play(engines, turns, "right")
+    assert played["wrong"].asked[0].token_ids == (60, 61)
+    assert prompts[-1] == (1, 2, 3, *played["right"].asked[0].token_ids, 4, 5)
+    for engine in engines.values():
+        engine.shutdown()
 
 
 def test_prompts_that_come_once_take_part_and_are_not_counted() -> None:
