@@ -283,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "cells": cells,
         "loops": loops,
         "reading": {"bytes": reading.num_bytes, **_summary(read_ms)},
+        "weights": {name: own.reasons.get("weights", own.dtype) for name, (_, own) in made.items()},
         "matrix_bytes": {name: count for name, count in found_bytes.items() if count and 1 in options.rows},
     }
     document = json.dumps(result)

@@ -3,9 +3,7 @@ Never schedules, and never takes memory of the machine before claiming it."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from engine.execution.draft_model import DraftModel
 from engine.execution.executor import ModelExecutor, TorchExecutor
 from engine.execution.lockstep import LockstepExecutor
 from engine.features import CPU, NO_BYTE_WEIGHTS, NO_BYTES, Facts, find_conflict, turned_on
+from engine.host.allocator import give_back_freed_memory, keep_freed_memory
 from engine.host.shares import Claim, shares
 from engine.models.computed import Model
 from engine.models.config import ModelConfig, read_model_config
@@ -44,7 +43,6 @@ from kernels.cpu.processor import cpu_flags
 if TYPE_CHECKING:
     from engine.build.ranks import LeadingRank
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 BYTE_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
 """Instructions that multiply bytes; any of these will do."""
 
@@ -88,14 +86,14 @@ class CpuStart:
             ConfigError: the directory for KV cannot be used.
         """
         if self.model.vision is None:  # an encoder's buffers are large and seldom needed
-            _keep_freed_memory()
+            keep_freed_memory()
         with ExitStack() as undone:
             files = open_files(self.model_dir, self.model, self.config, self.resolved, self.tiers)
             if files is not None:
                 undone.callback(files.close)
             executor, resolved = self._built(files)
             undone.pop_all()
-        _give_back_freed_memory()
+        give_back_freed_memory()
         if self.expert_ranks is None:
             return executor, resolved
         return LockstepExecutor(executor, cast(DividedModel, executor.model), self.expert_ranks), resolved
@@ -316,31 +314,6 @@ def _rank_reasons(config: EngineConfig, resolved: ResolvedConfig) -> dict[str, s
     threads = threads_of_rank(resolved.num_threads, ranks)
     setting = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "expert_parallel_size"
     return {setting: f"asked for; of num_threads {resolved.num_threads}, each rank has {threads}"}
-
-
-def _keep_freed_memory() -> None:
-    """Ask glibc to keep large freed buffers: each layer frees and allocates the same few megabytes again.
-
-    Handing them back costs a page fault per 4 KiB and layer; 16 streams of 1,000 tokens spent a third of their step on
-    that (1,147 faults and 206 ms a step against 2 and 140, two busy virtual cores).
-    """
-    mallopt = _of_glibc("mallopt")
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
-        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-
-
-def _give_back_freed_memory() -> None:
-    """Ask glibc to hand back what loading has freed, in any thread's arena: no step allocates as much again."""
-    malloc_trim = _of_glibc("malloc_trim")
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
-def _of_glibc(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library; None: other libraries lack it."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
-    return found
 
 
 _KERNELS = dict(zip(KERNELS, (features.NATIVE, features.TORCH_CPU, features.REFERENCE), strict=True))

@@ -266,17 +266,25 @@ def _step_bytes(model: ModelConfig, config: EngineConfig) -> int:
     sampler's copies."""
     row = 4 * model.hidden_size + 2 * model.intermediate_size + 2 * model.num_heads * model.head_dim
     row += _SUMS_OF_RANKS * config.max_lora_rank if config.max_loras else 0
-    row += _exchanged_numbers(model, config.expert_parallel_size)
+    row += _expert_numbers(model, config.expert_parallel_size, rounded=config.rounds_activations)
     return 4 * (config.max_num_batched_tokens * row + 4 * config.max_num_seqs * model.vocab_size)
 
 
-def _exchanged_numbers(model: ModelConfig, ranks: int) -> int:
-    """Return how many numbers a step's token takes on the way to experts of other ranks and back. A rank has room for
-    all that all ranks could send it; layers use the same memory."""
-    if ranks == 1:
-        return 0
+def _expert_numbers(model: ModelConfig, ranks: int, *, rounded: bool) -> int:
+    """Return how many numbers a step's token takes in a mixture: its rows by expert, and on the way to other ranks and
+    back. A rank has room for all that all ranks could send it; layers use the same memory. rounded: whether experts
+    multiply rows of 8 bits, which take 48 bytes for 32 inputs."""
     mixtures = [layer.experts for layer in model.layers if layer.experts is not None]
-    there, back = 1 + ranks * 2, 1 + ranks  # as sent, as they come, by expert; as they go back, as they come back
+    there, back = (1 + ranks * 2, 1 + ranks) if ranks > 1 else (1, 1)  # as sent, come and by expert; as they go back
     return max(
-        one.routing.per_token * ((there + back) * model.hidden_size + ranks * one.intermediate_size) for one in mixtures
+        (
+            one.routing.per_token
+            * (
+                (there + back) * model.hidden_size
+                + ranks * one.intermediate_size
+                + rounded * ranks * (model.hidden_size + one.intermediate_size) * 3 // 8
+            )
+            for one in mixtures
+        ),
+        default=0,
     )

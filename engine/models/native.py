@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.batch.inputs import check_plan, fed_tokens, sampled_tokens
 from engine.batch.logprobs import SCORED_POSITIONS
+from engine.host.allocator import give_back_freed_memory
 from engine.models.computed import Computed
 from engine.models.decoder import Decoder
 from engine.models.kv_cache import KVCache
@@ -241,7 +242,7 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
         )
 
     def packed_layer(layer: LayerWeights) -> LayerWeights:
-        return replace(
+        made = replace(
             layer,
             qkv=packed(layer.qkv),
             output=packed(layer.output),
@@ -249,6 +250,11 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
             down=packed(layer.down),
             shared=None if layer.shared is None else shared(layer.shared),
         )
+        if any(
+            isinstance(each.weight, (StoredMatrix, StoredExperts)) for each in (layer.qkv, layer.gate_up, layer.down)
+        ):
+            give_back_freed_memory()  # or all layers would be in memory twice
+        return made
 
     # The library and torch work without the interpreter's lock.
     with torch_threads(1), ThreadPoolExecutor(num_threads) as pool:  # each would start as many as all have

@@ -37,3 +37,5 @@ def test_experts_in_a_files_blocks_are_compared_with_those_in_bfloat16_step_by_s
     assert found == [(step, name) for step in ("decode", "prefill") for name in names]
     assert all(cell["ms_min"] > 0 for cell in document["cells"])
     assert document["model"].endswith("mixture-q4_k.gguf")
+    assert document["weights"]["native"] == document["config"]["dtype"], "prepared without the file's blocks"
+    assert all("9 as stored" in document["weights"][name] for name in ("stored", "stored+rounded"))

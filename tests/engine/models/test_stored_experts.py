@@ -18,11 +18,14 @@ from engine.build.executor import create_executor
 from engine.build.host_fit import host_use
 from engine.checkpoints.gguf_convert import convert_gguf
 from engine.config import EngineConfig
+from engine.models import native as native_model
 from engine.models.config import read_model_config
+from engine.models.description import Shard
 from engine.models.gguf_rows import GgufRows
 from engine.models.narrow import Keep
 from engine.models.native import _packed
 from engine.models.parameters import num_bytes
+from engine.models.shards import sharded
 from engine.models.stored_matrix import StoredExperts
 from engine.models.weights import load_weights, weight_bytes
 from tests.engine.models.test_integer_rows import held, save
@@ -209,6 +212,21 @@ def test_an_expert_is_let_go_once_it_is_packed(saved: Saved) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(("name", "count"), [("packed, 4 bits", 3), (None, 0)])
+def test_what_a_layer_was_packed_from_is_given_back_before_the_next_one_takes_as_much(
+    name: str | None, count: int, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: one thread reads all experts and another frees them, so that the allocator kept all layers until the
+    end, and a mixture took twice its size while it was loaded."""
+    asked: list[None] = []
+    monkeypatch.setattr(native_model, "give_back_freed_memory", lambda: asked.append(None))
+    directory = saved("qwen3_moe", name or "packed, 4 bits") / ("packed" if name else "plain")
+    stored = load_weights(directory, read_model_config(directory), torch.float32, keep=Keep.GROUPED)
+    _packed(stored, quantize=False, rounded=False)
+    assert len(asked) == count
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", ["packed, 4 bits", "fp8 in blocks"])
 def test_memory_is_counted_as_panels_take_it(name: str, saved: Saved) -> None:
     directory = saved("qwen3_moe", name) / "packed"
@@ -330,5 +348,8 @@ def test_ranks_cut_the_experts_of_a_gguf_file_between_blocks(tmp_path: Path, mon
     monkeypatch.setitem(tiny_gguf.SHAPE, "expert", 512)
     directory = converted(tmp_path, "qwen3moe")
     plain = Ranks(directory, 1).prompt(TOKENS, BLOCKS)
+    for part in (sharded(read_model_config(directory), Shard(rank, 2)) for rank in range(2)):
+        layers = load_weights(directory, part, torch.float32, keep=Keep.GROUPED).layers
+        assert all(isinstance(each.weight, StoredExperts) for layer in layers for each in (layer.gate_up, layer.down))
     ranks = Ranks(directory, 2, make=native, keep=Keep.GROUPED)
     assert is_within(distance(ranks.prompt(TOKENS, BLOCKS), plain), 1e-4)

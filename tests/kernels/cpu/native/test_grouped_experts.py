@@ -161,7 +161,7 @@ def test_one_matrix_of_experts_may_be_in_groups_and_the_other_not(team_of_three:
     check(run, reference.experts(table.float(), router, weights(gate_up), down.float(), ROUTING))
 
 
-def test_an_expert_without_rows_is_not_read(team_of_three: Team) -> None:
+def test_an_expert_without_rows_gives_nothing_to_others(team_of_three: Team) -> None:
     """Its weights are not finite, and nobody's answer is."""
     experts = draw_experts(["Q4_1"] * 4, 128, 64), draw_experts(["Q4_1"] * 4, 64, 64)
     for each in experts:
