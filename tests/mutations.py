@@ -2896,6 +2896,16 @@ MUTATIONS = (
         (f"{LOCKSTEP_PROCESSES}::test_more_requests_than_all_ranks_hold_are_refused_by_the_engine_s_own_limits",),
     ),
     Mutation(
+        "lockstep room",
+        "The leader takes a request by its own KV blocks, and a rank that has fewer refuses it.",
+        "engine/build/lockstep.py",
+        "return with_least(resolved, room, group.rank)",
+        "return resolved",
+        (
+            f"{LOCKSTEP_PROCESSES}::test_all_ranks_have_the_limits_of_the_one_with_the_least_room_and_take_a_request_up_to_these",
+        ),
+    ),
+    Mutation(
         "ranks: port",
         "The leader's port is only its own once it has loaded its weights.",
         "kernels/collectives/gloo.py",

@@ -18,6 +18,7 @@ from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_c
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
 from engine.build.kv_tiers import TierMemory, check_key, cpu_copier, open_files, tier_memory, tier_reasons
+from engine.build.least_room import with_least
 from engine.build.resolve import all_state_bytes, block_bytes, parts_on, resolve, resolve_dtype, torch_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
@@ -153,20 +154,25 @@ class CpuStart:
         Raises:
             ConfigError: so few blocks leave no room for an image.
         """
-        least, planned = min(room), resolved.num_kv_blocks
-        here = self.launcher.ranks_beside(LEADER, len(room))
-        if len(here) == len(room):
+        if len(self._here) == len(room):
             return resolved
-        if least == planned:
-            why = "ranks on other machines have room for as many"
-        else:
-            why = f"rank {room.index(least)} has room for no more on its machine, and the leader's has for {planned}"
-            draft = None if self.draft is None else self.draft.checkpoint.model
-            one = block_bytes(self.model, self.config, torch_dtype(resolved.dtype), draft, here)
-            self.claim.give_back((planned - least) * one)
-        reasons = resolved.reasons | {"num_kv_blocks": f"{why}; {resolved.reasons['num_kv_blocks']}"}
-        resolved = replace(resolved, num_kv_blocks=least, reasons=reasons)
+        self.give_back_blocks(resolved.num_kv_blocks - min(room))
+        if min(room) == resolved.num_kv_blocks:
+            why = f"ranks on other machines have room for as many; {resolved.reasons['num_kv_blocks']}"
+            resolved = replace(resolved, reasons=resolved.reasons | {"num_kv_blocks": why})
+        resolved = with_least(resolved, room)
         return _with_inputs(self.model_dir, self.model, self.config, resolved)
+
+    def give_back_blocks(self, count: int) -> None:
+        """Claim the memory of `count` KV blocks less on this machine."""
+        draft = None if self.draft is None else self.draft.checkpoint.model
+        one = block_bytes(self.model, self.config, torch_dtype(self.resolved.dtype), draft, self._here)
+        self.claim.give_back(count * one)
+
+    @property
+    def _here(self) -> Sequence[int]:
+        """The ranks on this machine that compute the model together."""
+        return self.launcher.ranks_beside(LEADER, self.config.tensor_parallel_size)
 
     def _draft_model(self) -> DraftModel | None:
         """Load the draft model, which the leader has whole."""

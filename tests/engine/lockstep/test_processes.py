@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ import pytest
 from engine.build import lockstep
 from engine.build.engine import build_engine, check_engine
 from engine.build.executor import create_executor
+from engine.build.host_fit import HostBudget
 from engine.build.lockstep import start_lockstep
 from engine.config import ConfigError, EngineConfig
+from engine.host.shares import Claim, Shares
 from engine.observer import StepFacts
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.processes import Child, SubprocessLauncher
@@ -426,6 +429,38 @@ def test_each_rank_takes_its_part_of_its_own_machine_s_memory(
     launcher = ThreadLauncher("127.0.0.1", here=[0])
     start_lockstep(checkpoint, asked(3, kernels="torch_cpu"), 2, launcher).shutdown()
     assert sharing == {0: 2, 1: 4, 2: 4}
+
+
+@pytest.mark.parametrize("small", [0, 1])
+async def test_all_ranks_have_the_limits_of_the_one_with_the_least_room_and_take_a_request_up_to_these(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small: int
+) -> None:
+    """Regression: the leader took by its own limits what another rank then refused. Each claims the memory of these
+    blocks alone, and only the leader warns that a request may be shorter than max_model_len."""
+    claim, claims, has_room = Shares.claim, dict[int, Claim](), {0: 6, 1: 6} | {small: 5}
+
+    def rank_here() -> int:
+        return int(threading.current_thread().name == "rank-1")
+
+    def keep(shared: Shares, size: int) -> Claim:
+        claims[rank_here()] = claim(shared, size)
+        return claims[rank_here()]
+
+    monkeypatch.setattr(HostBudget, "blocks", lambda *_: (has_room[rank_here()], "injected"))
+    monkeypatch.setattr(Shares, "claim", keep)
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu", num_kv_blocks=None)
+    assert engine.config.num_kv_blocks == 5
+    assert engine.load().num_blocks == 2 * 5
+    assert claims[0]._size == claims[1]._size
+    why = f"rank {small} has room for no more on its machine, and rank 0's has for 6; a request may have 81 tokens"
+    assert (why in engine.config.reasons["num_kv_blocks"]) == (small == 1)
+    longest = 5 * 16 + 1 - len(PROMPTS[0])
+    for rank in (0, 1):
+        assert len(await answer(engine, f"{rank} longest", PROMPTS[0], longest)) == longest
+        with pytest.raises(RequestRejected, match="81"):
+            await events_of(engine, f"{rank} longer", PROMPTS[0], longest + 1)
+    warned = [record.getMessage() for record in caplog.records if record.name == "engine.build.least_room"]
+    assert len(warned) == int(small == 1)
 
 
 async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:
