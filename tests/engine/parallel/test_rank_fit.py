@@ -4,6 +4,7 @@ Never starts a process: the followers are threads, and the leader believes that 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from engine.build.executor import check_executor, create_executor
-from engine.build.host_fit import KV_SHARE, host_use
+from engine.build.host_fit import KV_SHARE, HostBudget, host_use
 from engine.build.rank_fit import claim_rank
 from engine.build.resolve import block_bytes
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
@@ -170,6 +171,33 @@ def test_the_leader_plans_with_the_kv_blocks_of_the_rank_with_the_least_room(
     assert sizes == [use + planned * one for use, one in zip(uses, ones, strict=True)]
 
 
+def test_each_rank_that_has_more_room_than_the_one_with_the_least_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only the leader did, and the next engine on a follower's machine lacked what nobody used."""
+    save_model("llama", tmp_path)
+    config = EngineConfig(**UNSET | {"tensor_parallel_size": 3, "kernels": "torch_cpu"})
+    has_room = {"rank-1": 20, "rank-2": 5}
+    claim, claims = Shares.claim, dict[str, Claim]()
+
+    def keep(shared: Shares, size: int) -> Claim:
+        own = claims[threading.current_thread().name] = claim(shared, size)
+        return own
+
+    def fit(*given: Any) -> tuple[int, str]:
+        return has_room.get(threading.current_thread().name, 30), "injected"
+
+    monkeypatch.setattr(Shares, "claim", keep)
+    monkeypatch.setattr(HostBudget, "blocks", fit)
+    executor, resolved = create_executor(tmp_path, config, launcher=RanksApart("127.0.0.1"))
+    executor.shutdown()  # which waits for the followers
+    assert resolved.num_kv_blocks == 5
+    model = read_model_config(tmp_path)
+    for rank, name in enumerate((threading.current_thread().name, *has_room)):
+        use = host_use(tmp_path, sharded(model, Shard(rank, 3)), config, torch.float32, native=False).total
+        assert claims[name]._size == use + 5 * block_bytes(model, config, torch.float32, None, (rank,)), name
+
+
 @pytest.mark.anyio
 async def test_an_engine_whose_follower_has_the_least_room_answers_as_one_rank_with_as_many_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +256,13 @@ def test_ranks_of_one_other_machine_divide_its_memory(tmp_path: Path, monkeypatc
     executor, _ = create_executor(tmp_path, config, engines=2, launcher=launcher)
     executor.shutdown()
     assert sharing == [4, 4], "two engines, each with two ranks there"
+
+
+class RanksApart(ThreadLauncher):
+    """Each rank believes that it is alone on its machine."""
+
+    def ranks_beside(self, rank: int, size: int) -> Sequence[int]:
+        return [rank]
 
 
 def is_follower() -> bool:
