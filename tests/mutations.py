@@ -2883,7 +2883,7 @@ MUTATIONS = (
         "lockstep line",
         "A message that cannot be read is told as the death of the rank that sent it.",
         "engine/parallel/line.py",
-        'return f"{type(error).__name__}: {error}"',
+        'return f"a message could not be taken: {_told(error)}"',
         "return None",
         (f"{LOCKSTEP_PROCESSES}::test_a_message_that_one_end_cannot_read_ends_all_with_what_it_is",),
     ),

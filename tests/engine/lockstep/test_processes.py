@@ -196,8 +196,11 @@ async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests
 @pytest.mark.parametrize(
     ("end", "told"),
     [
-        ("the leader's", "a message of rank 1 could not be taken: UnpicklingError"),
-        ("the rank's", "rank 1 has left: a message of the leader could not be taken: UnpicklingError"),
+        ("the leader's", "the line to rank 1 has failed: a message could not be taken: UnpicklingError"),
+        (
+            "the rank's",
+            "the line to the leader has failed: a message could not be taken: UnpicklingError",
+        ),
     ],
 )
 async def test_a_message_that_one_end_cannot_read_ends_all_with_what_it_is(start: Start, end: str, told: str) -> None:
