@@ -406,15 +406,16 @@ def test_an_executor_is_of_one_rank_and_more_are_refused_by_the_setting_s_name(c
         create_executor(checkpoint, asked(2))
 
 
+@pytest.mark.parametrize(("ranks_apart", "sharing"), [(False, 6), (True, 2)])
 def test_a_check_promises_each_rank_its_part_of_the_memory_as_the_start_does(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ranks_apart: bool, sharing: int
 ) -> None:
-    sharing: list[int] = []
+    found: list[int] = []
     monkeypatch.setattr(
-        "engine.build.executor.check_executor", lambda directory, config, engines: sharing.append(engines)
+        "engine.build.executor.check_executor", lambda directory, config, engines, *_: found.append(engines)
     )
-    check_engine(str(checkpoint), asked(3), 2)
-    assert sharing == [6]
+    check_engine(str(checkpoint), asked(3), 2, ranks_apart=ranks_apart)
+    assert found == [sharing]
 
 
 def test_each_rank_takes_its_part_of_its_own_machine_s_memory(
