@@ -2841,8 +2841,8 @@ MUTATIONS = (
         "lockstep machine",
         "Ranks that are alone on a machine leave room there for those on others.",
         "engine/build/lockstep.py",
-        "sharing = [engines * len(launcher.ranks_beside(rank, size)) for rank in range(size)]",
-        "sharing = [engines * size] * size",
+        "beside = [len(launcher.ranks_beside(rank, size)) for rank in range(size)]",
+        "beside = [size] * size",
         (f"{LOCKSTEP_PROCESSES}::test_each_rank_takes_its_part_of_its_own_machine_s_memory",),
     ),
     Mutation(

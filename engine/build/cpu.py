@@ -216,10 +216,12 @@ def start_on_cpu(
     engines: int,
     launcher: RankLauncher | None = None,
     expert_ranks: ExchangeGroup | None = None,
+    num_here: int | None = None,
 ) -> CpuStart:
     """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
     launcher: starts the engine's other ranks, if it has several; None: as children of this process. expert_ranks: those
-    that have the experts between them; None: there are none, or all is only checked, as of the first rank.
+    that have the experts between them; None: there are none, or all is only checked, as of the first rank. num_here:
+    how many of the engine's ranks are on this machine; None: as the launcher says of the first.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -238,9 +240,10 @@ def start_on_cpu(
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     launcher = launcher or SubprocessLauncher()
     here = launcher.ranks_beside(LEADER, config.tensor_parallel_size)
+    num_here = num_here or len(launcher.ranks_beside(LEADER, ranks_of(config)))
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
     config, why_bits = settle_quantize(model_dir, model, config, kernels)
-    resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines, here)
+    resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines, here, num_here)
     reasons = why_bits | (draft.reasons if draft is not None else {}) | tier_reasons(config, tiers)
     reasons |= _rank_reasons(config, resolved)
     resolved = replace(resolved, reasons=resolved.reasons | reasons)
@@ -294,9 +297,10 @@ def _claimed(
     draft: DraftStart | None,
     engines: int,
     ranks: Sequence[int],
+    num_here: int,
 ) -> tuple[ResolvedConfig, Claim]:
     """Return the resolved config and a claim on its memory, so that no other engine of this machine counts that as
-    free. ranks: those on this machine; others check and claim their own (engine.build.rank_fit)."""
+    free. ranks, num_here: as engine.build.resolve.resolve; others check and claim their own (engine.build.rank_fit)."""
     dtype, _ = resolve_dtype(config, device[0])
     drafts, draft_cost = None if draft is None else draft.checkpoint.model, None
     native = kernels.name == NATIVE
@@ -310,7 +314,9 @@ def _claimed(
         draft_cost = draft.checkpoint.model, pass_cost(bytes_read(*beside, native=draft_native), own)
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))
-        resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost, ranks=ranks)
+        resolved = resolve(
+            model_dir, model, config, kernels, device, budget, draft=draft_cost, ranks=ranks, num_here=num_here
+        )
         states = all_state_bytes(model, config, dtype, ranks)
         cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts, ranks) + states
         return resolved, shared.claim(use.total + cache)

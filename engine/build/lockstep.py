@@ -57,6 +57,8 @@ class LockstepSpecification:
     config: EngineConfig
     engines: int
     """How many share the memory of this rank's machine, each of the ranks there counted as one."""
+    num_here: int
+    """How many of this engine's ranks are on that machine."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -69,7 +71,7 @@ class LockstepSpecification:
             undone.callback(peer.close)
             undone.callback(group.close)
             with naming(self.shard.rank):
-                start, executor, resolved = _load(self.model_dir, self.config, self.engines, group)
+                start, executor, resolved = _load(self.model_dir, self.config, self.engines, group, self.num_here)
             undone.callback(executor.shutdown)
             group.join()
             resolved = _agreed(group, start, resolved)
@@ -89,10 +91,10 @@ async def _serve(peer: socket.socket, group: ExchangeGroup, executor: ModelExecu
 
 
 def _load(
-    model_dir: Path, config: EngineConfig, engines: int, group: ExchangeGroup
+    model_dir: Path, config: EngineConfig, engines: int, group: ExchangeGroup, num_here: int
 ) -> tuple[CpuStart, ModelExecutor, ResolvedConfig]:
     """Load one rank's part. Also returns what claimed its memory."""
-    start = start_on_cpu(model_dir, config, choose_device(config), engines, expert_ranks=group)
+    start = start_on_cpu(model_dir, config, choose_device(config), engines, expert_ranks=group, num_here=num_here)
     return start, *start.build()
 
 
@@ -139,8 +141,8 @@ def start_lockstep(
     """
     size = config.expert_parallel_size
     launcher = launcher or SubprocessLauncher()
-    sharing = [engines * len(launcher.ranks_beside(rank, size)) for rank in range(size)]
-    check_executor(model_dir, config, sharing[LEADER])  # before any rank starts
+    beside = [len(launcher.ranks_beside(rank, size)) for rank in range(size)]
+    check_executor(model_dir, config, engines * beside[LEADER], launcher)  # before any rank starts
     host = launcher.remote_host or "127.0.0.1"
     place, token = place_of(launcher), secrets.token_bytes(16)
     lost: list[str] = []
@@ -163,13 +165,14 @@ def start_lockstep(
                     token=token,
                     model_dir=model_dir,
                     config=config,
-                    engines=sharing[rank],
+                    engines=engines * beside[rank],
+                    num_here=beside[rank],
                 )
                 processes.append(launcher.start(rank, specification.encode()))
                 undone.callback(processes[-1].kill)
             followers = Followers(processes, lost.append)
             undone.callback(followers.expect_end)
-            start, executor, resolved = _load(model_dir, config, sharing[LEADER], group)
+            start, executor, resolved = _load(model_dir, config, engines * beside[LEADER], group, beside[LEADER])
             undone.callback(executor.shutdown)
             try:
                 peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)

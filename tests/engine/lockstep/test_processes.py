@@ -20,6 +20,7 @@ from engine.build.executor import create_executor
 from engine.build.host_fit import HostBudget
 from engine.build.lockstep import start_lockstep
 from engine.config import ConfigError, EngineConfig
+from engine.host.cores import usable_cores, usable_threads
 from engine.host.shares import Claim, Shares
 from engine.observer import StepFacts
 from engine.parallel.leading_engine import LeadingEngine
@@ -382,10 +383,10 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
 ) -> None:
     load = lockstep._load
 
-    def fail_elsewhere(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+    def fail_elsewhere(directory: Path, config: EngineConfig, engines: int, group: Any, num_here: int) -> Any:
         if group.rank:
             raise MemoryError("no room for these weights")
-        return load(directory, config, engines, group)
+        return load(directory, config, engines, group, num_here)
 
     monkeypatch.setattr(lockstep, "_load", fail_elsewhere)
     with pytest.raises(
@@ -425,9 +426,9 @@ def test_each_rank_takes_its_part_of_its_own_machine_s_memory(
     sharing: dict[int, int] = {}
     load = lockstep._load
 
-    def noted(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+    def noted(directory: Path, config: EngineConfig, engines: int, group: Any, num_here: int) -> Any:
         sharing[group.rank] = engines
-        return load(directory, config, engines, group)
+        return load(directory, config, engines, group, num_here)
 
     monkeypatch.setattr(lockstep, "_load", noted)
     launcher = ThreadLauncher("127.0.0.1", here=[0])
@@ -465,6 +466,18 @@ async def test_all_ranks_have_the_limits_of_the_one_with_the_least_room_and_take
             await events_of(engine, f"{rank} longer", PROMPTS[0], longest + 1)
     warned = [record.getMessage() for record in caplog.records if record.name == "engine.build.least_room"]
     assert len(warned) == int(small == 1)
+
+
+def test_each_rank_has_its_part_of_the_threads_on_its_own_machine(start: Start, checkpoint: Path) -> None:
+    """Regression: threads of all ranks on all machines were counted as those of each."""
+    settings = {"kernels": "torch_cpu", "num_threads": 2 * usable_cores()}
+    engine, _ = start(2, ThreadLauncher("127.0.0.1", here=[0]), **settings)
+    assert engine.config.num_threads == 2 * usable_cores()
+    assert check_engine(str(checkpoint), asked(2, **settings), ranks_apart=True).num_threads == 2 * usable_cores()
+    with pytest.raises(ConfigError, match=f"num_threads is {2 * usable_cores()}: expected at most"):
+        start_lockstep(checkpoint, asked(2, **settings), 1, ThreadLauncher())
+    unset, _ = start(2, ThreadLauncher("127.0.0.1", here=[0]), kernels="torch_cpu", num_threads=None)
+    assert unset.config.num_threads == 2 * usable_threads()[0]
 
 
 async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:
