@@ -2841,8 +2841,8 @@ MUTATIONS = (
         "lockstep machine",
         "Ranks that are alone on a machine leave room there for those on others.",
         "engine/build/lockstep.py",
-        "sharing = [engines * len(launcher.ranks_beside(rank, size)) for rank in range(size)]",
-        "sharing = [engines * size] * size",
+        "beside = [len(launcher.ranks_beside(rank, size)) for rank in range(size)]",
+        "beside = [size] * size",
         (f"{LOCKSTEP_PROCESSES}::test_each_rank_takes_its_part_of_its_own_machine_s_memory",),
     ),
     Mutation(
@@ -2883,7 +2883,7 @@ MUTATIONS = (
         "lockstep line",
         "A message that cannot be read is told as the death of the rank that sent it.",
         "engine/parallel/line.py",
-        'return f"{type(error).__name__}: {error}"',
+        'return f"a message could not be taken: {_told(error)}"',
         "return None",
         (f"{LOCKSTEP_PROCESSES}::test_a_message_that_one_end_cannot_read_ends_all_with_what_it_is",),
     ),
@@ -2894,6 +2894,16 @@ MUTATIONS = (
         "ranks, seats, queue = self._num_ranks,",
         "ranks, seats, queue = 1,",
         (f"{LOCKSTEP_PROCESSES}::test_more_requests_than_all_ranks_hold_are_refused_by_the_engine_s_own_limits",),
+    ),
+    Mutation(
+        "lockstep room",
+        "The leader takes a request by its own KV blocks, and a rank that has fewer refuses it.",
+        "engine/build/lockstep.py",
+        "return with_least(resolved, room, group.rank)",
+        "return resolved",
+        (
+            f"{LOCKSTEP_PROCESSES}::test_all_ranks_have_the_limits_of_the_one_with_the_least_room_and_take_a_request_up_to_these",
+        ),
     ),
     Mutation(
         "ranks: port",

@@ -18,9 +18,9 @@ COMMAND = (sys.executable, "-c", "import sys; from engine.build.check import mai
 def main() -> int:
     """Run `check_engine` with the pickled arguments on standard input, and print the config that the engine would
     serve as the last line: pickled, in hexadecimal."""
-    model, config, engines = pickle.load(sys.stdin.buffer)
+    model, config, engines, ranks_apart = pickle.load(sys.stdin.buffer)
     try:
-        resolved = check_engine(model, config, engines)
+        resolved = check_engine(model, config, engines, ranks_apart=ranks_apart)
     except (ConfigError, ModelError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return REFUSED

@@ -16,6 +16,7 @@ from engine.build.draft import DraftCheckpoint, bytes_read, check_length, pass_c
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, host_use, together, weights_on_host
 from engine.build.kv_tiers import TierMemory, check_key, cpu_copier, open_files, tier_memory, tier_reasons
+from engine.build.least_room import with_least
 from engine.build.resolve import all_state_bytes, block_bytes, parts_on, resolve, resolve_dtype, torch_dtype
 from engine.build.stored_weights import settle_quantize
 from engine.config import ConfigError, EngineConfig, ResolvedConfig, refuse_conflicts
@@ -151,20 +152,25 @@ class CpuStart:
         Raises:
             ConfigError: so few blocks leave no room for an image.
         """
-        least, planned = min(room), resolved.num_kv_blocks
-        here = self.launcher.ranks_beside(LEADER, len(room))
-        if len(here) == len(room):
+        if len(self._here) == len(room):
             return resolved
-        if least == planned:
-            why = "ranks on other machines have room for as many"
-        else:
-            why = f"rank {room.index(least)} has room for no more on its machine, and the leader's has for {planned}"
-            draft = None if self.draft is None else self.draft.checkpoint.model
-            one = block_bytes(self.model, self.config, torch_dtype(resolved.dtype), draft, here)
-            self.claim.give_back((planned - least) * one)
-        reasons = resolved.reasons | {"num_kv_blocks": f"{why}; {resolved.reasons['num_kv_blocks']}"}
-        resolved = replace(resolved, num_kv_blocks=least, reasons=reasons)
+        self.give_back_blocks(resolved.num_kv_blocks - min(room))
+        if min(room) == resolved.num_kv_blocks:
+            why = f"ranks on other machines have room for as many; {resolved.reasons['num_kv_blocks']}"
+            resolved = replace(resolved, reasons=resolved.reasons | {"num_kv_blocks": why})
+        resolved = with_least(resolved, room)
         return _with_inputs(self.model_dir, self.model, self.config, resolved)
+
+    def give_back_blocks(self, count: int) -> None:
+        """Claim the memory of `count` KV blocks less on this machine."""
+        draft = None if self.draft is None else self.draft.checkpoint.model
+        one = block_bytes(self.model, self.config, torch_dtype(self.resolved.dtype), draft, self._here)
+        self.claim.give_back(count * one)
+
+    @property
+    def _here(self) -> Sequence[int]:
+        """The ranks on this machine that compute the model together."""
+        return self.launcher.ranks_beside(LEADER, self.config.tensor_parallel_size)
 
     def _draft_model(self) -> DraftModel | None:
         """Load the draft model, which the leader has whole."""
@@ -208,10 +214,12 @@ def start_on_cpu(
     engines: int,
     launcher: RankLauncher | None = None,
     expert_ranks: ExchangeGroup | None = None,
+    num_here: int | None = None,
 ) -> CpuStart:
     """Check and choose everything. device: with the reason for it. engines: how many share this machine's memory.
     launcher: starts the engine's other ranks, if it has several; None: as children of this process. expert_ranks: those
-    that have the experts between them; None: there are none, or all is only checked, as of the first rank.
+    that have the experts between them; None: there are none, or all is only checked, as of the first rank. num_here:
+    how many of the engine's ranks are on this machine; None: as the launcher says of the first.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -230,9 +238,10 @@ def start_on_cpu(
     draft = _draft(read_draft(model_dir, model, config), _alone(config))
     launcher = launcher or SubprocessLauncher()
     here = launcher.ranks_beside(LEADER, config.tensor_parallel_size)
+    num_here = num_here or len(launcher.ranks_beside(LEADER, ranks_of(config)))
     tiers = tier_memory(model, config, resolve_dtype(config, device[0])[0])
     config, why_bits = settle_quantize(model_dir, model, config, kernels)
-    resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines, here)
+    resolved, claim = _claimed(model_dir, model, config, kernels, device, draft, engines, here, num_here)
     reasons = why_bits | (draft.reasons if draft is not None else {}) | tier_reasons(config, tiers)
     reasons |= _rank_reasons(config, resolved)
     resolved = replace(resolved, reasons=resolved.reasons | reasons)
@@ -286,9 +295,10 @@ def _claimed(
     draft: DraftStart | None,
     engines: int,
     ranks: Sequence[int],
+    num_here: int,
 ) -> tuple[ResolvedConfig, Claim]:
     """Return the resolved config and a claim on its memory, so that no other engine of this machine counts that as
-    free. ranks: those on this machine; others check and claim their own (engine.build.rank_fit)."""
+    free. ranks, num_here: as engine.build.resolve.resolve; others check and claim their own (engine.build.rank_fit)."""
     dtype, _ = resolve_dtype(config, device[0])
     drafts, draft_cost = None if draft is None else draft.checkpoint.model, None
     native = kernels.name == NATIVE
@@ -302,7 +312,9 @@ def _claimed(
         draft_cost = draft.checkpoint.model, pass_cost(bytes_read(*beside, native=draft_native), own)
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))
-        resolved = resolve(model_dir, model, config, kernels, device, budget, draft=draft_cost, ranks=ranks)
+        resolved = resolve(
+            model_dir, model, config, kernels, device, budget, draft=draft_cost, ranks=ranks, num_here=num_here
+        )
         states = all_state_bytes(model, config, dtype, ranks)
         cache = resolved.num_kv_blocks * block_bytes(model, config, dtype, drafts, ranks) + states
         return resolved, shared.claim(use.total + cache)

@@ -85,8 +85,10 @@ def _log(resolved: ResolvedConfig) -> None:
         logger.info("%s: %s", setting, reason)
 
 
-def check_engine(model: str, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
+def check_engine(model: str, config: EngineConfig, engines: int = 1, *, ranks_apart: bool = False) -> ResolvedConfig:
     """Run all checks that build_engine makes before it reads a weight, and return the config that it would serve.
+    ranks_apart: the engine's ranks may be on several machines. Then rank 0 alone is checked by this one: which ranks
+    will be beside it, and what their machines have, is only known at the start.
 
     Raises: as build_engine.
     """
@@ -95,9 +97,13 @@ def check_engine(model: str, config: EngineConfig, engines: int = 1) -> Resolved
         check_capabilities(resolved, executor.capabilities)
         return resolved
     from engine.build.executor import check_executor
+    from engine.parallel.processes import RanksApart
 
+    model_dir = _prepared(model, config, progress=False)
+    if ranks_apart:
+        return check_executor(model_dir, config, engines, RanksApart())
     sharing = engines * config.expert_parallel_size  # each of these ranks takes what an engine does
-    return check_executor(_prepared(model, config, progress=False), config, sharing)
+    return check_executor(model_dir, config, sharing)
 
 
 def _build_torch(

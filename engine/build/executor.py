@@ -46,12 +46,15 @@ def create_executor(
     return _start(model_dir, config, engines, launcher).build()
 
 
-def check_executor(model_dir: Path, config: EngineConfig, engines: int = 1) -> ResolvedConfig:
+def check_executor(
+    model_dir: Path, config: EngineConfig, engines: int = 1, launcher: RankLauncher | None = None
+) -> ResolvedConfig:
     """Run all checks that create_executor makes before it reads a weight, and return the config that it would serve.
+    launcher: says which ranks are on this machine; it starts none.
 
     Raises: as create_executor.
     """
-    start = _start(model_dir, config, engines)
+    start = _start(model_dir, config, engines, launcher)
     start.release()
     return start.resolved
 

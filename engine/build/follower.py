@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.build.cpu_model import cpu_builder, threads_of_rank
-from engine.build.rank_fit import claim_rank
+from engine.build.rank_fit import claim_rank, give_back_blocks
 from engine.build.rank_start import GpuSpecification
 from engine.config import EngineConfig, ResolvedConfig
 from engine.execution.device import TorchThreads
@@ -65,12 +65,18 @@ class Specification:
                 resolved = replace(resolved, num_kv_blocks=num_blocks)
             elif self.claim is not None:
                 join_claim(self.claim)
+
+            def plan_with(least: int) -> None:
+                if claim is not None:
+                    surplus = resolved.num_kv_blocks - least
+                    give_back_blocks(claim, surplus, whole, self.shard, self.config, resolved)
+
             model = sharded(whole, self.shard)
             builder = cpu_builder(self.model_dir, model, self.config, resolved, self.kernels, group)
             here = what_computes(self.model_dir, self.kernels.name)
             TorchThreads(1 if native else threads_of_rank(resolved.num_threads, self.shard.size)).use()
             sizes = vocab_sizes(whole, self.shard.size)
-            follower = Follower(builder.build(), group, sizes, here, resolved.num_kv_blocks)
+            follower = Follower(builder.build(), group, sizes, here, resolved.num_kv_blocks, plan_with)
             group.join()
             follower.run()
         finally:

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from engine.async_engine import AsyncEngine
-from engine.build.cpu import start_on_cpu
+from engine.build.cpu import CpuStart, start_on_cpu
 from engine.build.executor import check_executor
 from engine.build.follower import group_at, what_computes
+from engine.build.least_room import with_least
 from engine.build.rank_fit import naming
 from engine.build.ranks import place_of
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
@@ -27,6 +28,7 @@ from engine.core.core import EngineCore
 from engine.execution.device import choose_device
 from engine.execution.executor import ModelExecutor
 from engine.models.description import Shard
+from engine.parallel.follower import blocks_of_all
 from engine.parallel.group_ranks import GroupRanks
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.line import Line
@@ -55,6 +57,8 @@ class LockstepSpecification:
     config: EngineConfig
     engines: int
     """How many share the memory of this rank's machine, each of the ranks there counted as one."""
+    num_here: int
+    """How many of this engine's ranks are on that machine."""
 
     def encode(self) -> bytes:
         return pickle.dumps(self)
@@ -67,10 +71,10 @@ class LockstepSpecification:
             undone.callback(peer.close)
             undone.callback(group.close)
             with naming(self.shard.rank):
-                executor, resolved = _load(self.model_dir, self.config, self.engines, group)
+                start, executor, resolved = _load(self.model_dir, self.config, self.engines, group, self.num_here)
             undone.callback(executor.shutdown)
             group.join()
-            _compare(group, self.model_dir, resolved)
+            resolved = _agreed(group, start, resolved)
             undone.pop_all()
         asyncio.run(_serve(peer, group, executor, resolved))
 
@@ -87,10 +91,25 @@ async def _serve(peer: socket.socket, group: ExchangeGroup, executor: ModelExecu
 
 
 def _load(
-    model_dir: Path, config: EngineConfig, engines: int, group: ExchangeGroup
-) -> tuple[ModelExecutor, ResolvedConfig]:
-    """Load one rank's part."""
-    return start_on_cpu(model_dir, config, choose_device(config), engines, expert_ranks=group).build()
+    model_dir: Path, config: EngineConfig, engines: int, group: ExchangeGroup, num_here: int
+) -> tuple[CpuStart, ModelExecutor, ResolvedConfig]:
+    """Load one rank's part. Also returns what claimed its memory."""
+    start = start_on_cpu(model_dir, config, choose_device(config), engines, expert_ranks=group, num_here=num_here)
+    return start, *start.build()
+
+
+def _agreed(group: ExchangeGroup, start: CpuStart, resolved: ResolvedConfig) -> ResolvedConfig:
+    """Return what all ranks plan with. The leader checks a request by its own limits, and any rank may get it: so all
+    have the KV blocks of the one with the least room. All ranks call this once they have joined.
+
+    Raises:
+        ConfigError: as _compare.
+        RankLostError: a rank is lost.
+    """
+    _compare(group, start.model_dir, resolved)
+    room = blocks_of_all(group, resolved.num_kv_blocks)
+    start.give_back_blocks(resolved.num_kv_blocks - min(room))
+    return with_least(resolved, room, group.rank)
 
 
 def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) -> None:
@@ -122,8 +141,8 @@ def start_lockstep(
     """
     size = config.expert_parallel_size
     launcher = launcher or SubprocessLauncher()
-    sharing = [engines * len(launcher.ranks_beside(rank, size)) for rank in range(size)]
-    check_executor(model_dir, config, sharing[LEADER])  # before any rank starts
+    beside = [len(launcher.ranks_beside(rank, size)) for rank in range(size)]
+    check_executor(model_dir, config, engines * beside[LEADER], launcher)  # before any rank starts
     host = launcher.remote_host or "127.0.0.1"
     place, token = place_of(launcher), secrets.token_bytes(16)
     lost: list[str] = []
@@ -146,20 +165,21 @@ def start_lockstep(
                     token=token,
                     model_dir=model_dir,
                     config=config,
-                    engines=sharing[rank],
+                    engines=engines * beside[rank],
+                    num_here=beside[rank],
                 )
                 processes.append(launcher.start(rank, specification.encode()))
                 undone.callback(processes[-1].kill)
             followers = Followers(processes, lost.append)
             undone.callback(followers.expect_end)
-            executor, resolved = _load(model_dir, config, sharing[LEADER], group)
+            start, executor, resolved = _load(model_dir, config, engines * beside[LEADER], group, beside[LEADER])
             undone.callback(executor.shutdown)
             try:
                 peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)
                 for peer in peers.values():
                     undone.callback(peer.close)
                 group.join(lambda: lost[0] if lost else None)
-                _compare(group, model_dir, resolved)
+                resolved = _agreed(group, start, resolved)
             except (RankLostError, OSError) as error:
                 raise ConfigError(f"expert_parallel_size is {size}, and not every rank could start: {error}") from error
         undone.pop_all()

@@ -51,6 +51,15 @@ def claim_rank(
             return shared.claim(use.total + num_blocks * one + states), num_blocks
 
 
+def give_back_blocks(
+    claim: Claim, count: int, whole: ModelConfig, shard: Shard, config: EngineConfig, resolved: ResolvedConfig
+) -> None:
+    """Claim the memory of `count` KV blocks less: another rank has no room for them, so that they are never used.
+    claim: by claim_rank. whole, shard, config, resolved: as there."""
+    one = block_bytes(whole, config, torch_dtype(resolved.dtype), None, (shard.rank,))
+    claim.give_back(count * one)
+
+
 def _blocks(budget: HostBudget, config: EngineConfig, planned: int, block_bytes: int, state_bytes: int) -> int:
     """Return how many of the blocks that the leader has resolved are on this rank."""
     if config.num_kv_blocks is None and config.kv_cache_memory_gib is None:

@@ -40,12 +40,14 @@ def resolve(
     draft: tuple[ModelConfig, float] | None = None,
     keep: Keep | None = None,
     ranks: Sequence[int] | None = None,
+    num_here: int | None = None,
 ) -> ResolvedConfig:
     """Resolve `config` for this machine and this checkpoint.
 
     device: with the reason for it. memory: how much KV blocks may take, or their number and its reason. draft: a draft
     model and its cost; see SpeculativeConfig.model_cost. keep: which packed weights a GPU's kernels use as stored;
-    None: those that a CPU's do. ranks: those on this machine, whose memory and threads count; None: all.
+    None: those that a CPU's do. ranks: those on this machine that compute the model together, whose memory counts.
+    num_here: how many of the engine's ranks are on this machine, whose threads count. None for either: all.
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
@@ -56,7 +58,7 @@ def resolve(
     if isinstance(memory, HostBudget):
         memory = _num_blocks(model, config, dtype, draft[0] if draft else None, memory, max_model_len, ranks)
     num_blocks, blocks_reason = memory
-    num_threads, threads_reason = _num_threads(config, ranks)
+    num_threads, threads_reason = _num_threads(config, num_here)
     scheduler, halving_reason = _scheduler(model, config)
     same_bits = kernels.name == NATIVE
     on_gpu = () if device[0].capability is None else (GPU,)
@@ -283,10 +285,10 @@ def _way(packing: Packing, keep: Keep, wide: str, rounds: bool) -> str:
     return f"kept in {layout.name}" + (", in the order of the inputs' groups" if layout.order else "")
 
 
-def _num_threads(config: EngineConfig, ranks: Sequence[int] | None = None) -> tuple[int, str]:
+def _num_threads(config: EngineConfig, num_here: int | None = None) -> tuple[int, str]:
     """Return the threads of all ranks together, of which those elsewhere have theirs there."""
-    size = config.tensor_parallel_size
-    here = size if ranks is None else len(ranks)
+    size = config.tensor_parallel_size * config.expert_parallel_size
+    here = size if num_here is None else num_here
     if config.num_threads is not None:
         if (refusal := refused_threads(config.num_threads * here // size)) is not None:
             raise ConfigError(f"{refusal}{_of_all(config.num_threads, here, size)}.")

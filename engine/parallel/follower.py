@@ -4,7 +4,7 @@ Never plans, samples or answers, and never outlives its leader."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,15 +20,23 @@ class Follower:
     """This rank's part of a model, and its end of the group."""
 
     def __init__(
-        self, model: Model, group: ExchangeGroup, vocab_sizes: Sequence[int], digest: str, num_blocks: int
+        self,
+        model: Model,
+        group: ExchangeGroup,
+        vocab_sizes: Sequence[int],
+        digest: str,
+        num_blocks: int,
+        on_least: Callable[[int], None],
     ) -> None:
         """vocab_sizes: how many columns of the logits each rank has. digest: of the model's files, and of what
-        computes them here. num_blocks: how many KV blocks this rank has room for."""
+        computes them here. num_blocks: how many KV blocks this rank has room for. on_least: is called once with the
+        least that any rank has room for, which the leader plans with."""
         self._model = model
         self._group = group
         self._vocab_sizes = vocab_sizes
         self._digest = digest
         self._num_blocks = num_blocks
+        self._on_least = on_least
         self._plan: StepPlan | None = None
         self._computed: Computed | None = None
 
@@ -67,7 +75,7 @@ class Follower:
                 self._model.adapters.drop(digest)
             case Start() as start:
                 answer_start(self._group, start, self._digest)
-                blocks_of_all(self._group, self._num_blocks)
+                self._on_least(min(blocks_of_all(self._group, self._num_blocks)))
             case End():
                 return False
             case DeviceStep():

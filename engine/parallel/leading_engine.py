@@ -164,11 +164,10 @@ class LeadingEngine(AsyncEngine):
             self._heard_of.release()
 
     def lose(self, rank: int, error: str | None) -> None:
-        """A rank's line has ended: end all others. error: why, if the rank has not."""
+        """A rank's line has ended: end all others. error: see Line."""
         if rank not in self._loads:
             self._heard_of.release()
-        unread = f"a message of rank {rank} could not be taken"
-        reason = f"Rank {rank} has died" if error is None else f"{unread}: {error}"
+        reason = f"Rank {rank} has died" if error is None else f"the line to rank {rank} has failed: {error}"
         self._group_ranks.lose(reason)
         self.tell(Left(reason))
 

@@ -64,6 +64,19 @@ class SubprocessLauncher:
         return Child(rank, process)
 
 
+class RanksApart:
+    """A RankLauncher for checks of engines that are not started: each rank is alone on a machine, as may be where ranks
+    need not be on one."""
+
+    remote_host: str | None = "127.0.0.1"
+
+    def ranks_beside(self, rank: int, size: int) -> Sequence[int]:
+        return [rank]
+
+    def start(self, rank: int, specification: bytes) -> RankProcess:
+        raise AssertionError("a check starts no rank")
+
+
 class Child:
     """A RankProcess of this machine."""
 

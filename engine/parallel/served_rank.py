@@ -56,7 +56,7 @@ class ServedRank:
     def end(self, error: str | None) -> None:
         """The leader's line has ended. error: see Line; then the others must know why this rank ends."""
         if error is not None:
-            self._ranks.leave(f"a message of the leader could not be taken: {error}")
+            self._ranks.leave(f"the line to the leader has failed: {error}")
         self.loop.call_soon_threadsafe(self._ends.set)
 
     # --- the step thread, as engine.observer.EngineObserver -----------------------------------------------------------

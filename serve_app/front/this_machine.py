@@ -23,6 +23,7 @@ from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of, 
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application
 from serve_app.settings.features import refused_images
+from serve_app.settings.ranks import ONE_NODE
 from serve_app.tracing.export import MissingExporter, check_exporter
 
 
@@ -131,8 +132,9 @@ class EngineCheck:
     def start(cls, application: Application) -> EngineCheck:
         settings = application.settings
         hidden = {} if settings.engine_num_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # as Ray hides GPUs from such engines
+        ranks_apart = settings.tensor_parallel_placement != ONE_NODE
         with TemporaryFile() as request:
-            pickle.dump((settings.model, settings.replica_engine, application.total_engines), request)
+            pickle.dump((settings.model, settings.replica_engine, application.total_engines, ranks_apart), request)
             request.seek(0)
             process = subprocess.Popen(
                 COMMAND,

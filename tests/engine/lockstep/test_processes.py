@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ import pytest
 from engine.build import lockstep
 from engine.build.engine import build_engine, check_engine
 from engine.build.executor import create_executor
+from engine.build.host_fit import HostBudget
 from engine.build.lockstep import start_lockstep
 from engine.config import ConfigError, EngineConfig
+from engine.host.cores import usable_cores, usable_threads
+from engine.host.shares import Claim, Shares
 from engine.observer import StepFacts
 from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.processes import Child, SubprocessLauncher
@@ -193,8 +197,11 @@ async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests
 @pytest.mark.parametrize(
     ("end", "told"),
     [
-        ("the leader's", "a message of rank 1 could not be taken: UnpicklingError"),
-        ("the rank's", "rank 1 has left: a message of the leader could not be taken: UnpicklingError"),
+        ("the leader's", "the line to rank 1 has failed: a message could not be taken: UnpicklingError"),
+        (
+            "the rank's",
+            "the line to the leader has failed: a message could not be taken: UnpicklingError",
+        ),
     ],
 )
 async def test_a_message_that_one_end_cannot_read_ends_all_with_what_it_is(start: Start, end: str, told: str) -> None:
@@ -376,10 +383,10 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
 ) -> None:
     load = lockstep._load
 
-    def fail_elsewhere(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+    def fail_elsewhere(directory: Path, config: EngineConfig, engines: int, group: Any, num_here: int) -> Any:
         if group.rank:
             raise MemoryError("no room for these weights")
-        return load(directory, config, engines, group)
+        return load(directory, config, engines, group, num_here)
 
     monkeypatch.setattr(lockstep, "_load", fail_elsewhere)
     with pytest.raises(
@@ -400,15 +407,16 @@ def test_an_executor_is_of_one_rank_and_more_are_refused_by_the_setting_s_name(c
         create_executor(checkpoint, asked(2))
 
 
+@pytest.mark.parametrize(("ranks_apart", "sharing"), [(False, 6), (True, 2)])
 def test_a_check_promises_each_rank_its_part_of_the_memory_as_the_start_does(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, ranks_apart: bool, sharing: int
 ) -> None:
-    sharing: list[int] = []
+    found: list[int] = []
     monkeypatch.setattr(
-        "engine.build.executor.check_executor", lambda directory, config, engines: sharing.append(engines)
+        "engine.build.executor.check_executor", lambda directory, config, engines, *_: found.append(engines)
     )
-    check_engine(str(checkpoint), asked(3), 2)
-    assert sharing == [6]
+    check_engine(str(checkpoint), asked(3), 2, ranks_apart=ranks_apart)
+    assert found == [sharing]
 
 
 def test_each_rank_takes_its_part_of_its_own_machine_s_memory(
@@ -418,14 +426,58 @@ def test_each_rank_takes_its_part_of_its_own_machine_s_memory(
     sharing: dict[int, int] = {}
     load = lockstep._load
 
-    def noted(directory: Path, config: EngineConfig, engines: int, group: Any) -> Any:
+    def noted(directory: Path, config: EngineConfig, engines: int, group: Any, num_here: int) -> Any:
         sharing[group.rank] = engines
-        return load(directory, config, engines, group)
+        return load(directory, config, engines, group, num_here)
 
     monkeypatch.setattr(lockstep, "_load", noted)
     launcher = ThreadLauncher("127.0.0.1", here=[0])
     start_lockstep(checkpoint, asked(3, kernels="torch_cpu"), 2, launcher).shutdown()
     assert sharing == {0: 2, 1: 4, 2: 4}
+
+
+@pytest.mark.parametrize("small", [0, 1])
+async def test_all_ranks_have_the_limits_of_the_one_with_the_least_room_and_take_a_request_up_to_these(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small: int
+) -> None:
+    """Regression: the leader took by its own limits what another rank then refused. Each claims the memory of these
+    blocks alone, and only the leader warns that a request may be shorter than max_model_len."""
+    claim, claims, has_room = Shares.claim, dict[int, Claim](), {0: 6, 1: 6} | {small: 5}
+
+    def rank_here() -> int:
+        return int(threading.current_thread().name == "rank-1")
+
+    def keep(shared: Shares, size: int) -> Claim:
+        claims[rank_here()] = claim(shared, size)
+        return claims[rank_here()]
+
+    monkeypatch.setattr(HostBudget, "blocks", lambda *_: (has_room[rank_here()], "injected"))
+    monkeypatch.setattr(Shares, "claim", keep)
+    engine, _ = start(2, ThreadLauncher(), kernels="torch_cpu", num_kv_blocks=None)
+    assert engine.config.num_kv_blocks == 5
+    assert engine.load().num_blocks == 2 * 5
+    assert claims[0]._size == claims[1]._size
+    why = f"rank {small} has room for no more on its machine, and rank 0's has for 6; a request may have 81 tokens"
+    assert (why in engine.config.reasons["num_kv_blocks"]) == (small == 1)
+    longest = 5 * 16 + 1 - len(PROMPTS[0])
+    for rank in (0, 1):
+        assert len(await answer(engine, f"{rank} longest", PROMPTS[0], longest)) == longest
+        with pytest.raises(RequestRejected, match="81"):
+            await events_of(engine, f"{rank} longer", PROMPTS[0], longest + 1)
+    warned = [record.getMessage() for record in caplog.records if record.name == "engine.build.least_room"]
+    assert len(warned) == int(small == 1)
+
+
+def test_each_rank_has_its_part_of_the_threads_on_its_own_machine(start: Start, checkpoint: Path) -> None:
+    """Regression: threads of all ranks on all machines were counted as those of each."""
+    settings = {"kernels": "torch_cpu", "num_threads": 2 * usable_cores()}
+    engine, _ = start(2, ThreadLauncher("127.0.0.1", here=[0]), **settings)
+    assert engine.config.num_threads == 2 * usable_cores()
+    assert check_engine(str(checkpoint), asked(2, **settings), ranks_apart=True).num_threads == 2 * usable_cores()
+    with pytest.raises(ConfigError, match=f"num_threads is {2 * usable_cores()}: expected at most"):
+        start_lockstep(checkpoint, asked(2, **settings), 1, ThreadLauncher())
+    unset, _ = start(2, ThreadLauncher("127.0.0.1", here=[0]), kernels="torch_cpu", num_threads=None)
+    assert unset.config.num_threads == 2 * usable_threads()[0]
 
 
 async def test_an_engine_with_the_setting_is_built_of_as_many_ranks(checkpoint: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
@@ -87,12 +89,64 @@ def test_a_message_that_cannot_be_taken_ends_the_line_at_both_ends_with_its_erro
     there._outgoing.put(sent)
     why = here_ended.get(timeout=WAIT_S)
     assert why is not None
-    assert why.startswith(error)
+    assert why.startswith(f"a message could not be taken: {error}")
     assert heard.get(timeout=WAIT_S) == "last words"
     assert there_ended.get(timeout=WAIT_S) is None
     assert "could not be taken" in caplog.text
     for line in (here, there):
         line.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("recv_bytes", "a message could not be taken: MemoryError: injected"),
+        ("send_bytes", "a message could not be sent: MemoryError: injected"),
+    ],
+)
+def test_an_error_while_a_message_is_received_or_sent_is_told_at_both_ends(
+    call: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: it ended a thread of the line without a word, and nobody read or wrote any more."""
+    near, far = pair()
+    here_ended: SimpleQueue[str | None] = SimpleQueue()
+    there_ended: SimpleQueue[str | None] = SimpleQueue()
+    here, there = Line(near, ignore, here_ended.put), Line(far, ignore, there_ended.put)
+
+    def fail(*given: Any) -> bytes:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(here._pipe, call, fail)
+    here.start()
+    there.start()
+    here.send("word")
+    assert here_ended.get(timeout=WAIT_S) == told
+    assert there_ended.get(timeout=WAIT_S) is None
+    assert "so the line" in caplog.text
+    for line in (here, there):
+        line.close()
+
+
+def test_a_first_message_that_cannot_be_taken_ends_the_line_also_before_the_start_has_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the reader waited for a writer that was started after it, which raised, and the line stayed open."""
+    near, far = pair()
+    here_ended: SimpleQueue[str | None] = SimpleQueue()
+    here = Line(near, ignore, here_ended.put)
+    Connection(far.detach()).send_bytes(b"no pickle")
+    start = threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        if thread is here._reader:
+            thread.join(WAIT_S)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
+    here.start()
+    assert here_ended.get(timeout=WAIT_S) is not None
+    assert not here._reader.is_alive()
+    here.close()
 
 
 def test_a_machine_that_no_longer_answers_is_noticed_also_by_who_only_reads() -> None:

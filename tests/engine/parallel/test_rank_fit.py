@@ -4,14 +4,16 @@ Never starts a process: the followers are threads, and the leader believes that 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.build.engine import check_engine
 from engine.build.executor import check_executor, create_executor
-from engine.build.host_fit import KV_SHARE, host_use
+from engine.build.host_fit import KV_SHARE, HostBudget, host_use
 from engine.build.rank_fit import claim_rank
 from engine.build.resolve import block_bytes
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
@@ -78,6 +80,26 @@ def test_threads_of_a_rank_on_another_machine_do_not_count_here(tmp_path: Path) 
     unset, _ = counted(tmp_path, [0], num_threads=None)
     assert "; 1 of 2 ranks are on this machine, and all have" in unset.reasons["num_threads"]
     assert unset.num_threads == 2 * usable_threads()[0]
+
+
+def test_a_check_of_ranks_on_several_machines_counts_only_the_first_rank_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an engine that several nodes could hold was refused before it started."""
+    directory = saved(tmp_path, "llama")
+    model, cores = read_model_config(directory), usable_cores()
+    config = EngineConfig(**SETTINGS | {"num_threads": 2 * cores, "kernels": "torch_cpu"})
+    use = host_use(directory, sharded(model, Shard(0, 2)), config, torch.float32, native=False).total
+    free = use + 12 * block_bytes(model, config, torch.float32, None, (0,))
+    room = Room(free=free, share=free, engines=1, memory=HostMemory(free, free, "a test's file"))
+    monkeypatch.setattr(Shares, "room", lambda *_: room)
+    resolved = check_engine(str(directory), config, ranks_apart=True)
+    assert (resolved.num_kv_blocks, resolved.num_threads) == (12, 2 * cores)
+    with pytest.raises(ConfigError, match="This engine needs"):
+        check_engine(str(directory), config)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=f"num_threads is {2 * cores}: expected at most {cores}"):
+        check_engine(str(directory), config)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +192,33 @@ def test_the_leader_plans_with_the_kv_blocks_of_the_rank_with_the_least_room(
     assert sizes == [use + planned * one for use, one in zip(uses, ones, strict=True)]
 
 
+def test_each_rank_that_has_more_room_than_the_one_with_the_least_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: only the leader did, and the next engine on a follower's machine lacked what nobody used."""
+    save_model("llama", tmp_path)
+    config = EngineConfig(**UNSET | {"tensor_parallel_size": 3, "kernels": "torch_cpu"})
+    has_room = {"rank-1": 20, "rank-2": 5}
+    claim, claims = Shares.claim, dict[str, Claim]()
+
+    def keep(shared: Shares, size: int) -> Claim:
+        own = claims[threading.current_thread().name] = claim(shared, size)
+        return own
+
+    def fit(*given: Any) -> tuple[int, str]:
+        return has_room.get(threading.current_thread().name, 30), "injected"
+
+    monkeypatch.setattr(Shares, "claim", keep)
+    monkeypatch.setattr(HostBudget, "blocks", fit)
+    executor, resolved = create_executor(tmp_path, config, launcher=AloneThreads("127.0.0.1"))
+    executor.shutdown()  # which waits for the followers
+    assert resolved.num_kv_blocks == 5
+    model = read_model_config(tmp_path)
+    for rank, name in enumerate((threading.current_thread().name, *has_room)):
+        use = host_use(tmp_path, sharded(model, Shard(rank, 3)), config, torch.float32, native=False).total
+        assert claims[name]._size == use + 5 * block_bytes(model, config, torch.float32, None, (rank,)), name
+
+
 @pytest.mark.anyio
 async def test_an_engine_whose_follower_has_the_least_room_answers_as_one_rank_with_as_many_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +277,13 @@ def test_ranks_of_one_other_machine_divide_its_memory(tmp_path: Path, monkeypatc
     executor, _ = create_executor(tmp_path, config, engines=2, launcher=launcher)
     executor.shutdown()
     assert sharing == [4, 4], "two engines, each with two ranks there"
+
+
+class AloneThreads(ThreadLauncher):
+    """Each rank believes that it is alone on its machine."""
+
+    def ranks_beside(self, rank: int, size: int) -> Sequence[int]:
+        return [rank]
 
 
 def is_follower() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.host.cores import usable_cores
 from loadtest.server import free_port
 from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, read_config
@@ -161,6 +162,14 @@ def test_what_an_engine_would_refuse_is_reported_by_its_setting(
     with pytest.raises(ConfigRefused) as caught:
         checked(config(tmp_path, {"engine": engine}))
     assert message in str(caught.value)
+
+
+def test_ranks_that_may_be_on_several_machines_are_not_all_checked_by_this_one(tmp_path: Path) -> None:
+    """Regression: `serve` refused an engine that several nodes could hold."""
+    args = {"engine": {"tensor_parallel_size": 2, "num_threads": 2 * usable_cores()}}
+    checked(config(tmp_path, args | {"tensor_parallel_placement": "spread"}))
+    with pytest.raises(ConfigRefused, match=r"num_threads is \d+: expected at most"):
+        checked(config(tmp_path, args))
 
 
 def test_a_refusal_of_an_engine_has_its_settings_line(tmp_path: Path) -> None:
