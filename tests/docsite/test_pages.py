@@ -29,7 +29,6 @@ from benchmarks.engine.tiers import agents as bench_agents
 from benchmarks.engine.tiers import cost as bench_cost
 from benchmarks.engine.tiers import warm as bench_warm
 from benchmarks.peers import agreement, beside, llama_cpp
-from benchmarks.peers import run as bench_peers
 from benchmarks.retention import run as retention
 from benchmarks.serving import killed as bench_killed
 from benchmarks.tensor_parallel import run as tensor_parallel
@@ -53,7 +52,6 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "targets": ("targets.md", "targets.json", bench_targets),
     "beside": ("targets.md", "beside.json", beside),
     "llama.cpp": ("llama-cpp.md", "llama_cpp.json", llama_cpp),
-    "peers vectors": ("peers.md", "peers_vectors.json", bench_peers),
     "agreement": ("llama-cpp.md", "agreement.json", agreement),
     "shapes": ("llama-cpp.md", "llama_cpp_shapes.json", bench_shapes),
     "drafts": ("drafts.md", "speculation.json", bench_speculation),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.build.executor import create_executor
-from engine.build.host_fit import host_use
+from engine.build.host_fit import _expert_numbers, host_use
 from engine.checkpoints.gguf_convert import convert_gguf
 from engine.config import EngineConfig
 from engine.models import native as native_model
@@ -248,6 +248,20 @@ def test_memory_is_counted_as_panels_take_it(name: str, saved: Saved) -> None:
         for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
     ]
     assert said == sum(part.nbytes for groups in taken for part in groups.data)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 2), (2, 8)])
+def test_a_steps_memory_has_the_rows_of_experts_on_all_ways_and_those_rounded_to_8_bits(
+    ranks: int, rows: int, saved: Saved
+) -> None:
+    """Sorted by expert and as they come out; with others, as sent, as they come from each, and back. A row of 32
+    numbers rounded takes 48 bytes."""
+    model = read_model_config(saved("qwen3_moe", "packed, 4 bits") / "packed")
+    (one, *_) = (layer.experts for layer in model.layers if layer.experts is not None)
+    plain = one.routing.per_token * (rows * model.hidden_size + ranks * one.intermediate_size)
+    assert _expert_numbers(model, ranks, rounded=False) == plain
+    more = 4 * (_expert_numbers(model, ranks, rounded=True) - plain)
+    assert more == one.routing.per_token * ranks * (model.hidden_size + one.intermediate_size) // 32 * 48
 
 
 def test_the_log_counts_experts_as_stored(saved: Saved) -> None:
