@@ -13,10 +13,10 @@ import signal
 import statistics
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ async def _get(server: Server, path: str) -> dict[str, Any] | None:
             with urllib.request.urlopen(f"{server.url}{path}", timeout=30) as response:
                 found: dict[str, Any] = json.load(response)
                 return found
-        except urllib.error.URLError:
+        except (OSError, HTTPException):  # a refusal too, and a connection that ended
             return None
 
     return await asyncio.to_thread(get)
