@@ -2906,6 +2906,41 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "lockstep threads",
+        "Each rank of a mixture counts the threads of all ranks on all machines as its own.",
+        "engine/build/resolve.py",
+        "size = config.tensor_parallel_size * config.expert_parallel_size",
+        "size, num_here = config.tensor_parallel_size, None if config.expert_parallel_size > 1 else num_here",
+        (f"{LOCKSTEP_PROCESSES}::test_each_rank_has_its_part_of_the_threads_on_its_own_machine",),
+    ),
+    Mutation(
+        "lockstep start of a line",
+        "A reader that cannot take its first message waits for a writer that has not started, and the line stays open.",
+        "engine/parallel/line.py",
+        "        self._writer.start()\n        self._reader.start()\n",
+        "        self._reader.start()\n        self._writer.start()\n",
+        (
+            "tests/engine/parallel/test_line.py::"
+            "test_a_first_message_that_cannot_be_taken_ends_the_line_also_before_the_start_has_returned",
+        ),
+    ),
+    Mutation(
+        "ranks: surplus",
+        "A follower keeps the memory of KV blocks with which nobody plans.",
+        "engine/parallel/follower.py",
+        "self._on_least(min(blocks_of_all(self._group, self._num_blocks)))",
+        "blocks_of_all(self._group, self._num_blocks)",
+        (f"{RANKS_FIT}::test_each_rank_that_has_more_room_than_the_one_with_the_least_gives_it_back",),
+    ),
+    Mutation(
+        "ranks: checked",
+        "An engine that several machines could hold is refused because one cannot.",
+        "engine/build/engine.py",
+        "    if ranks_apart:\n",
+        "    if not engines:\n",
+        (f"{RANKS_FIT}::test_a_check_of_ranks_on_several_machines_counts_only_the_first_rank_here",),
+    ),
+    Mutation(
         "ranks: port",
         "The leader's port is only its own once it has loaded its weights.",
         "kernels/collectives/gloo.py",
