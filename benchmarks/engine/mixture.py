@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,11 @@ many experts of a layer, and they are as large."""
 def shape_of(layers: int, experts: int) -> Shape:
     """Return the shape of Qwen3-30B-A3B with fewer layers and experts."""
     return Shape(2048, layers, 32, 4, 128, 768, experts, 8)
+
+
+def table(document: dict[str, Any]) -> str:
+    """Render the table of docs/benchmarks/stored-weights.md; see benchmarks.engine.step.table."""
+    return step.table(document) if document else "Not measured yet."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from benchmarks import versions
 from benchmarks.engine import kv_tiers as bench_kv_tiers
 from benchmarks.engine import memory as bench_memory
 from benchmarks.engine import mixed as bench_mixed
+from benchmarks.engine import mixture as bench_mixture
 from benchmarks.engine import ranks as bench_ranks
 from benchmarks.engine import shapes as bench_shapes
 from benchmarks.engine import speculation as bench_speculation
@@ -48,6 +49,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "kv tight": ("memory-reservation.md", "kv_tight.json", bench_memory),
     "engine step": ("step-time.md", "engine_step.json", bench_step),
     "engine step stored": ("stored-weights.md", "engine_step_stored.json", bench_step),
+    "engine step mixture": ("stored-weights.md", "engine_step_mixture.json", bench_mixture),
     "step model": ("step-model.md", "step_model.json", bench_step_model),
     "targets": ("targets.md", "targets.json", bench_targets),
     "beside": ("targets.md", "beside.json", beside),
