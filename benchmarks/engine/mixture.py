@@ -30,7 +30,7 @@ def shape_of(layers: int, experts: int) -> Shape:
 
 def table(document: dict[str, Any]) -> str:
     """Render the table of docs/benchmarks/stored-weights.md; see benchmarks.engine.step.table."""
-    return step.table(document) if document else "Not measured yet."
+    return step.table(document)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -117,8 +117,6 @@ def best_vllm(document: Document, row: Row) -> str | None:
 
 def table(document: Document) -> str:
     """Render the page's tables: each server's figures, then the ratios of each of ours to the others'."""
-    if not document.get("rounds"):
-        return "Not measured yet."
     notes = [f"{SERVERS[name].title} was not measured: {why}" for name, why in document["failed"].items()]
     ratios = [_ratios_table(document, name) for name in document["servers"] if name.startswith(OURS)]
     aims = [_aims_of_ours(document)] if OURS in document["servers"] else []

@@ -119,10 +119,6 @@ def test_each_of_ours_has_a_table_of_ratios_and_a_peer_that_was_not_asked_for_no
     assert "aim ≤ 20" not in text, "how soon a server is there is asked of it as it comes"
 
 
-def test_nothing_measured_is_no_table() -> None:
-    assert table({}) == "Not measured yet."
-
-
 def test_a_server_that_failed_has_a_column_and_is_named_with_the_reason() -> None:
     found = document(failed={"ray-llm": "it broke"}, chunkserve={"single.tpot_ms": [4.0]})
     text = table(found)
