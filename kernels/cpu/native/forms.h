@@ -86,6 +86,14 @@ inline f32x16 load_bytes(const uint8_t* from) {
     return std::bit_cast<f32x16>(widen_bytes(reinterpret_cast<const int8_t*>(from)));
 }
 
+// Asks for what is read after a block. A run's scales and minima, which come first in it, are shared out to its blocks.
+template <class F>
+inline void fetch_after(const uint8_t* run, int block) {
+    constexpr int64_t SHARE = F::SIZE / F::BLOCKS;
+    const auto* own = reinterpret_cast<const char*>(run) + block * SHARE;
+    for (int64_t at = 0; at < SHARE; at += CACHE_LINE) fetch_ahead<F::BITS < 8>(own + at);
+}
+
 // The scales of a run's block. `run` points to where the run begins.
 template <class F>
 inline void unpack_scales(const uint8_t* run, int block, f32x16* scales, f32x16* minima) {

@@ -9,7 +9,6 @@
 #include "grouped.h"
 #include "vector.h"
 
-constexpr int64_t AHEAD_OF_FEW = 4096, AHEAD_OF_BLOCKS = 8192;  // bytes ahead
 constexpr int STEPS = BLOCK / 2;  // a step has two inputs, in the halves of a lane's 32 bits
 
 // q - ZERO of step S of four whose low 4 bits are in `low`; what is above them is in `high`, at AT. As pairs of bfloat16.
@@ -109,7 +108,7 @@ inline void unpack_blocks(const uint8_t* run, int blocks, const Unpacker<F>& unp
         const uint8_t* own = run + i / F::BLOCKS * F::SIZE;
         unpack_scales<F>(own, within, to.scales + i * F::GROUPS * 2, to.minima + i * 2);
         const uint8_t* planes = own + F::UNITS + F::BYTES + within * F::PLANES;
-        for (int line = 0; line < F::PLANES; line += 64) __builtin_prefetch(planes + AHEAD_OF_BLOCKS + line);
+        fetch_after<F>(own, within);
         visit<F>(planes, unpacker,
                  [&](int k, int c, i32x16 pairs) { to.pairs[(i * STEPS + k) * 2 + c] = pairs; });
     }
@@ -171,14 +170,26 @@ template <class T, int GROUP, bool MINIMUM>
                                               sums + 2 * r);
 }
 
-// How many rows are multiplied straight from registers, for which memory is read while the sums are made: as many as these
-// hold the sums of, of groups and of all inputs. One in float32, which is seldom asked for: code takes time to compile.
-#if defined(__AVX512F__)
-template <class T>
-constexpr int FEW_ROWS = sizeof(T) == 2 ? 4 : 1;
+// How many rows are multiplied at a time straight from registers, for which memory is read while the sums are made: as many
+// as these hold the sums of, of groups and of all inputs. One in float32, which is seldom asked for: code takes time to compile.
+// Up to FEW_ROWS rows that is faster than by way of `Unpacked`, though weights are unpacked anew for each few of them.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+template <class T, class F>
+constexpr int AT_ONCE = sizeof(T) == 4 ? 1 : F::BITS == 8 ? 8 : 4;
+template <class F>
+constexpr bool SOON_UNPACKED = F::BITS == 4 || (F::BITS == 8 && std::is_same_v<typename F::Number, int8_t>);
+template <class T, class F>
+constexpr int64_t FEW_ROWS = sizeof(T) == 4 ? 1 : SOON_UNPACKED<F> ? ROWS_AT_ONCE : 12;
 #else
-template <class T>
-constexpr int FEW_ROWS = 1;
+#if defined(__AVX512F__)
+template <class T, class F>
+constexpr int AT_ONCE = sizeof(T) == 4 ? 1 : 4;
+#else
+template <class T, class F>
+constexpr int AT_ONCE = 1;
+#endif
+template <class T, class F>
+constexpr int64_t FEW_ROWS = AT_ONCE<T, F>;
 #endif
 
 template <class T, class F, int ROWS>
@@ -191,12 +202,12 @@ void sum_few(const T* x, int64_t inputs, const float* x_sums, const uint8_t* run
         for (int block = 0; block < F::BLOCKS; block++, k += BLOCK) {
             unpack_scales<F>(run, block, scales, minima);
             const uint8_t* planes = run + F::UNITS + F::BYTES + block * F::PLANES;
-            for (int line = 0; line < F::PLANES; line += 64) __builtin_prefetch(planes + AHEAD_OF_FEW + line);
+            fetch_after<F>(run, block);
             f32x16 own[F::GROUPS][ROWS][2];
             for (auto& group : own)
                 for (auto& row : group) row[0] = row[1] = splat(0.0f);
             visit<F>(planes, unpacker, [&](int step, int c, i32x16 pairs) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
                     f32x16& sum = own[step * 2 / F::GROUP][r][c];
                     sum = add_pair(sum, x + r * inputs + k + 2 * step, pairs);
@@ -212,29 +223,31 @@ void sum_few(const T* x, int64_t inputs, const float* x_sums, const uint8_t* run
         for (int c = 0; c < 2; c++) sums[r * 2 + c] = found[r][c];
 }
 
-// As many as `rows`, which are at most ROWS, a power of two: three are two and one.
+// All rows, ROWS at a time, a power of two: of what is left, three are two and one.
 template <class T, class F, int ROWS>
-inline void sum_up_to(const T* x, int64_t rows, int64_t inputs, const float* x_sums, const uint8_t* data, f32x16* sums) {
-    if (rows >= ROWS) {
+inline void sum_rows(const T* x, int64_t rows, int64_t inputs, const float* x_sums, const uint8_t* data, f32x16* sums) {
+    while (rows >= ROWS) {
         sum_few<T, F, ROWS>(x, inputs, x_sums, data, sums);
         rows -= ROWS, x += ROWS * inputs, x_sums += ROWS * (inputs / BLOCK), sums += ROWS * 2;
     }
     if constexpr (ROWS > 1)
-        if (rows) sum_up_to<T, F, ROWS / 2>(x, rows, inputs, x_sums, data, sums);
+        if (rows) sum_rows<T, F, ROWS / 2>(x, rows, inputs, x_sums, data, sums);
 }
 
 // As sum_grouped.
 template <class T, class F>
 [[gnu::noinline]] void sum_panel(const T* x, int64_t rows, int64_t inputs, const float* x_sums, const uint8_t* data, f32x16* sums) {
-    if (rows <= FEW_ROWS<T>) return sum_up_to<T, F, FEW_ROWS<T>>(x, rows, inputs, x_sums, data, sums);
-    static thread_local Unpacked w;
-    static const Unpacker<F> unpacker;
-    const int64_t x_groups = inputs / BLOCK;
-    std::fill(sums, sums + 2 * rows, splat(0.0f));
-    for (int64_t k = 0; k < inputs; k += NEST) {
-        const int blocks = int(std::min<int64_t>(NEST, inputs - k) / BLOCK);
-        unpack_blocks<F>(data + k / F::RUN * F::SIZE, blocks, unpacker, w);
-        add_rows<T, F::GROUP, F::MINIMUM>(x + k, rows, inputs, x_sums + k / BLOCK, x_groups, w, blocks * F::GROUPS, sums);
+    if (rows <= FEW_ROWS<T, F>) return sum_rows<T, F, AT_ONCE<T, F>>(x, rows, inputs, x_sums, data, sums);
+    if constexpr (FEW_ROWS<T, F> < ROWS_AT_ONCE) {
+        static thread_local Unpacked w;
+        static const Unpacker<F> unpacker;
+        const int64_t x_groups = inputs / BLOCK;
+        std::fill(sums, sums + 2 * rows, splat(0.0f));
+        for (int64_t k = 0; k < inputs; k += NEST) {
+            const int blocks = int(std::min<int64_t>(NEST, inputs - k) / BLOCK);
+            unpack_blocks<F>(data + k / F::RUN * F::SIZE, blocks, unpacker, w);
+            add_rows<T, F::GROUP, F::MINIMUM>(x + k, rows, inputs, x_sums + k / BLOCK, x_groups, w, blocks * F::GROUPS, sums);
+        }
     }
 }
 

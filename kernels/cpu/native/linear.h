@@ -73,22 +73,26 @@ void quantize(const T* weight, int64_t outputs, int64_t inputs, int8_t* panels, 
     }
 }
 
-// Fetch ahead of the sums: those of many rows keep the processor too busy to look far enough ahead by itself. 8 rows of
-// the default model took 27 ms without and 19 with, on two cores that read 20 GB/s. NONE: `ahead` is not read.
-enum Fetch : int { NONE = 0, HALF = 1, ALL = 2 };  // lines of 64 bytes at each step: as many as it reads, or half
-
-constexpr int64_t AHEAD = 8192;  // bytes: what is read in the time that memory takes to answer, several times over
+// What is fetched while sums are made, which keep the processor too busy to look far enough ahead by itself: nothing, what
+// is read after it, or a line of `next` at each step.
+enum Fetch : int { NONE, OWN, NEXT };
 
 // ROWS rows times PANELS panels, whose weights are of type W. Two panels where there are few rows, for enough independent
 // sums to hide latency.
 template <class T, class W, int ROWS, int PANELS, int FETCH>
-inline void product(const T* x, int64_t inputs, const W* weights, const char* ahead, f32x16 (&sums)[ROWS][2 * PANELS]) {
+inline void product(const T* x, int64_t inputs, const W* weights, const char* next, f32x16 (&sums)[ROWS][2 * PANELS]) {
     constexpr int PAIR = Element<T>::PAIR;
+    constexpr int64_t READ = PANEL * PAIR * sizeof(W);  // bytes of a panel at each step
     const int64_t steps = inputs / PAIR, panel_size = inputs * PANEL;
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < 2 * PANELS; c++) sums[r][c] = splat(0.0f);
     for (int64_t k = 0; k < steps; k++) {
-        for (int line = 0; line < FETCH; line++) __builtin_prefetch(ahead + (k * FETCH + line) * 64);
+        if constexpr (FETCH == OWN)
+            for (int64_t at = 0; at < PANELS * READ; at += CACHE_LINE) {
+                const auto* panel = reinterpret_cast<const char*>(weights + at / READ * panel_size);
+                fetch_ahead<sizeof(W) == 1>(panel + k * READ + at % READ);
+            }
+        if constexpr (FETCH == NEXT) fetch(next + k * CACHE_LINE);
         i32x16 w[2 * PANELS];
 #pragma GCC unroll 8
         for (int c = 0; c < 2 * PANELS; c++)
@@ -104,34 +108,31 @@ inline void product(const T* x, int64_t inputs, const W* weights, const char* ah
 
 // Calls store(row, panel, first 16 outputs, last 16) for ROWS rows from `row` on, and PANELS panels from `panel` on.
 template <class T, class W, int ROWS, int PANELS, int FETCH, class Store>
-inline void block(const T* x, int64_t row, int64_t inputs, const W* weights, const char* ahead, int64_t panel, const Store& s) {
+inline void block(const T* x, int64_t row, int64_t inputs, const W* weights, const char* next, int64_t panel, const Store& s) {
     f32x16 sums[ROWS][2 * PANELS];
-    product<T, W, ROWS, PANELS, FETCH>(x + row * inputs, inputs, weights, ahead, sums);
+    product<T, W, ROWS, PANELS, FETCH>(x + row * inputs, inputs, weights, next, sums);
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) s(row + r, panel + p, sums[r][2 * p], sums[r][2 * p + 1]);
 }
 
 // As many as `rows` rows from `row` on, at most ROWS.
 template <class T, class W, int ROWS, int FETCH, class Store>
-inline void some_rows(const T* x, int64_t row, int64_t rows, int64_t inputs, const W* weights, const char* ahead, int64_t panel,
+inline void some_rows(const T* x, int64_t row, int64_t rows, int64_t inputs, const W* weights, const char* next, int64_t panel,
                       const Store& s) {
     if constexpr (ROWS > 0) {
-        if (rows >= ROWS) return block<T, W, ROWS, 1, FETCH>(x, row, inputs, weights, ahead, panel, s);
-        some_rows<T, W, ROWS - 1, FETCH>(x, row, rows, inputs, weights, ahead, panel, s);
+        if (rows >= ROWS) return block<T, W, ROWS, 1, FETCH>(x, row, inputs, weights, next, panel, s);
+        some_rows<T, W, ROWS - 1, FETCH>(x, row, rows, inputs, weights, next, panel, s);
     }
 }
 
 // All rows and one panel. Of several blocks of rows, the first two fetch the panel that comes next, a half each.
 template <class T, class W, class Store>
 inline void all_rows(const T* x, int64_t rows, int64_t inputs, const W* weights, const char* next, int64_t panel, const Store& s) {
-    if (rows <= MAX_ROWS) {
-        const char* ahead = reinterpret_cast<const char*>(weights) + AHEAD;
-        return some_rows<T, W, MAX_ROWS, ALL>(x, 0, rows, inputs, weights, ahead, panel, s);
-    }
-    const int64_t half = inputs / Element<T>::PAIR * 64;
+    if (rows <= MAX_ROWS) return some_rows<T, W, MAX_ROWS, OWN>(x, 0, rows, inputs, weights, nullptr, panel, s);
+    const int64_t half = inputs / Element<T>::PAIR * CACHE_LINE;
     for (int64_t row = 0; row < rows; row += MAX_ROWS)
         if (row < 2 * MAX_ROWS)
-            some_rows<T, W, MAX_ROWS, HALF>(x, row, rows - row, inputs, weights, next + row / MAX_ROWS * half, panel, s);
+            some_rows<T, W, MAX_ROWS, NEXT>(x, row, rows - row, inputs, weights, next + row / MAX_ROWS * half, panel, s);
         else
             some_rows<T, W, MAX_ROWS, NONE>(x, row, rows - row, inputs, weights, nullptr, panel, s);
 }
@@ -143,12 +144,21 @@ void multiply_by(const T* x, int64_t rows, const Linear<T>& linear, int64_t firs
     const auto weights = [&](int64_t panel) { return linear.template panel<W>(panel); };
     int64_t panel = first;
     if (rows == 1)
-        for (; panel + 2 <= last; panel += 2) block<T, W, 1, 2, NONE>(x, 0, inputs, weights(panel), nullptr, panel, s);
+        for (; panel + 2 <= last; panel += 2) block<T, W, 1, 2, OWN>(x, 0, inputs, weights(panel), nullptr, panel, s);
     if (rows == 2)
-        for (; panel + 2 <= last; panel += 2) block<T, W, 2, 2, NONE>(x, 0, inputs, weights(panel), nullptr, panel, s);
+        for (; panel + 2 <= last; panel += 2) block<T, W, 2, 2, OWN>(x, 0, inputs, weights(panel), nullptr, panel, s);
     for (; panel < last; panel++)
         all_rows(x, rows, inputs, weights(panel), reinterpret_cast<const char*>(weights(panel + 1)), panel, s);
 }
+
+// Whether bytes are widened anew for each MAX_ROWS rows: sooner than from a copy where a product takes one instruction.
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool WIDEN_ANEW = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool WIDEN_ANEW = false;
+#endif
 
 // Panels [first, last) widened once for many rows, to the same numbers.
 template <class T>
@@ -329,7 +339,7 @@ void multiply(const T* x, int64_t rows, const Linear<T>& linear, int64_t first, 
         if (has_matrix_unit()) return multiply_by_tiles(x, rows, linear, first, last, s);
 #endif
     if (!linear.scales) return multiply_by<T, T>(x, rows, linear, first, last, s);
-    if (rows <= MAX_ROWS) return multiply_by<T, int8_t>(x, rows, linear, first, last, s);
+    if (WIDEN_ANEW<T> || rows <= MAX_ROWS) return multiply_by<T, int8_t>(x, rows, linear, first, last, s);
     for (int64_t panel = first; panel < last; panel++) {
         const char* next = reinterpret_cast<const char*>(linear.template panel<int8_t>(panel + 1));
         all_rows(x, rows, linear.inputs, widen_panels(linear, panel, panel + 1), next, panel, s);

@@ -9,7 +9,6 @@
 #include "forms.h"
 #include "vector.h"
 
-constexpr int64_t AHEAD_OF_BLOCK = 4096;  // bytes
 constexpr float LEAST = 1e-30f;  // of a block's largest magnitude: a smaller one is zero, for its scale would be denormal
 constexpr int WORDS = BLOCK / 4, HALF = 2;  // a word has four inputs of an output; a block has two halves of 16 inputs
 
@@ -234,7 +233,7 @@ template <class F>
             f32x16 scales[F::GROUPS * 2], minima[2];
             if constexpr (F::SCALES != BY_OUTPUT) unpack_scales<F>(run, block, scales, minima);
             const uint8_t* planes = run + F::UNITS + F::BYTES + block * F::PLANES;
-            for (int line = 0; line < F::PLANES; line += 64) __builtin_prefetch(planes + AHEAD_OF_BLOCK + line);
+            fetch_after<F>(run, block);
             Words words;
             unpack_words<F>(planes, words);
             for (int64_t r = 0; r < rows; r++) add_row<F>(x[r], words, scales, minima, sums + 2 * r);
