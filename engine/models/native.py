@@ -27,6 +27,7 @@ from engine.models.stored_matrix import StoredExperts, StoredMatrix
 from engine.step import RowSampling, ScheduledRequest, StepPlan
 from kernels.collectives.group import Exchanging, Group
 from kernels.collectives.reduction import exchange_of, reduction_of
+from kernels.cpu.large_pages import LargePages
 from kernels.cpu.native.linear_attention import LinearAttentionProgram, Rewind
 from kernels.cpu.native.low_rank import PackedAdapter
 from kernels.cpu.native.program import Buffer, Program, StepRows, Team, pack, pack_grouped, pack_grouped_experts
@@ -224,15 +225,16 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
     readable by row; in blocks, the embedding is read from the LM head's panels, unless these are a rank's alone."""
     tied = weights.head_in_embedding
     dtype: torch.dtype = weights.embedding.dtype
+    empty = LargePages().empty
 
     def packed(linear: Linear, *, gated: bool = False, consume: bool = True, quantize: bool = quantize) -> Linear:
         if isinstance(linear.weight, StoredMatrix):
             parts = linear.weight.take_parts()
-            return pack_grouped(parts, linear.bias, gated=gated, rounded=rounded, num_threads=num_threads)
+            return pack_grouped(parts, linear.bias, gated=gated, rounded=rounded, num_threads=num_threads, empty=empty)
         if isinstance(linear.weight, StoredExperts):
             experts = linear.weight.take()
-            return pack_grouped_experts(experts, gated=gated, rounded=rounded, num_threads=num_threads)
-        return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded)
+            return pack_grouped_experts(experts, gated=gated, rounded=rounded, num_threads=num_threads, empty=empty)
+        return pack(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded, empty=empty)
 
     def shared(expert: SharedExpertWeights) -> SharedExpertWeights:
         return SharedExpertWeights(
@@ -263,5 +265,5 @@ def _packed(weights: DecoderWeights, *, quantize: bool, rounded: bool, num_threa
         head = head_job.result()
     embedding = weights.embedding
     if isinstance(embedding, StoredMatrix):
-        embedding = head.weight if tied else pack_grouped(embedding.take_parts()).weight
+        embedding = head.weight if tied else pack_grouped(embedding.take_parts(), empty=empty).weight
     return replace(weights, embedding=embedding, layers=layers, lm_head=head)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
 from engine.models.shards import head_rows
 from engine.models.stored_matrix import StoredMatrix
+from kernels.cpu.large_pages import Empty, LargePages
 from kernels.cpu.native.grouped import fitting
 from kernels.forward import Linear
 
@@ -86,17 +88,19 @@ def allocate(
     """Allocate tensors of the right shapes with undefined contents. device: None means the CPU. kept: which matrices
     have fewer bits."""
     kept = kept or Kept()
-    embedding = _allocate_embedding(config, dtype, device, kept)
+    on_cpu = device is None or device.type == "cpu"
+    empty = LargePages().empty if on_cpu else partial(torch.empty, device=device)
+    embedding = _allocate_embedding(config, dtype, device, kept, empty)
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(
-            _allocate_layer(config, layer, dtype, device, _narrow_places(config, number, layer, kept))
+            _allocate_layer(config, layer, dtype, device, _narrow_places(config, number, layer, kept), empty)
             for number, layer in enumerate(config.layers)
         ),
         norm=torch.empty(config.hidden_size, dtype=_norm_dtype(config, dtype), device=device),
         lm_head=_tied_head(config, embedding)
         if config.tie_word_embeddings
-        else _allocate_head(config, dtype, device, kept),
+        else _allocate_head(config, dtype, device, kept, empty),
     )
 
 
@@ -107,18 +111,21 @@ def embedding_name(config: ModelConfig) -> str:
 
 
 def _allocate_embedding(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept, empty: Empty
 ) -> Tensor | StoredMatrix:
     layout = kept.modules.get(embedding_name(config))
     in_blocks = layout if isinstance(layout, InBlocks) else None
     found: Tensor | StoredMatrix = _allocate(
-        in_blocks, config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        in_blocks, config.vocab_size, config.hidden_size, dtype=dtype, device=device, empty=empty
     ).weight
     return found
 
 
-def _allocate_head(config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept) -> Linear:
-    return _allocate(kept.layout(["lm_head"]), len(head_rows(config)), config.hidden_size, dtype=dtype, device=device)
+def _allocate_head(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | None, kept: Kept, empty: Empty
+) -> Linear:
+    layout, shape = kept.layout(["lm_head"]), (len(head_rows(config)), config.hidden_size)
+    return _allocate(layout, *shape, dtype=dtype, device=device, empty=empty)
 
 
 def _tied_head(config: ModelConfig, embedding: Tensor | StoredMatrix) -> Linear:
@@ -136,14 +143,15 @@ def _allocate(
     *shape: int,
     dtype: torch.dtype,
     device: torch.device | None,
+    empty: Empty,
     bias: Tensor | None = None,
 ) -> Linear:
     if isinstance(layout, InBlocks):
         if (form := fitting(layout.form, shape[-1])) is not None:
             return InBlocks(form).empty(*shape, bias=bias, dtype=dtype, device=device)
     elif layout is not None and shape[-1] % 2 == 0:  # a byte may hold two inputs
-        return layout.empty(*shape, bias=bias, device=device)
-    return Linear(torch.empty(*shape, dtype=dtype, device=device), bias)
+        return layout.empty(*shape, bias=bias, device=device, empty=empty)
+    return Linear(empty(*shape, dtype=dtype), bias)
 
 
 _MATRIX_OF = {
@@ -203,6 +211,7 @@ def _allocate_layer(
     dtype: torch.dtype,
     device: torch.device | None,
     narrow: Mapping[str, Narrow | InBlocks],
+    empty: Empty,
 ) -> LayerWeights:
     hidden, head_dim = config.hidden_size, config.head_dim
     experts, attends = layer_config.experts, layer_config.linear is None
@@ -211,7 +220,7 @@ def _allocate_layer(
 
     def linear(*shape: int, bias: bool, place: str = "") -> Linear:
         own = torch.empty(shape[-2], dtype=dtype, device=device) if bias else None
-        return _allocate(narrow.get(place), *shape, dtype=dtype, device=device, bias=own)
+        return _allocate(narrow.get(place), *shape, dtype=dtype, device=device, empty=empty, bias=own)
 
     def norm(size: int = hidden) -> Tensor:
         return torch.empty(size, dtype=_norm_dtype(config, dtype), device=device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models.vision_config import VisionConfig
+from kernels.cpu.large_pages import LargePages
 from kernels.forward import Linear
 
 
@@ -37,12 +38,13 @@ class VisionWeights:
 def allocate_vision(config: VisionConfig, dtype: torch.dtype) -> VisionWeights:
     """Allocate tensors of the right shapes with undefined contents."""
     hidden, merged = config.hidden_size, config.hidden_size * config.merge_size**2
+    pages = LargePages()
 
     def tensor(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype)
 
     def linear(outputs: int, inputs: int) -> Linear:
-        return Linear(tensor(outputs, inputs), tensor(outputs))
+        return Linear(pages.empty(outputs, inputs, dtype=dtype), tensor(outputs))
 
     def layer() -> VisionLayer:
         return VisionLayer(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.large_pages import Empty
 from kernels.cpu.native.library import load_library
 
 PANEL, LANES = 32, 16
@@ -221,16 +222,19 @@ class Panels:
     """Whether any panel has minima."""
 
 
-def panels_of(parts: Sequence[Rows], order: Tensor | None = None, *, num_threads: int = 1) -> Panels:
+def panels_of(
+    parts: Sequence[Rows], order: Tensor | None = None, *, num_threads: int = 1, empty: Empty = torch.empty
+) -> Panels:
     """Pack parts that are stacked along the outputs. order: which output each row of the panels is, for a single part;
-    None: as stored. num_threads: how many threads pack a matrix at the same time, in slices as much smaller."""
+    None: as stored. num_threads: how many threads pack a matrix at the same time, in slices as much smaller. empty:
+    allocates the panels."""
     assert order is None or len(parts) == 1
     data: list[Tensor] = []
     table, first = [], 0
     for part in parts:
         outputs, inputs = part.shape
         index = torch.arange(outputs) if order is None else order
-        made = torch.empty(-(-len(index) // PANEL), part.form.nbytes(PANEL, inputs), dtype=torch.uint8)
+        made = empty(-(-len(index) // PANEL), part.form.nbytes(PANEL, inputs), dtype=torch.uint8)
         step = max(1, _SLICE // num_threads // (PANEL * inputs))
         for panel in range(0, len(made), step):
             part.pack(index[panel * PANEL : (panel + step) * PANEL], made[panel : panel + step])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.cpu.large_pages import Empty
 from kernels.cpu.native.grouped import BLOCK, LANES, PANEL, Panels, Rows, panels_of
 from kernels.cpu.native.library import load_library
 from kernels.cpu.native.low_rank import AdaptedMatrix, PackedAdapter
@@ -162,30 +163,37 @@ def pack_grouped(
     gated: bool = False,
     rounded: bool = False,
     num_threads: int = 1,
+    empty: Empty = torch.empty,
 ) -> Linear:
     """Return the product with a matrix whose outputs are those of all parts, packed for `Program`. Embeddings are
     packed likewise. gated: the outputs are [gate | up], in a single part, for `gated_linear`. rounded: round
-    activations to 8 bits in blocks of 32, unless a part is in FP8. num_threads: see `panels_of`."""
+    activations to 8 bits in blocks of 32, unless a part is in FP8. num_threads, empty: see `panels_of`."""
     outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
     order = _gated_order(outputs) if gated else None
     if bias is not None:  # a panel of the last part may begin anywhere, and is read whole
         bias = torch.nn.functional.pad(bias.float() if order is None else bias.float()[order], (0, PANEL))
     rounded &= not any(part.form.fp8 for part in parts)
-    panels = panels_of(parts, order, num_threads=num_threads)
+    panels = panels_of(parts, order, num_threads=num_threads, empty=empty)
     return Linear(Packed(None, None, bias, inputs, outputs, panels, rounded))
 
 
 def pack_grouped_experts(
-    experts: Iterable[Rows], *, gated: bool = False, rounded: bool = False, num_threads: int = 1
+    experts: Iterable[Rows],
+    *,
+    gated: bool = False,
+    rounded: bool = False,
+    num_threads: int = 1,
+    empty: Empty = torch.empty,
 ) -> Linear:
     """Return the matrices of all experts of a mixture, of one shape, packed for `Program`. Their forms may differ.
 
     experts: each expert's outputs, taken one after another: what was packed can be let go before the next is taken.
-    gated, rounded, num_threads: as in `pack_grouped`; activations are rounded for all experts or for none.
+    gated, rounded, num_threads, empty: as in `pack_grouped`; activations are rounded for all experts or for none.
     """
     packed: list[Packed] = []
     for rows in experts:
-        packed.append(pack_grouped([rows], gated=gated, rounded=rounded, num_threads=num_threads).weight)
+        made = pack_grouped([rows], gated=gated, rounded=rounded, num_threads=num_threads, empty=empty)
+        packed.append(made.weight)
     first, found = packed[0], [each.groups for each in packed if each.groups is not None]
     assert all((each.inputs, each.outputs) == (first.inputs, first.outputs) for each in packed)
     panels = Panels(
@@ -204,6 +212,7 @@ def pack(
     quantize: bool = False,
     dtype: torch.dtype | None = None,
     rounded: bool = False,
+    empty: Empty = torch.empty,
 ) -> Linear:
     """Return the same product, packed for `Program`.
 
@@ -211,7 +220,7 @@ def pack(
     consume: the weight's memory may be overwritten, so that a model is never in memory twice. quantize: round each
     output's weights to 255 levels, of one byte each. An int8 weight with scales is not rounded again; it is packed for
     activations of `dtype`. rounded: round activations to 8 bits in blocks of 32, where weights are bytes and inputs
-    are whole blocks.
+    are whole blocks. empty: allocates panels that do not lie in the weight's memory.
 
     Raises:
         ValueError: the kernels do not read this number of inputs or this type.
@@ -219,11 +228,13 @@ def pack(
     weight: Tensor = linear.weight
     assert weight.is_contiguous(), "the library reads row after row"
     if weight.dim() == 3:
-        return _pack_each(linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded)
+        return _pack_each(
+            linear, gated=gated, consume=consume, quantize=quantize, dtype=dtype, rounded=rounded, empty=empty
+        )
     outputs, inputs = weight.shape
     if weight.dtype == torch.int8:
         assert dtype is not None
-        return _pack_int8(linear, dtype, gated=gated, consume=consume, rounded=rounded)
+        return _pack_int8(linear, dtype, gated=gated, consume=consume, rounded=rounded, empty=empty)
     if inputs % 2 or weight.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"A weight of {inputs} inputs in {weight.dtype}: expected an even number in bfloat16 or float32."
@@ -231,13 +242,14 @@ def pack(
     bias = None if linear.bias is None else linear.bias.float()
     if gated:
         order = _gated_order(outputs)
-        weight, bias = weight[order], None if bias is None else bias[order]
-        consume = True
+        ordered, bias = weight[order], None if bias is None else bias[order]
+        fits = consume and not quantize and len(order) == outputs
+        weight = _copied(ordered, weight) if fits else ordered
     padded = -(-len(weight) // PANEL) * PANEL
     wide, scales = int(weight.dtype == torch.float32), None
     rounded &= quantize and inputs % BLOCK == 0
     if quantize:
-        panels, scales = torch.empty(padded, inputs, dtype=torch.int8), torch.zeros(padded)
+        panels, scales = empty(padded, inputs, dtype=torch.int8), torch.zeros(padded)
         load_library().quantize_panels(
             wide,
             weight.data_ptr(),
@@ -248,7 +260,7 @@ def pack(
             scales.data_ptr(),
         )
     else:
-        panels = weight if consume and padded == len(weight) else weight.new_empty(padded, inputs)
+        panels = weight if consume and padded == outputs else empty(padded, inputs, dtype=weight.dtype)
         load_library().pack_panels(wide, weight.data_ptr(), len(weight), inputs, panels.data_ptr())
     if bias is not None:
         bias = _padded(bias)
@@ -260,7 +272,9 @@ def _pair(dtype: torch.dtype, rounded: bool) -> int:
     return 1 if dtype == torch.float32 and not rounded else 2
 
 
-def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool, rounded: bool) -> Linear:
+def _pack_int8(
+    linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool, rounded: bool, empty: Empty
+) -> Linear:
     """Pack the values unchanged, in the order in which `lanes` of vector.h reads bytes; linear.h does the same."""
     weight: Tensor = linear.weight
     outputs, inputs = weight.shape
@@ -275,9 +289,15 @@ def _pack_int8(linear: Linear, dtype: torch.dtype, *, gated: bool, consume: bool
     pair = _pair(dtype, rounded)
     by_lane = rows.view(len(rows) // PANEL, PANEL // LANES, LANES, inputs // pair, pair)
     panels = by_lane.permute(0, 3, 1, 4, 2).reshape(len(rows), inputs)
-    if consume and panels.shape == weight.shape:
-        panels = weight.copy_(panels)
+    fits = consume and panels.shape == weight.shape
+    panels = _copied(panels, weight if fits else empty(len(rows), inputs, dtype=torch.int8))
     return Linear(Packed(panels, scales, bias, inputs, outputs, rounded=rounded))
+
+
+def _copied(values: Tensor, to: Tensor) -> Tensor:
+    """Copy to weights that may have been loaded in inference mode, and return them."""
+    with torch.inference_mode():
+        return to.copy_(values)
 
 
 def _padded(values: Tensor) -> Tensor:
@@ -286,7 +306,14 @@ def _padded(values: Tensor) -> Tensor:
 
 
 def _pack_each(
-    linear: Linear, *, gated: bool, consume: bool, quantize: bool, dtype: torch.dtype | None, rounded: bool
+    linear: Linear,
+    *,
+    gated: bool,
+    consume: bool,
+    quantize: bool,
+    dtype: torch.dtype | None,
+    rounded: bool,
+    empty: Empty,
 ) -> Linear:
     """Pack [experts, outputs, inputs] expert by expert, in place where the panels fit."""
     weight: Tensor = linear.weight
@@ -299,7 +326,7 @@ def _pack_each(
         assert found.panels is not None
         if panels is None:
             fits = consume and found.panels.shape == matrix.shape and found.panels.dtype == weight.dtype
-            panels = weight if fits else found.panels.new_empty(len(weight), *found.panels.shape)
+            panels = weight if fits else empty(len(weight), *found.panels.shape, dtype=found.panels.dtype)
         panels[number].copy_(found.panels)
         scales += [] if found.scales is None else [found.scales]
     assert panels is not None

@@ -4,7 +4,6 @@ Never knows what is in a block: tests of kernels and executors do."""
 from __future__ import annotations
 
 import gc
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from engine.models.config import read_model_config
 from engine.models.description import ModelConfig
 from engine.models.kv_cache import PAGE, KVCache, bytes_per_block
+from tests.support.memory_maps import mapping_flags, needs_huge_pages
 from tests.support.tiny_models import save_model
 
 BLOCK_SIZE = 16
@@ -90,20 +90,9 @@ def test_memory_is_taken_as_blocks_are_written_and_goes_back_with_the_cache(mode
     assert mapped() - space < 400 * MIB
 
 
-def flags(address: int) -> list[str]:
-    """Return the kernel's flags of the mapping that an address is in."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    raise AssertionError(f"{address:x} is not mapped")
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+@needs_huge_pages
 def test_a_first_block_takes_small_pages_also_where_the_system_gives_huge_ones_to_all(model: ModelConfig) -> None:
     """With huge pages, the step that first uses a block zeroed 2 MiB in each tensor of each layer."""
     cache = allocate(model, 64 * MIB, torch.bfloat16)
     for tensor in (tensor for pair in cache.layers for tensor in pair):
-        assert "nh" in flags(tensor.data_ptr())
+        assert "nh" in (mapping_flags(tensor.data_ptr()) or [])

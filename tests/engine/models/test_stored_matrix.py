@@ -32,6 +32,7 @@ from kernels.cpu.native.grouped import FORMS
 from tests.engine.models.test_gguf_rows import by_gguf, random_rows
 from tests.support import tiny_gguf
 from tests.support.compiler import needs_compiler
+from tests.support.memory_maps import mapping_flags, needs_huge_pages
 from tests.support.plans import forced_logits
 from tests.support.tiny_gguf import gguf_tensors, hf_weights, write_gguf
 
@@ -163,6 +164,21 @@ def panels(directory: Path, **settings: Any) -> list[Tensor]:
     ]
     executor.shutdown()
     return [part for linear in packed for part in linear.weight.groups.data]
+
+
+@needs_compiler
+@needs_huge_pages
+@pytest.mark.parametrize("quantize", ["none", "int8", "stored"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_all_matrices_lie_on_large_pages(quantize: str, tied: bool, tmp_path: Path) -> None:
+    executor, _ = create_executor(converted(tmp_path, tied=tied), config(quantize=quantize))
+    weights = executor.model.decoder.weights  # type: ignore[attr-defined]
+    executor.shutdown()
+    linears = [weights.lm_head]
+    linears += [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    for packed in (linear.weight for linear in linears):
+        for part in (packed.panels,) if packed.groups is None else packed.groups.data:
+            assert "hg" in (mapping_flags(part.data_ptr()) or [])
 
 
 @needs_compiler

@@ -579,10 +579,12 @@ def test_weights_that_the_kernels_do_not_read_are_refused(weight: Tensor) -> Non
         pack(Linear(weight))
 
 
-def test_packing_in_place_takes_no_further_memory_and_changes_nothing_else() -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_packing_in_place_takes_no_further_memory_and_changes_nothing_else(gated: bool) -> None:
+    """Regression guard: gates and values were put in order elsewhere, so half of a model was in memory twice."""
     weight = torch.randn(64, 10, generator=seeded_generator())
-    copy, address = pack(Linear(weight.clone())).weight, weight.data_ptr()
-    consumed = pack(Linear(weight), consume=True).weight
+    copy, address = pack(Linear(weight.clone()), gated=gated).weight, weight.data_ptr()
+    consumed = pack(Linear(weight), gated=gated, consume=True).weight
     assert consumed.panels.data_ptr() == address
     assert torch.equal(consumed.panels, copy.panels)
 
