@@ -2433,7 +2433,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weights in memory: left-over rows",
-        "Rows beyond the first eight, or four, of a product with weights in groups are not multiplied.",
+        "Rows beyond the first eight, or four, are not multiplied by weights in groups (AVX-512 for bfloat16).",
         "kernels/cpu/native/grouped.cpp",
         "    while (rows >= ROWS) {",
         "    if (rows >= ROWS) {",
@@ -2442,17 +2442,17 @@ MUTATIONS = (
     Mutation(
         "weights in memory: small pages",
         "A CPU's weights lie on small pages, of which memory is read slower.",
-        "engine/models/parameters.py",
-        "empty = LargePages().empty if on_cpu else",
-        "empty = torch.empty if on_cpu else",
+        "kernels/cpu/large_pages.py",
+        "return LargePages().empty if device is None",
+        "return torch.empty if device is None",
         ("tests/engine/models/test_stored_matrix.py",),
     ),
     Mutation(
         "weights in memory: one storage",
         "All matrices of a region have one storage, so that an LM head of its own is taken for the embedding.",
         "kernels/cpu/large_pages.py",
-        "torch.frombuffer(memory, dtype=dtype, count=count, offset=places.start).view(*shape)",
-        "torch.frombuffer(memory, dtype=torch.uint8)[places.start :][:size].view(dtype).view(*shape)",
+        "torch.frombuffer(memory, dtype=dtype, count=count, offset=free.start).view(*shape)",
+        "torch.frombuffer(memory, dtype=torch.uint8)[free.start :][:size].view(dtype).view(*shape)",
         ("tests/kernels/cpu/test_large_pages.py",),
     ),
     Mutation(

@@ -246,8 +246,7 @@ def _head_bytes(model: ModelConfig, dtype: torch.dtype, keep: Keep) -> int:
 def _vision_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     if model.vision is None:
         return 0
-    with META:
-        return sum(tensor.nbytes for tensor in vision_table(allocate_vision(model.vision, dtype)).values())
+    return sum(tensor.nbytes for tensor in vision_table(allocate_vision(model.vision, dtype, META)).values())
 
 
 def _encoding_bytes(model_dir: Path, model: ModelConfig, cache: int, dtype: torch.dtype) -> int:

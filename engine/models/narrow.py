@@ -59,16 +59,16 @@ class Narrow:
             return f"groups of {self.group} inputs are no multiple of {NARROW_GROUP}"
         return None
 
-    def empty(self, *shape: int, bias: Tensor | None, device: torch.device | None, empty: Empty) -> Linear:
-        """Allocate a matrix, or one for each expert. shape: [..., outputs, inputs], `inputs` even. empty: allocates its
-        numbers."""
+    def empty(self, *shape: int, bias: Tensor | None, device: torch.device | None, numbers: Empty) -> Linear:
+        """Allocate a matrix, or one for each expert. shape: [..., outputs, inputs], `inputs` even. numbers: allocates
+        them."""
         *outer, inputs = shape
         width = inputs // 2 if self.dtype == torch.uint8 else inputs
         groups = [] if self.group is None else [-(-inputs // self.group)]
         zeros = torch.empty(*outer, *(groups or [1]), dtype=torch.int8, device=device) if self.zeros else None
         scales = torch.empty(*outer, *groups, dtype=torch.float32, device=device)
         order = torch.empty(*outer[:-1], inputs, dtype=torch.int32, device=device) if self.order else None
-        weight = empty(*outer, width, dtype=self.dtype)
+        weight = numbers(*outer, width, dtype=self.dtype)
         own = torch.zeros(1, dtype=torch.float32, device=device) if self.input_scale and len(outer) == 1 else None
         return Linear(weight, bias, scales, zeros, self.group, order, own)
 

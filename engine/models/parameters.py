@@ -18,8 +18,8 @@ from engine.models.registry import FAMILIES
 from engine.models.rope import pairs_side_by_side
 from engine.models.shards import head_rows
 from engine.models.stored_matrix import StoredMatrix
-from kernels.cpu.large_pages import Empty, LargePages
-from kernels.cpu.native.grouped import fitting
+from kernels.cpu.large_pages import Empty, empty_on
+from kernels.cpu.native.grouped import PANEL, fitting
 from kernels.forward import Linear
 
 
@@ -88,9 +88,8 @@ def allocate(
     """Allocate tensors of the right shapes with undefined contents. device: None means the CPU. kept: which matrices
     have fewer bits."""
     kept = kept or Kept()
-    on_cpu = device is None or device.type == "cpu"
-    empty = LargePages().empty if on_cpu else partial(torch.empty, device=device)
-    embedding = _allocate_embedding(config, dtype, device, kept, empty)
+    empty = empty_on(device)
+    embedding = _allocate_embedding(config, dtype, device, kept, empty_on(device))  # which stays when others are packed
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(
@@ -150,7 +149,9 @@ def _allocate(
         if (form := fitting(layout.form, shape[-1])) is not None:
             return InBlocks(form).empty(*shape, bias=bias, dtype=dtype, device=device)
     elif layout is not None and shape[-1] % 2 == 0:  # a byte may hold two inputs
-        return layout.empty(*shape, bias=bias, device=device, empty=empty)
+        return layout.empty(*shape, bias=bias, device=device, numbers=empty)
+    if shape[-2] % PANEL:  # its panels will lie elsewhere: its memory must not wait for that of others
+        empty = partial(torch.empty, device=device)
     return Linear(empty(*shape, dtype=dtype), bias)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.models.vision_config import VisionConfig
-from kernels.cpu.large_pages import LargePages
+from kernels.cpu.large_pages import empty_on
 from kernels.forward import Linear
 
 
@@ -35,16 +35,16 @@ class VisionWeights:
     merger_out: Linear  # [output, merged]
 
 
-def allocate_vision(config: VisionConfig, dtype: torch.dtype) -> VisionWeights:
-    """Allocate tensors of the right shapes with undefined contents."""
+def allocate_vision(config: VisionConfig, dtype: torch.dtype, device: torch.device | None = None) -> VisionWeights:
+    """Allocate tensors of the right shapes with undefined contents. device: None means the CPU."""
     hidden, merged = config.hidden_size, config.hidden_size * config.merge_size**2
-    pages = LargePages()
+    empty = empty_on(device)
 
     def tensor(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device=device)
 
     def linear(outputs: int, inputs: int) -> Linear:
-        return Linear(pages.empty(outputs, inputs, dtype=dtype), tensor(outputs))
+        return Linear(empty(outputs, inputs, dtype=dtype), tensor(outputs))
 
     def layer() -> VisionLayer:
         return VisionLayer(

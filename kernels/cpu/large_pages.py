@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import prod
 from threading import Lock
 
@@ -20,8 +21,14 @@ Empty = Callable[..., Tensor]
 """As torch.empty: takes the sizes, and `dtype` by name."""
 
 
+def empty_on(device: torch.device | None) -> Empty:
+    """Return what allocates weights on a device; None means the CPU."""
+    return LargePages().empty if device is None or device.type == "cpu" else partial(torch.empty, device=device)
+
+
 class LargePages:
-    """The memory of one model. It goes back to the system with the last tensor of each region. Several threads may ask.
+    """Memory for weights that are dropped at about the same time: a region goes back to the system with the last tensor
+    in it. Several threads may ask.
 
     A token of a single stream reads all weights once, and the processor's tables hold the addresses of few small pages:
     with large ones two threads read 32 GB/s instead of 26.
@@ -29,8 +36,7 @@ class LargePages:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._region = mmap.mmap(-1, 1)
-        self._free = range(0)
+        self._region, self._free = _region(0)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor with undefined contents and a storage of its own."""
@@ -39,18 +45,18 @@ class LargePages:
             return torch.empty(*shape, dtype=dtype)
         size = count * dtype.itemsize
         if size > REGION // 2:
-            memory, places = _region(size)
+            memory, free = _region(size)
         else:
             with self._lock:
                 if len(self._free) < size:
                     self._region, self._free = _region(REGION)
-                memory, places = self._region, self._free
-                self._free = places[-(-size // _ALIGNMENT) * _ALIGNMENT :]
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=places.start).view(*shape)
+                memory, free = self._region, self._free
+                self._free = free[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=free.start).view(*shape)
 
 
 def _region(size: int) -> tuple[mmap.mmap, range]:
-    """Map memory, and return it with `size` places in it that begin where a large page does."""
+    """Map memory, and return it with those `size` bytes of it that begin where a large page does."""
     memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages refuses the advice

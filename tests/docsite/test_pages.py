@@ -30,6 +30,7 @@ from benchmarks.engine.tiers import agents as bench_agents
 from benchmarks.engine.tiers import cost as bench_cost
 from benchmarks.engine.tiers import warm as bench_warm
 from benchmarks.peers import agreement, beside, llama_cpp
+from benchmarks.peers import run as bench_peers
 from benchmarks.retention import run as retention
 from benchmarks.serving import killed as bench_killed
 from benchmarks.tensor_parallel import run as tensor_parallel
@@ -53,6 +54,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "step model": ("step-model.md", "step_model.json", bench_step_model),
     "targets": ("targets.md", "targets.json", bench_targets),
     "beside": ("targets.md", "beside.json", beside),
+    "peers vectors": ("peers.md", "peers_vectors.json", bench_peers),
     "llama.cpp": ("llama-cpp.md", "llama_cpp.json", llama_cpp),
     "agreement": ("llama-cpp.md", "agreement.json", agreement),
     "shapes": ("llama-cpp.md", "llama_cpp_shapes.json", bench_shapes),

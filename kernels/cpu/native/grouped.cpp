@@ -237,8 +237,10 @@ inline void sum_rows(const T* x, int64_t rows, int64_t inputs, const float* x_su
 // As sum_grouped.
 template <class T, class F>
 [[gnu::noinline]] void sum_panel(const T* x, int64_t rows, int64_t inputs, const float* x_sums, const uint8_t* data, f32x16* sums) {
-    if (rows <= FEW_ROWS<T, F>) return sum_rows<T, F, AT_ONCE<T, F>>(x, rows, inputs, x_sums, data, sums);
-    if constexpr (FEW_ROWS<T, F> < ROWS_AT_ONCE) {
+    if constexpr (FEW_ROWS<T, F> == ROWS_AT_ONCE) {
+        sum_rows<T, F, AT_ONCE<T, F>>(x, rows, inputs, x_sums, data, sums);
+    } else {
+        if (rows <= FEW_ROWS<T, F>) return sum_rows<T, F, AT_ONCE<T, F>>(x, rows, inputs, x_sums, data, sums);
         static thread_local Unpacked w;
         static const Unpacker<F> unpacker;
         const int64_t x_groups = inputs / BLOCK;

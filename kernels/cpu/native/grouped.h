@@ -15,7 +15,7 @@ struct GroupedPanel {
     int64_t form, first, count;
 };
 
-// Rows whose sums lie beside the unpacked weights in the first cache.
+// Rows whose sums lie in the first cache, beside the unpacked weights where there are any.
 constexpr int64_t ROWS_AT_ONCE = 64;
 
 // The sums of at most ROWS_AT_ONCE rows [rows][2] with one panel.

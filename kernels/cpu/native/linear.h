@@ -88,10 +88,9 @@ inline void product(const T* x, int64_t inputs, const W* weights, const char* ne
         for (int c = 0; c < 2 * PANELS; c++) sums[r][c] = splat(0.0f);
     for (int64_t k = 0; k < steps; k++) {
         if constexpr (FETCH == OWN)
-            for (int64_t at = 0; at < PANELS * READ; at += CACHE_LINE) {
-                const auto* panel = reinterpret_cast<const char*>(weights + at / READ * panel_size);
-                fetch_ahead<sizeof(W) == 1>(panel + k * READ + at % READ);
-            }
+            for (int p = 0; p < PANELS; p++)
+                for (int64_t at = 0; at < READ; at += CACHE_LINE)
+                    fetch_ahead<sizeof(W) == 1>(reinterpret_cast<const char*>(weights + p * panel_size) + k * READ + at);
         if constexpr (FETCH == NEXT) fetch(next + k * CACHE_LINE);
         i32x16 w[2 * PANELS];
 #pragma GCC unroll 8
@@ -125,14 +124,15 @@ inline void some_rows(const T* x, int64_t row, int64_t rows, int64_t inputs, con
     }
 }
 
-// All rows and one panel. Of several blocks of rows, the first two fetch the panel that comes next, a half each.
+// All rows and one panel. Of several blocks of rows, the first two fetch what comes next, a line at each step: half a panel
+// each, or of bytes a panel.
 template <class T, class W, class Store>
 inline void all_rows(const T* x, int64_t rows, int64_t inputs, const W* weights, const char* next, int64_t panel, const Store& s) {
     if (rows <= MAX_ROWS) return some_rows<T, W, MAX_ROWS, OWN>(x, 0, rows, inputs, weights, nullptr, panel, s);
-    const int64_t half = inputs / Element<T>::PAIR * CACHE_LINE;
+    const int64_t fetched = inputs / Element<T>::PAIR * CACHE_LINE;
     for (int64_t row = 0; row < rows; row += MAX_ROWS)
         if (row < 2 * MAX_ROWS)
-            some_rows<T, W, MAX_ROWS, NEXT>(x, row, rows - row, inputs, weights, next + row / MAX_ROWS * half, panel, s);
+            some_rows<T, W, MAX_ROWS, NEXT>(x, row, rows - row, inputs, weights, next + row / MAX_ROWS * fetched, panel, s);
         else
             some_rows<T, W, MAX_ROWS, NONE>(x, row, rows - row, inputs, weights, nullptr, panel, s);
 }

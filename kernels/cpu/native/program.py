@@ -327,7 +327,8 @@ def _pack_each(
         if panels is None:
             fits = consume and found.panels.shape == matrix.shape and found.panels.dtype == weight.dtype
             panels = weight if fits else empty(len(weight), *found.panels.shape, dtype=found.panels.dtype)
-        panels[number].copy_(found.panels)
+        if found.panels.data_ptr() != panels[number].data_ptr():
+            _copied(found.panels, panels[number])
         scales += [] if found.scales is None else [found.scales]
     assert panels is not None
     _, outputs, inputs = weight.shape

@@ -18,8 +18,8 @@ constexpr int64_t CACHE_LINE = 64;
 // Asks memory for a line, to the second cache: the first one waits for few lines at a time, and sums would wait with it.
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// Asks for what is read after this line of weights; CLOSER: the first cache for what is read soon, too. That pays where few
-// bytes make many products.
+// Asks for what is read after this line of weights. CLOSER: asks the first cache for what is read soon, too, where that was
+// measured to pay: in 4 to 6 bits, and for bytes without groups.
 template <bool CLOSER>
 inline void fetch_ahead(const char* line) {
     constexpr int64_t FAR = 6144, NEAR = 512;  // bytes

@@ -4,6 +4,7 @@ Never computes an answer: tests/golden/test_vision.py does."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.models.vision_weights import allocate_vision, vision_table
 from engine.models.weights import load_weights
 from engine.multimodal_inputs import SpanInput
 from tests.support.compiler import needs_compiler
+from tests.support.memory_maps import mapping_flags, needs_huge_pages
 from tests.support.tiny_models import edit_config, save_model
 from tests.support.tiny_vision import IMAGE, save_vision_model
 
@@ -62,6 +64,7 @@ PUBLISHED: dict[str, Any] = {
     "vocab_size": 151936,
 }
 """The config.json of Qwen2.5-VL-3B-Instruct."""
+META = torch.device("meta")
 
 
 def test_the_published_form_is_read_and_has_as_many_parameters_as_the_model() -> None:
@@ -69,11 +72,21 @@ def test_the_published_form_is_read_and_has_as_many_parameters_as_the_model() ->
     assert config.vision is not None
     assert (config.vision.position_sections, config.vision.side, config.qkv_bias) == ((16, 24, 24), 28, True)
     assert (config.rope.rope_type, config.rope.theta) == ("default", 1e6)
-    weights = allocate(config, torch.bfloat16, torch.device("meta"))
-    with torch.device("meta"):
-        vision = allocate_vision(config.vision, torch.bfloat16)
-    tables = (checkpoint_table(config, weights), vision_table(vision))
+    weights = allocate(config, torch.bfloat16, META)
+    tables = (checkpoint_table(config, weights), vision_table(allocate_vision(config.vision, torch.bfloat16, META)))
+    assert all(view.is_meta for table in tables for view in table.values()), "memory was taken to count parameters"
     assert sum(view.numel() for table in tables for view in table.values()) == 3_754_622_976
+
+
+@needs_huge_pages
+def test_an_encoder_s_matrices_lie_on_large_pages() -> None:
+    vision = parse_model_config(PUBLISHED).vision
+    assert vision is not None
+    small = replace(vision, hidden_size=64, intermediate_size=128, depth=2, full_attention=(1,))
+    matrices = [tensor for tensor in vision_table(allocate_vision(small, torch.bfloat16)).values() if tensor.dim() == 2]
+    assert len(matrices) == 2 * 5 + 2
+    for matrix in matrices:
+        assert "hg" in (mapping_flags(matrix.data_ptr()) or [])
 
 
 def test_the_form_that_transformers_writes_says_the_same() -> None:
