@@ -4,8 +4,6 @@ Never knows which request a block belongs to; the scheduler's block manager does
 from __future__ import annotations
 
 import math
-import mmap
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.models.config import ModelConfig
+from kernels.cpu.mapping import map_memory
 from kernels.kv_format import stored_size
 
 
@@ -76,21 +75,11 @@ class KVCache:
         size = math.prod(shape) * dtype.itemsize
         apart, count = -(-size // PAGE) * PAGE, 2 * model.num_attention_layers
         if device is None or device.type == "cpu":
-            memory = _untouched_zeros(count * apart)
+            # Small pages: with large ones, a first block would zero 2 MiB in each tensor within its step.
+            memory = torch.frombuffer(map_memory(count * apart, large_pages=False), dtype=torch.uint8)
         else:
             memory = torch.zeros(count * apart, dtype=torch.uint8, device=device)
         tensors = [memory[begin : begin + size].view(dtype).view(shape) for begin in range(0, count * apart, apart)]
         block_bytes = size // num_blocks
         blocks = memory.as_strided((count, num_blocks, block_bytes), (apart, block_bytes, 1))
         return cls(tuple(zip(tensors[::2], tensors[1::2], strict=True)), blocks)
-
-
-def _untouched_zeros(size: int) -> Tensor:
-    """Return bytes of zero that the system fills in page by page, when they are first read or written; torch.zeros
-    writes them all. They go back to it with the tensor. # [size] uint8"""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would count as a file's
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages refuses the advice, and needs none
-            # Where the system gives huge pages to all, a first block would zero 2 MiB in each tensor within its step.
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)

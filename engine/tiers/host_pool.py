@@ -3,10 +3,10 @@ Never evicts: whoever plans says what is dropped. Never reads or writes a row.""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from contextlib import suppress
 from threading import Lock
+
+from kernels.cpu.mapping import map_memory
 
 Pin = Callable[[memoryview], Callable[[], None]]
 """Makes memory known to a device, and returns what undoes that."""
@@ -20,7 +20,8 @@ class HostPool:
         """num_blocks: the most rows that have a name. spare_rows: further rows, for blocks on their way."""
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self._rows = num_blocks + spare_rows
-        self._memory = _untouched(max(1, self._rows * block_bytes))
+        # On small pages, first stores took three times as long.
+        self._memory = memoryview(map_memory(max(1, self._rows * block_bytes), large_pages=True))
         self._unpin = None if pin is None or not self._rows else pin(self._memory)
         self._free: list[int] = [*range(self._rows - 1, -1, -1)]  # the lowest first: memory is taken as it is used
         self._holds = [0] * self._rows
@@ -98,13 +99,3 @@ class HostPool:
         self._holds[row] -= 1
         if not self._holds[row]:
             self._free.append(row)
-
-
-def _untouched(size: int) -> memoryview:
-    """Return memory that the system provides as it is first used, where it can in large pages: with small ones, first
-    stores took three times as long."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would count as a file's
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without large pages refuses the advice
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from math import prod
 from threading import Lock
 
 import torch
 from torch import Tensor
+
+from kernels.cpu.mapping import map_memory
 
 LARGE_PAGE = 2 << 20
 REGION = 64 << 20
@@ -57,9 +58,6 @@ class LargePages:
 
 def _region(size: int) -> tuple[mmap.mmap, range]:
     """Map memory, and return it with those `size` bytes of it that begin where a large page does."""
-    memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without large pages refuses the advice
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = map_memory(size + LARGE_PAGE, large_pages=True)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % LARGE_PAGE
     return memory, range(first, first + size)
