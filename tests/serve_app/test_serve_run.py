@@ -26,7 +26,7 @@ from tests.support.serve_process import PYTHON_PROXY, left_of, listening, member
 pytestmark = pytest.mark.server
 
 MODEL = "smollm2-135m-instruct"
-DIRECT_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"  # the first ingress replica's
+INGRESS_PORTS = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -282,13 +282,15 @@ def test_haproxy_is_in_front_and_listens_only_where_the_config_says(default_serv
 def test_the_fallback_proxy_and_the_ingress_replica_are_no_more_reachable_than_the_server(
     default_server: Server,
 ) -> None:
-    """Ray's own ports in these processes (gRPC) listen on every interface, whichever proxy is in front."""
+    """Ray's own ports in these processes (gRPC) listen on every interface, whichever proxy is in front.
+    A replica takes the next port of its range where another process still has the first one."""
     environ = environ_of(default_server, "haproxy")
-    ports = {int(environ[name]) for name in ("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", DIRECT_PORT)}
-    behind = pids_of(default_server, "ray::ProxyActor") + pids_of(default_server, "ray::ServeRepli")
-    assert {(address, port) for address, port in listening(behind) if port in ports} == {
-        ("127.0.0.1", port) for port in ports
-    }
+    fallback = int(environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"])
+    lowest, highest = (int(environ[name]) for name in INGRESS_PORTS)
+    proxies, replicas = (pids_of(default_server, name) for name in ("ray::ProxyActor", "ray::ServeRepli"))
+    of_proxy = [address for address, port in listening(proxies) if port == fallback]
+    of_ingress = [address for address, port in listening(replicas) if lowest <= port <= highest]
+    assert of_proxy == of_ingress == ["127.0.0.1"]
 
 
 # --- several replicas, and the end -----------------------------------------------------------------------------------
