@@ -31,7 +31,7 @@ def why_not_stored(config: EngineConfig, *, matrix_unit: bool) -> str | None:
         return f"kernels is {config.kernels}, and only the native kernels compute with a checkpoint's own bits"
     if config.load_format == "dummy":
         return "load_format is dummy, and random numbers are drawn in the type of dtype"
-    # The unit does not multiply float32, and activations in 8 bits do without it.
+    # The unit does not multiply float32, and weights of activations in 8 bits are multiplied as bytes.
     if matrix_unit and not config.rounds_activations and config.dtype != "float32":
         return "this processor's matrix unit (AMX) multiplies weights in bfloat16 faster"
     return None

@@ -282,8 +282,7 @@ def test_haproxy_is_in_front_and_listens_only_where_the_config_says(default_serv
 def test_the_fallback_proxy_and_the_ingress_replica_are_no_more_reachable_than_the_server(
     default_server: Server,
 ) -> None:
-    """Ray's own ports in these processes (gRPC) listen on every interface, whichever proxy is in front.
-    A replica takes the next port of its range where another process still has the first one."""
+    """Ray's own ports (gRPC) listen on every interface. A replica's port may be any of its range: others have some."""
     environ = environ_of(default_server, "haproxy")
     fallback = int(environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"])
     lowest, highest = (int(environ[name]) for name in INGRESS_PORTS)

@@ -29,8 +29,8 @@ LEVELS = (
     ),
     Level(
         "amx",
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        _V4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        _V4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
     ),
 )
 """From the least to the most that a processor can do: the System V ABI's levels, and what our kernels use beyond."""

@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -34,9 +35,11 @@ _SIGNATURES = {  # of the functions that the C++ exports: (result, arguments), o
     "matrix_unit": ("i", ""),
     "vector_level": ("i", ""),
     "byte_products": ("i", ""),
+    "byte_tiles": ("i", ""),
+    "choose_byte_tiles": ("", "i"),
     "team_create": ("p", "i"),
     "team_destroy": ("", "p"),
-    "team_barriers": ("l", "p"),
+    "team_shares": ("l", "p"),
     "program_create": ("p", "pl"),
     "program_destroy": ("", "p"),
     "program_run": ("i", "pp"),
@@ -118,6 +121,7 @@ def load_library() -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = _TYPES[result], [_TYPES[letter] for letter in arguments]
+    library.choose_byte_tiles(ByteTiles.IF_FASTER)
     return library
 
 
@@ -148,9 +152,20 @@ def vector_level() -> str:
 _BYTE_PRODUCTS = ("products of 16 bits", "AVX-VNNI", "AVX-512 VNNI")
 
 
+class ByteTiles(IntEnum):
+    """When the matrix unit multiplies 16 rows and more by bytes, where there is one. Mirrored in rounded.h."""
+
+    NEVER = 0
+    ALWAYS = 1
+    IF_FASTER = 2
+    """As both ways are timed when the library is loaded. Their bits are the same."""
+
+
 def byte_products() -> str:
     """Return the instructions by which weights are multiplied with rounded activations. Raises: as load_library."""
-    return _BYTE_PRODUCTS[load_library().byte_products()]
+    library = load_library()
+    tiles = ", and AMX for 16 rows and more" if library.byte_tiles() else ""
+    return f"{_BYTE_PRODUCTS[library.byte_products()]}{tiles}"
 
 
 def identity() -> str:
@@ -159,7 +174,8 @@ def identity() -> str:
     library = load_library()
     with Path(library._name).open("rb") as file:
         code = hashlib.file_digest(file, "sha256").hexdigest()
-    return f"{code}, {vector_level()}, {byte_products()}, matrix unit {library.matrix_unit()}"
+    bytes_by = _BYTE_PRODUCTS[library.byte_products()]
+    return f"{code}, {vector_level()}, {bytes_by}, matrix unit {library.matrix_unit()}"
 
 
 def cache_dir() -> Path:

@@ -97,7 +97,7 @@ template <class T>
 inline void shrink(Team& team, const T* x, int64_t inputs, const AdaptedMatrix& matrix) {
     const auto& tiles = matrix.step->adapter_tiles;
     const auto adapts = [&](const Step::AdapterTile& tile) { return tile.adapter[matrix.number].a != nullptr; };
-    if (std::none_of(tiles.begin(), tiles.end(), adapts)) return;  // the same for all threads
+    if (std::none_of(tiles.begin(), tiles.end(), adapts)) return;
     const int64_t blocks = (matrix.width + RANKS_AT_ONCE - 1) / RANKS_AT_ONCE;
     team.share(int64_t(tiles.size()) * blocks, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; i++) shrink_tile(x, inputs, matrix, tiles[i / blocks], i % blocks * RANKS_AT_ONCE);

@@ -1,4 +1,4 @@
-// Owns the program that a model is to the CPU: operations recorded once, run by all threads in every step, one after the other.
+// Owns the program that a model is to the CPU: operations recorded once, and run in every step, one after the other.
 // Never allocates while it runs, and never looks at what an operation is for.
 #include <limits>
 #include <memory>
@@ -20,7 +20,7 @@ struct Program {
 
     Team& team;
     Step step;
-    std::vector<std::function<void()>> operations;  // each is run by every thread, and ends at a barrier
+    std::vector<std::function<void()>> operations;  // run by one thread, which shares out what they do
     AdaptedMatrix adapted;                          // of the product that is recorded next
 
     void add(std::function<void()> operation) { operations.push_back(std::move(operation)); }
@@ -36,10 +36,7 @@ struct Program {
     // The layer with the fewest slots decides which a step may name.
     void have_states(int64_t slots) { num_states = num_states < 0 ? slots : std::min(num_states, slots); }
 
-    // A rank was lost in this operation, and none is run after it. By its number: a thread that looks late must not end
-    // before an operation in which others meet it, though one of them has already failed in there.
-    static constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
-    std::atomic<int64_t> lost_in = NEVER;
+    bool lost = false;       // a rank was, in an operation, and none is run after it
     Ranks* ranks = nullptr;  // whose segment stays in place during a run; null: operations need none
 
     enum Outcome : int { NOT_THERE = 0, DONE = 1, RANK_LOST = 2 };
@@ -54,23 +51,21 @@ struct Program {
     }
 
     Outcome run_all() {
-        lost_in = NEVER;
+        lost = false;
         team.run([this] {
-            for (int64_t number = 0; number < int64_t(operations.size()); number++) {
-                operations[number]();
-                if (lost_in.load(std::memory_order_relaxed) <= number) return;
+            for (const auto& operation : operations) {
+                operation();
+                if (lost) return;
             }
         });
-        return lost_in == NEVER ? DONE : RANK_LOST;
+        return lost ? RANK_LOST : DONE;
     }
 
-    // An operation on each of `count(step)` items by itself. Without any there is no barrier: all threads see that alike.
+    // An operation on each of `count(step)` items by itself.
     template <class Count, class Work>
     void add_each(Count count, Work work) {
         add([this, count, work] {
-            const int64_t items = count(step);
-            if (items == 0) return;
-            team.share(items, [&](int64_t first, int64_t last) {
+            team.share(count(step), [&](int64_t first, int64_t last) {
                 for (int64_t i = first; i < last; i++) work(step, i);
             });
         });
@@ -237,11 +232,11 @@ static void add_norm(Program* program, const T* x, float* residual, int fresh, c
 using Reduce = int (*)(void* context, int wide, void* data, int64_t count);
 extern "C" int ranks_all_reduce(Ranks* ranks, int wide, void* data, int64_t count);
 
-constexpr int64_t SHARED_BYTES = 1 << 16;   // what all threads sum sooner than one, though they meet three times
+constexpr int64_t SHARED_BYTES = 1 << 16;   // what all threads sum sooner than one, though it is shared out twice
 constexpr int64_t SHARED_NUMBERS = 1 << 12;  // a thread's least part of it
 
 template <class T>
-static void all_reduce_together(Program* program, int64_t number, T* x, int64_t count) {
+static void all_reduce_together(Program* program, T* x, int64_t count) {
     Ranks& ranks = *program->ranks;
     Team& team = program->team;
     for (int64_t begin = 0; begin < count; begin += ranks.piece<T>()) {
@@ -252,27 +247,23 @@ static void all_reduce_together(Program* program, int64_t number, T* x, int64_t 
             });
         };
         share([&](T* from, int64_t first, int64_t last) { ranks.put(from, first, last); });
-        team.share(1, [&](int64_t, int64_t) {
-            if (!ranks.meet_to_sum<T>(count)) program->lost_in = number;
-        });
-        if (program->lost_in.load(std::memory_order_relaxed) == number) return;
+        program->lost = !ranks.meet_to_sum<T>(count);
+        if (program->lost) return;
         share([&](T* to, int64_t first, int64_t last) { ranks.add_up(to, first, last); });
     }
 }
 
-// In place. One thread calls a function that is not of this library, and all wait for it.
+// In place, by a function that need not be of this library.
 template <class T>
 static void add_all_reduce(Program* program, T* x, int64_t width, Reduce reduce, void* context) {
     const bool own = reduce == reinterpret_cast<Reduce>(&ranks_all_reduce);
     if (own) program->ranks = static_cast<Ranks*>(context);
-    program->add([=, number = int64_t(program->operations.size())] {
+    program->add([=] {
         const int64_t count = program->step.num_tokens * width;
         if (count == 0) return;
         if (own && program->team.size() > 1 && count * int64_t(sizeof(T)) >= SHARED_BYTES)
-            return all_reduce_together(program, number, x, count);
-        program->team.share(1, [&](int64_t, int64_t) {
-            if (reduce(context, sizeof(T) == sizeof(float), x, count)) program->lost_in = number;
-        });
+            return all_reduce_together(program, x, count);
+        program->lost = reduce(context, sizeof(T) == sizeof(float), x, count);
     });
 }
 
@@ -285,10 +276,22 @@ static void add_tasks(Program* program, Operation operation) {
 // The most likely token of each sampled row, and its logit: NaN if any is NaN. The lowest of equals.
 static void add_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {
     program->add_each([](const Step& step) { return step.num_sampled; }, [=](const Step&, int64_t row) {
+        constexpr int CHAINS = 4;  // to hide latency
+        constexpr int64_t AT_ONCE = CHAINS * LANES;
         const float* from = logits + row * vocab;
-        float largest = -std::numeric_limits<float>::infinity();
-        bool sound = true;
-        for (int64_t i = 0; i < vocab; i++) {
+        f32x16 lanes[CHAINS];
+        i32x16 strange = {};
+        for (f32x16& lane : lanes) lane = splat(-std::numeric_limits<float>::infinity());
+        int64_t i = 0;
+        for (; i + AT_ONCE <= vocab; i += AT_ONCE)
+            for (int c = 0; c < CHAINS; c++) {
+                const f32x16 value = load(from + i + c * LANES);
+                lanes[c] = maximum(value, lanes[c]);
+                strange |= value != value;
+            }
+        float largest = reduce_max(maximum(maximum(lanes[0], lanes[1]), maximum(lanes[2], lanes[3])));
+        bool sound = reduce(strange, [](i32x16 a, i32x16 b) { return a | b; }) == 0;
+        for (; i < vocab; i++) {
             largest = from[i] > largest ? from[i] : largest;
             sound &= from[i] == from[i];
         }
@@ -359,14 +362,10 @@ static void add_experts(Program* program, Route<T> route, Stack<T> gate_up, Stac
 extern "C" int ranks_exchange(Ranks* ranks, const char* rows, int64_t row_bytes, const int64_t* counts, int64_t* received,
                               char* out, int64_t room);
 
-// One thread exchanges, and all wait for it. Always, also without tokens: the other ranks may have some.
+// Always, also without tokens: the other ranks may have some.
 static void add_exchange(Program* program, ExchangeRows exchange, void* context, std::function<int()> call) {
     if (exchange == reinterpret_cast<ExchangeRows>(&ranks_exchange)) program->ranks = static_cast<Ranks*>(context);
-    program->add([program, call = std::move(call), number = int64_t(program->operations.size())] {
-        program->team.share(1, [&](int64_t, int64_t) {
-            if (call()) program->lost_in = number;
-        });
-    });
+    program->add([program, call = std::move(call)] { program->lost = call(); });
 }
 
 // The same, where other ranks hold some of the experts: rows go there and their results come back, in the order in which
@@ -466,11 +465,16 @@ int vector_level() {
 // By what bytes are multiplied where activations are rounded: see rounded.h.
 int byte_products() { return byte_level(); }
 
+// Whether the matrix unit multiplies them for 16 rows and more.
+int byte_tiles() { return multiplies_byte_tiles(); }
+
+void choose_byte_tiles(int wanted) { use_byte_tiles(ByteTiles(wanted)); }
+
 Team* team_create(int num_threads) { return new Team(num_threads); }
 
 void team_destroy(Team* team) { delete team; }
 
-int64_t team_barriers(Team* team) { return team->barriers(); }
+int64_t team_shares(Team* team) { return team->shares(); }
 
 // The team must outlive the program, which one thread at a time may run. What `program_run` returns is Program::Outcome.
 Program* program_create(Team* team, int64_t block_size) { return new Program(*team, block_size); }
@@ -609,8 +613,8 @@ void program_argmax(Program* program, const float* logits, int64_t vocab, int64_
 // A token of each of `rows`, each drawn by one thread. logits: [.., vocab]; tokens: [num_rows].
 void draw_rows(Team* team, const float* logits, int64_t vocab, const DrawnRow* rows, int64_t num_rows, int64_t* tokens) {
     team->run([=] {
-        thread_local Sampler sampler;
         team->share(num_rows, [&](int64_t first, int64_t last) {
+            thread_local Sampler sampler;
             for (int64_t i = first; i < last; i++) {
                 const DrawnRow& row = rows[i];
                 tokens[i] = sampler(logits + row.row * vocab, vocab, row, uniform(row.seed, row.position));

@@ -119,16 +119,17 @@ class StepRows:
 
 
 class Team:
-    """The threads that run programs, one program at a time. They sleep between runs."""
+    """The threads that run programs, one program at a time: the one that calls, and others that help it and sleep
+    between runs."""
 
     def __init__(self, num_threads: int) -> None:
         self._library = load_library()
         self.handle = self._library.team_create(num_threads)
 
     @property
-    def num_barriers(self) -> int:
-        """How often all threads have waited for each other so far, modulo 2^32."""
-        return int(self._library.team_barriers(self.handle))
+    def num_shares(self) -> int:
+        """How often work has been shared out so far."""
+        return int(self._library.team_shares(self.handle))
 
     def __del__(self) -> None:
         if handle := getattr(self, "handle", None):

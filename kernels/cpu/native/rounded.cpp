@@ -1,10 +1,13 @@
-// Owns products of weights of 4 to 8 bits with activations of 8 bits: 64 products of bytes an instruction (VNNI), where there is one.
+// Owns products of weights of 4 to 8 bits with activations of 8 bits: 64 products of bytes an instruction (VNNI), or by tiles (AMX).
 // Never rounds a sum of bytes: those of 32 inputs are exact, and are scaled and added in float32, in one order everywhere.
 #include "rounded.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <limits>
+#include <vector>
 
 #include "forms.h"
 #include "vector.h"
@@ -196,52 +199,234 @@ template <class F>
 
 // --- sums ----------------------------------------------------------------------------------------------------------------------
 
+// What a group's sum of integers begins with, for the zero point of its weights. One group: the whole block.
+template <class F>
+inline int32_t without_zero(const RoundedBlock& x, int group) {
+    constexpr int ZERO = F::BITS == 8 ? 128 : F::ZERO;
+    return -ZERO * (F::GROUPS == 2 ? x.sums[group] : x.sums[0] + x.sums[1]);
+}
+
+// What a block of weights is multiplied by, and added to it.
+template <class F>
+struct Units {
+    f32x16 scales[F::GROUPS * 2], minima[2];
+};
+
+// Adds a block's sums of integers, of its one or two groups, to one row's sums.
+template <class F>
+[[gnu::always_inline]] inline void add_scaled(const RoundedBlock& x, const i32x16 (&of)[F::GROUPS][2], const Units<F>& units,
+                                              f32x16* sums) {
+    const auto everywhere = [](const float& value) { return std::bit_cast<f32x16>(broadcast(&value)); };
+    const auto floats = [](i32x16 value) { return __builtin_convertvector(value, f32x16); };
+    const f32x16 scale = everywhere(x.scale);
+    for (int c = 0; c < 2; c++) {
+        if constexpr (F::GROUPS == 2)
+            sums[c] = fused(fused(floats(of[1][c]), units.scales[2 + c], floats(of[0][c]) * units.scales[c]), scale, sums[c]);
+        else if constexpr (F::SCALES == BY_OUTPUT)
+            sums[c] = fused(floats(of[0][c]), scale, sums[c]);
+        else
+            sums[c] = fused(floats(of[0][c]), units.scales[c] * scale, sums[c]);
+        if (F::MINIMUM) sums[c] = fused(everywhere(x.sum), units.minima[c], sums[c]);
+    }
+}
+
 // Adds one row's block to its sums.
 template <class F>
-[[gnu::always_inline]] inline void add_row(const RoundedBlock& x, const Words& words, const f32x16* scales, const f32x16* minima,
-                                           f32x16* sums) {
-    constexpr int ZERO = F::BITS == 8 ? 128 : F::ZERO;
+[[gnu::always_inline]] inline void add_row(const RoundedBlock& x, const Words& words, const Units<F>& units, f32x16* sums) {
     i32x16 own[HALF][2];  // each half by itself: sixteen inputs have a scale of their own in Q6_K, and shorter chains elsewhere
-    for (int h = 0; h < HALF; h++)
-        own[h][0] = own[h][1] = i32x16{} + (F::GROUPS == 2 ? -ZERO * x.sums[h] : h ? 0 : -ZERO * (x.sums[0] + x.sums[1]));
+    for (int h = 0; h < HALF; h++) own[h][0] = own[h][1] = i32x16{} + (h < F::GROUPS ? without_zero<F>(x, h) : 0);
 #pragma GCC unroll 8
     for (int k = 0; k < WORDS; k++) {
         const i32x16 four = broadcast(x.q + 4 * k);
         for (int c = 0; c < 2; c++) own[k * HALF / WORDS][c] = add_bytes(own[k * HALF / WORDS][c], words.of[k][c], four);
     }
-    const auto everywhere = [](const float& value) { return std::bit_cast<f32x16>(broadcast(&value)); };
-    const f32x16 scale = everywhere(x.scale);
-    for (int c = 0; c < 2; c++) {
-        const auto floats = [](i32x16 value) { return __builtin_convertvector(value, f32x16); };
-        if constexpr (F::GROUPS == 2)
-            sums[c] = fused(fused(floats(own[1][c]), scales[2 + c], floats(own[0][c]) * scales[c]), scale, sums[c]);
-        else if constexpr (F::SCALES == BY_OUTPUT)
-            sums[c] = fused(floats(own[0][c] + own[1][c]), scale, sums[c]);
-        else
-            sums[c] = fused(floats(own[0][c] + own[1][c]), scales[c] * scale, sums[c]);
-        if (F::MINIMUM) sums[c] = fused(everywhere(x.sum), minima[c], sums[c]);
+    if constexpr (F::GROUPS == 2) {
+        add_scaled<F>(x, own, units, sums);
+    } else {
+        const i32x16 whole[1][2] = {{own[0][0] + own[1][0], own[0][1] + own[1][1]}};
+        add_scaled<F>(x, whole, units, sums);
     }
+}
+
+// A block of a run, as both ways of multiplying take it.
+template <class F>
+[[gnu::always_inline]] inline void unpack_block(const uint8_t* run, int block, Words& words, Units<F>& units) {
+    if constexpr (F::SCALES != BY_OUTPUT) unpack_scales<F>(run, block, units.scales, units.minima);
+    fetch_after<F>(run, block);
+    unpack_words<F>(run + F::UNITS + F::BYTES + block * F::PLANES, words);
 }
 
 // As sum_rounded. A block's weights are unpacked to registers, and all rows pass by them.
 template <class F>
-[[gnu::noinline]] void sum_panel(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const uint8_t* run,
+[[gnu::noinline, gnu::noclone]] void sum_panel(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const uint8_t* run,
                                  f32x16* sums) {
     std::fill(sums, sums + 2 * rows, splat(0.0f));
     for (int64_t k = 0; k < inputs; run += F::SIZE)
         for (int block = 0; block < F::BLOCKS; block++, k += BLOCK, x += stride) {
-            f32x16 scales[F::GROUPS * 2], minima[2];
-            if constexpr (F::SCALES != BY_OUTPUT) unpack_scales<F>(run, block, scales, minima);
-            const uint8_t* planes = run + F::UNITS + F::BYTES + block * F::PLANES;
-            fetch_after<F>(run, block);
             Words words;
-            unpack_words<F>(planes, words);
-            for (int64_t r = 0; r < rows; r++) add_row<F>(x[r], words, scales, minima, sums + 2 * r);
+            Units<F> units;
+            unpack_block<F>(run, block, words, units);
+            for (int64_t r = 0; r < rows; r++) add_row<F>(x[r], words, units, sums + 2 * r);
         }
 }
 
-void sum_rounded(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const GroupedPanel& panel, f32x16* sums) {
-    const auto sum = [&]<class F>(F) { sum_panel<F>(x, stride, rows, inputs, panel.data, sums); };
+#if BYTE_TILES
+
+// --- tiles ---------------------------------------------------------------------------------------------------------------------
+
+// A block's inputs are half of a tile, or of two groups a quarter, since each group's sums have a scale of their own.
+// Tiles 0 and 1: sums of 16 rows, 4: their activations. 2, 3 and 5: those of the last rows, fewer than 16. 6 and 7: weights.
+inline void shape_bytes(Tiles::Shapes& shapes, int64_t which) {
+    const int64_t groups = which / TILE_ROWS, rest = std::max<int64_t>(which % TILE_ROWS, 1);
+    for (int tile : {0, 1}) shapes.set(tile, TILE_ROWS);
+    for (int tile : {2, 3}) shapes.set(tile, rest);
+    shapes.set(4, TILE_ROWS, BLOCK / groups);
+    shapes.set(5, rest, BLOCK / groups);
+    for (int tile : {6, 7}) shapes.set(tile, WORDS / groups);
+}
+
+using Products = int32_t[TILE_ROWS][PANEL];  // of one group
+
+// The sums of integers of up to 16 rows, of both groups where there are two. fresh: the weights are not in tiles 6 and 7 yet.
+template <int GROUPS>
+inline void multiply_block(const RoundedBlock* x, bool whole, bool fresh, const Words& words, Products* to) {
+    constexpr int64_t LINE = 2 * TILE_LINE, ROW = sizeof(RoundedBlock);
+    for (int group = 0; group < GROUPS; group++) {
+        const int8_t* q = x->q + group * (BLOCK / GROUPS);
+        if (fresh || GROUPS == 2) {
+            const u32x16* weights = words.of[group * (WORDS / GROUPS)];
+            _tile_loadd(6, weights, LINE);
+            _tile_loadd(7, weights + 1, LINE);
+        }
+        int32_t* sums = to[group][0];
+        if (whole) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_loadd(4, q, ROW);
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            _tile_stored(0, sums, LINE);
+            _tile_stored(1, sums + LANES, LINE);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_loadd(5, q, ROW);
+            _tile_dpbsud(2, 5, 6);
+            _tile_dpbsud(3, 5, 7);
+            _tile_stored(2, sums, LINE);
+            _tile_stored(3, sums + LANES, LINE);
+        }
+    }
+}
+
+// As sum_panel, to the same bits. While the unit multiplies 16 rows, the sums of those before are scaled and added.
+template <class F>
+[[gnu::noinline, gnu::noclone]] void sum_panel_by_tiles(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const uint8_t* run,
+                                          Tiles& tiles, f32x16* sums) {
+    constexpr int BLOCKS_AT_ONCE = 3;  // one that is unpacked, for what was stored just now cannot be loaded as a tile at once
+    struct Block {
+        alignas(64) Words words;
+        Units<F> units;
+    } blocks[BLOCKS_AT_ONCE];
+    alignas(64) Products products[2][F::GROUPS];
+    struct {
+        const RoundedBlock* x = nullptr;
+        int64_t row = 0, rows = 0;
+        const Block* block = nullptr;
+    } last;
+    int turn = 0;
+    const auto add_last = [&](const Products* of) {
+        for (int64_t r = 0; r < last.rows; r++) {
+            i32x16 own[F::GROUPS][2];
+            for (int group = 0; group < F::GROUPS; group++)
+                for (int c = 0; c < 2; c++)
+                    own[group][c] = load_lanes(of[group][r] + c * LANES) + without_zero<F>(last.x[r], group);
+            add_scaled<F>(last.x[r], own, last.block->units, sums + 2 * (last.row + r));
+        }
+    };
+
+    tiles.shape(F::GROUPS * TILE_ROWS + rows % TILE_ROWS, shape_bytes);
+    std::fill(sums, sums + 2 * rows, splat(0.0f));
+    const int64_t count = inputs / BLOCK;
+    for (int64_t i = 0; i <= count; i++) {
+        if (Block& next = blocks[i % BLOCKS_AT_ONCE]; i < count)
+            unpack_block<F>(run + i / F::BLOCKS * F::SIZE, int(i % F::BLOCKS), next.words, next.units);
+        if (i == 0) continue;
+        const Block& block = blocks[(i - 1) % BLOCKS_AT_ONCE];
+        const RoundedBlock* of_block = x + (i - 1) * stride;
+        for (int64_t row = 0; row < rows; row += TILE_ROWS, turn = 1 - turn) {
+            const int64_t own = std::min(TILE_ROWS, rows - row);
+            settle();
+            multiply_block<F::GROUPS>(of_block + row, own == TILE_ROWS, row == 0, block.words, products[turn]);
+            settle();
+            add_last(products[1 - turn]);
+            last = {of_block + row, row, own, &block};
+        }
+    }
+    add_last(products[1 - turn]);
+}
+
+// Whether tiles are the faster ones for the fewest rows that they are for, in four bits. It is timed, since processors differ
+// in what a tile costs: for a millisecond, because a core that comes from idle is slow at first.
+static bool tiles_are_faster() {
+    using Clock = std::chrono::steady_clock;
+    constexpr int64_t ROWS = TILE_ROWS, COUNT = 16;
+    constexpr auto LONG_ENOUGH = std::chrono::milliseconds(1);
+    uint32_t random = 1;
+    const auto next = [&] { return uint8_t((random = random * 1664525 + 1013904223) >> 24); };
+    std::vector<uint8_t> panel(COUNT * Q4_0::SIZE);
+    for (int64_t i = 0; i < COUNT; i++) {
+        uint8_t* run = panel.data() + i * Q4_0::SIZE;
+        std::generate(run, run + Q4_0::SIZE, next);
+        for (int64_t at = 0; at < Q4_0::UNITS; at += 2) run[at] = 0x00, run[at + 1] = 0x3c;  // 1 in float16
+    }
+    std::vector<RoundedBlock> x(COUNT * ROWS);
+    for (RoundedBlock& block : x) {
+        block = {.scale = 1.0f};
+        std::generate(block.q, block.q + BLOCK, [&] { return int8_t(next()); });
+    }
+    f32x16 sums[2 * ROWS];
+    Tiles tiles;
+    Clock::duration vectors = Clock::duration::max(), by_tiles = vectors;
+    for (const auto begin = Clock::now(); Clock::now() - begin < LONG_ENOUGH;) {
+        const auto start = Clock::now();
+        sum_panel<Q4_0>(x.data(), ROWS, ROWS, COUNT * BLOCK, panel.data(), sums);
+        const auto between = Clock::now();
+        sum_panel_by_tiles<Q4_0>(x.data(), ROWS, ROWS, COUNT * BLOCK, panel.data(), tiles, sums);
+        const auto end = Clock::now();
+        vectors = std::min(vectors, between - start);
+        by_tiles = std::min(by_tiles, end - between);
+    }
+    return by_tiles < vectors;
+}
+
+static std::atomic<bool> byte_tiles = false;
+
+bool multiplies_byte_tiles() { return byte_tiles.load(std::memory_order_relaxed); }
+
+void use_byte_tiles(ByteTiles wanted) {
+    byte_tiles = wanted != ByteTiles::NEVER && has_matrix_unit() && (wanted == ByteTiles::ALWAYS || tiles_are_faster());
+}
+
+#else
+
+bool multiplies_byte_tiles() { return false; }
+
+void use_byte_tiles(ByteTiles) {}
+
+#endif
+
+// -------------------------------------------------------------------------------------------------------------------------------
+
+void sum_rounded(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const GroupedPanel& panel,
+                 [[maybe_unused]] Tiles& tiles, f32x16* sums) {
+    const auto sum = [&]<class F>(F) {
+#if BYTE_TILES
+        if (rows >= TILE_ROWS && multiplies_byte_tiles())
+            return sum_panel_by_tiles<F>(x, stride, rows, inputs, panel.data, tiles, sums);
+#endif
+        sum_panel<F>(x, stride, rows, inputs, panel.data, sums);
+    };
     if (panel.form == BYTES_BY_OUTPUT) return sum(Bytes{});
     with_integers(panel.form, sum);
 }

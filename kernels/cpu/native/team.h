@@ -1,97 +1,121 @@
-// Owns the threads of one engine: they sleep between steps, and meet at a barrier within one.
-// Never spins for long: the server's other processes need the cores too.
+// Owns the threads of one engine: one runs a program, and the others help with what it shares out. They sleep between steps.
+// Never waits for a thread that has nothing in hand, and never spins for long: the server's other processes need the cores too.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <thread>
 #include <vector>
 
 class Team {
    public:
     explicit Team(int size) : size_(size) {
-        for (int i = 1; i < size; i++) threads_.emplace_back([this] { work(); });
+        for (int i = 1; i < size; i++) threads_.emplace_back([this] { help(); });
     }
 
     ~Team() {
         ending_ = true;
-        start();
+        for (auto* counter : {&runs_, &epoch_}) {
+            counter->fetch_add(1);
+            counter->notify_all();
+        }
         for (auto& thread : threads_) thread.join();
     }
 
     int size() const { return size_; }
-    int64_t barriers() const { return phase_; }  // how often all threads have met, in 32 bits
+    int64_t shares() const { return shares_; }  // how often work has been shared out
 
-    // Run `job` in every thread, the caller's included; returns when all are done.
-    void run(const std::function<void()>& job) {
-        job_ = &job;
-        start();
+    // Runs `job`, which shares out work, in the thread that calls. The others wake up meanwhile, and sleep afterwards.
+    template <class Job>
+    void run(const Job& job) {
+        runs_.fetch_add(1);
+        runs_.notify_all();
         job();
-        barrier();
+        runs_.fetch_add(1);
     }
 
-    // To be called by every thread of a job: returns once all have.
-    void barrier() {
-        const uint32_t phase = phase_.load();
-        if (arrived_.fetch_add(1) + 1 == uint32_t(size_)) {
-            arrived_ = 0;
-            counter_ = 0;
-            phase_ = phase + 1;
-            phase_.notify_all();
-            return;
-        }
-        for (int i = 0; i < SPINS + YIELDS; i++) {
-            if (phase_.load(std::memory_order_acquire) != phase) return;
-            if (i < SPINS)
-                __builtin_ia32_pause();
-            else
-                std::this_thread::yield();
-        }
-        phase_.wait(phase);
-    }
-
-    // Share `count` items among the threads and meet at the end. Whoever is free takes a part of what is left, smaller and
-    // smaller ones: a thread that was put aside by another process does not keep the others waiting for its half.
+    // Shares out `count` items, below 2^32, and returns when all of them are done. Whoever is free takes a part of what is left,
+    // smaller and smaller ones. A thread that another process has put aside is waited for only if it was put aside in the
+    // middle of a part: the others do the rest, and go on to what comes next without it.
     template <class Work>
     void share(int64_t count, const Work& work) {
-        int64_t first = counter_.load();
-        while (first < count) {
-            const int64_t last = first + std::max<int64_t>(1, (count - first) / (4 * size_));
-            if (counter_.compare_exchange_weak(first, last)) {
-                work(first, last);
-                first = counter_.load();
-            }
-        }
-        barrier();
+        if (count <= 0) return;
+        shares_++;
+        if (count == 1 || size_ == 1) return work(0, count);
+        const auto call = [](const void* what, int64_t first, int64_t last) { (*static_cast<const Work*>(what))(first, last); };
+        const Shared shared{uint32_t(count), call, &work};
+        const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+        done_.store(0, std::memory_order_relaxed);
+        shared_.store(&shared, std::memory_order_release);
+        open_.store(uint64_t(epoch) << 32 | shared.count, std::memory_order_release);
+        epoch_.store(epoch);
+        epoch_.notify_all();
+        take(epoch);
+        wait_while(done_, [&](uint32_t done) { return done != shared.count; });
     }
 
    private:
+    struct Shared {
+        uint32_t count;
+        void (*call)(const void* what, int64_t first, int64_t last);
+        const void* what;
+    };
+
     // An uneven share takes some microseconds: spin that long. Then whoever else wants the core gets it, but the core is
     // not left idle: to wake a virtual one takes longer than most operations.
     static constexpr int SPINS = 200, YIELDS = 2000;
 
-    void start() {
-        start_.fetch_add(1);
-        start_.notify_all();
-    }
-
-    void work() {
-        for (uint32_t seen = 0;; seen++) {
-            start_.wait(seen);
-            if (ending_) return;
-            (*job_)();
-            barrier();
+    template <class Goes>
+    static void wait_while(const std::atomic<uint32_t>& counter, const Goes& goes_on) {
+        for (int i = 0;; i++) {
+            const uint32_t seen = counter.load(std::memory_order_acquire);
+            if (!goes_on(seen)) return;
+            if (i < SPINS)
+                __builtin_ia32_pause();
+            else if (i < SPINS + YIELDS)
+                std::this_thread::yield();
+            else
+                counter.wait(seen);
         }
     }
 
-    const int size_;
-    const std::function<void()>* job_ = nullptr;
+    // Works on what is shared in this epoch until all of it has been taken. `shared_` is read before a part is taken, and
+    // what it points to afterwards: having got the part, nobody can have shared anything else in between, nor can until the
+    // part is done.
+    void take(uint32_t epoch) {
+        uint64_t open = open_.load(std::memory_order_acquire);
+        while (uint32_t(open >> 32) == epoch && uint32_t(open) > 0) {
+            const uint32_t left = uint32_t(open), part = std::max(1u, left / (4 * size_));
+            const Shared* shared = shared_.load(std::memory_order_acquire);
+            if (!open_.compare_exchange_weak(open, open - part, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+            const uint32_t count = shared->count, first = count - left;
+            shared->call(shared->what, first, int64_t(first) + part);
+            if (done_.fetch_add(part, std::memory_order_acq_rel) + part == count) done_.notify_all();
+            open = open_.load(std::memory_order_acquire);
+        }
+    }
+
+    void help() {
+        for (uint32_t seen = 0; !ending_;) {
+            const uint32_t runs = runs_.load(std::memory_order_acquire);
+            if (runs % 2 == 0) {
+                runs_.wait(runs);
+                continue;
+            }
+            const auto is_running = [&] { return runs_.load(std::memory_order_relaxed) == runs; };
+            wait_while(epoch_, [&](uint32_t epoch) { return epoch == seen && is_running(); });
+            if (const uint32_t epoch = epoch_.load(std::memory_order_acquire); epoch != seen) take(seen = epoch);
+        }
+    }
+
+    const uint32_t size_;
+    int64_t shares_ = 0;
     std::atomic<bool> ending_ = false;
-    alignas(64) std::atomic<uint32_t> start_ = 0;
-    alignas(64) std::atomic<uint32_t> arrived_ = 0;
-    alignas(64) std::atomic<uint32_t> phase_ = 0;
-    alignas(64) std::atomic<int64_t> counter_ = 0;
+    alignas(64) std::atomic<uint32_t> runs_ = 0;  // begun and ended: odd within one
+    alignas(64) std::atomic<uint32_t> epoch_ = 0;  // counts what has been shared out
+    alignas(64) std::atomic<uint64_t> open_ = 0;   // the epoch, and how many of its items nobody has taken
+    std::atomic<const Shared*> shared_ = nullptr;
+    alignas(64) std::atomic<uint32_t> done_ = 0;  // items of this epoch
     std::vector<std::thread> threads_;
 };

@@ -1,4 +1,4 @@
-// Owns the processor's matrix unit (AMX): products of bfloat16 tiles of 16 rows, 16 outputs and 32 inputs, summed in float32.
+// Owns the processor's matrix unit (AMX): products of tiles of 16 rows and 16 outputs, of bfloat16 or of bytes.
 // Never leaves the unit in use behind an operation: its 8 KiB would be saved at every switch of threads.
 #pragma once
 
@@ -13,6 +13,12 @@
 #include <unistd.h>
 #else
 #define MATRIX_UNIT 0
+#endif
+
+#if MATRIX_UNIT && defined(__AMX_INT8__)
+#define BYTE_TILES 1
+#else
+#define BYTE_TILES 0
 #endif
 
 constexpr int64_t TILE_ROWS = 16, TILE_INPUTS = 32, TILE_LINE = 64;  // a tile's line has 64 bytes, whatever lies in it
@@ -32,8 +38,6 @@ inline bool has_matrix_unit() {
 // loads do not say that they read it.
 inline void settle() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-#if MATRIX_UNIT
-
 // The shapes of the eight tiles, while it lives. To set them again takes as long as ten products, so it is done on a change.
 class Tiles {
    public:
@@ -51,22 +55,24 @@ class Tiles {
     Tiles() = default;
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
+
+#if MATRIX_UNIT
     ~Tiles() {
-        if (rows_) _tile_release();
+        if (which_) _tile_release();
     }
 
-    // `describe` says what the shapes for so many rows are: the same one in all of an object's life.
+    // `describe` says what the shapes of this number are, which is not 0: the same one in all of an object's life.
     template <class Describe>
-    void shape(int64_t rows, const Describe& describe) {
-        if (rows == rows_) return;
-        rows_ = rows;
+    void shape(int64_t which, const Describe& describe) {
+        if (which == which_) return;
+        which_ = which;
         Shapes shapes;
-        describe(shapes, rows);
-        asm volatile("ldtilecfg %0" : : "m"(shapes));  // GCC 12's _tile_loadconfig says that it reads 8 of these bytes
+        describe(shapes, which);
+        asm volatile("" : : "m"(shapes));  // GCC 12's _tile_loadconfig says that it reads 8 of these bytes
+        _tile_loadconfig(&shapes);
     }
 
    private:
-    int64_t rows_ = 0;
-};
-
+    int64_t which_ = 0;
 #endif
+};

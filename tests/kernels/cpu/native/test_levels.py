@@ -44,7 +44,7 @@ def test_a_processor_without_avx2_gets_none() -> None:
 def test_every_level_compiles_with_what_it_needs_and_no_more() -> None:
     """A library that is compiled for more than is asked for ends the process by an illegal instruction."""
     of_flags = {"-mavxvnni": "avx_vnni", "-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16"}
-    of_flags |= {"-mamx-tile": "amx_tile", "-mamx-bf16": "amx_bf16"}
+    of_flags |= {"-mamx-tile": "amx_tile", "-mamx-bf16": "amx_bf16", "-mamx-int8": "amx_int8"}
     for level in LEVELS:
         base = {"-march=x86-64-v3": HASWELL - {"avx", "sse4_2"}, "-march=x86-64-v4": SKYLAKE - {"avx", "sse4_2"}}
         assert level.needs == base[level.flags[0]] | {of_flags[flag] for flag in level.flags[1:]}

@@ -295,19 +295,19 @@ def test_states_of_rows_with_drafts_advance_past_the_accepted_tokens_alone_to_th
         assert torch.equal(got, kept)
 
 
-def test_threads_wait_for_each_other_over_drafts_only_in_steps_that_have_any(team: Team) -> None:
+def test_drafts_are_shared_out_only_in_steps_that_have_any(team: Team) -> None:
     """The second operation's three parts are copied together."""
     given = inputs("edges of tiles", torch.float32)
     plain, ready = (Native.record(team, given, rewinds=rewinds) for rewinds in (False, True))
 
-    def barriers(native: Native, drafted: tuple[int, int] = (0, 0)) -> int:
+    def shares(native: Native, drafted: tuple[int, int] = (0, 0)) -> int:
         rows = replace(given.rows, counts=(1, 1, 5, 3, 9, 1))
-        before = team.num_barriers
+        before = team.num_shares
         native.program.run(step_of(rows, drafted=drafted))
-        return team.num_barriers - before
+        return team.num_shares - before
 
-    assert barriers(ready) == barriers(plain) > 4
-    assert barriers(ready, (2, 3)) == barriers(plain) + 2
+    assert shares(ready) == shares(plain) > 3
+    assert shares(ready, (2, 3)) == shares(plain) + 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

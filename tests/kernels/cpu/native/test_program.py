@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import shutil
 import subprocess
 import sys
@@ -556,6 +557,27 @@ def test_logits_are_those_of_the_sampled_tokens_and_the_lowest_of_equal_tokens_i
     assert best.tensor[:2].flatten().tolist() == [5.0, 3.0]
     assert best.tensor[2].isnan()
     assert torch.equal(logits.tensor[0], weight[:, 1])
+
+
+@pytest.mark.parametrize("vocab", [1, 40, 64, 67, 200])
+def test_the_most_likely_token_is_found_wherever_it_is_and_nan_is_too(team: Team, vocab: int) -> None:
+    """The logits of the only token are the first weights of each output."""
+    usual = torch.randn(vocab, generator=seeded_generator()).clamp(-3, 3)
+
+    def chosen(logits: Tensor) -> tuple[int, float]:
+        weight = torch.stack([logits, torch.zeros(vocab)], dim=1)
+        program = Program(team, block_size=BLOCK, capacity=1, dtype=torch.float32)
+        found = program.logits(program.embed(torch.tensor([[1.0, 0.0]])), pack(Linear(weight)), 1)
+        tokens, best = program.argmax(found)
+        program.run(StepRows([[0]], [0], [1], [[0]], [0]))
+        return int(tokens.tensor[0]), float(best.tensor[0])
+
+    for place in range(vocab):
+        once, nan = usual.clone(), usual.clone()
+        once[place:], nan[place] = 4.0, torch.nan
+        assert chosen(once) == (place, 4.0), "the lowest of equals"
+        assert math.isnan(chosen(nan)[1])
+    assert chosen(torch.full((vocab,), -torch.inf)) == (0, -math.inf)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [([0, 9], [0]), ([-1], [0]), ([0], [3]), ([0], [-1])])
