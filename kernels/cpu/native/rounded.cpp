@@ -248,14 +248,6 @@ template <class F>
     }
 }
 
-// A block of a run, as both ways of multiplying take it.
-template <class F>
-[[gnu::always_inline]] inline void unpack_block(const uint8_t* run, int block, Words& words, Units<F>& units) {
-    if constexpr (F::SCALES != BY_OUTPUT) unpack_scales<F>(run, block, units.scales, units.minima);
-    fetch_after<F>(run, block);
-    unpack_words<F>(run + F::UNITS + F::BYTES + block * F::PLANES, words);
-}
-
 // As sum_rounded. A block's weights are unpacked to registers, and all rows pass by them.
 template <class F>
 [[gnu::noinline, gnu::noclone]] void sum_panel(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const uint8_t* run,
@@ -263,9 +255,11 @@ template <class F>
     std::fill(sums, sums + 2 * rows, splat(0.0f));
     for (int64_t k = 0; k < inputs; run += F::SIZE)
         for (int block = 0; block < F::BLOCKS; block++, k += BLOCK, x += stride) {
-            Words words;
             Units<F> units;
-            unpack_block<F>(run, block, words, units);
+            if constexpr (F::SCALES != BY_OUTPUT) unpack_scales<F>(run, block, units.scales, units.minima);
+            fetch_after<F>(run, block);
+            Words words;
+            unpack_words<F>(run + F::UNITS + F::BYTES + block * F::PLANES, words);
             for (int64_t r = 0; r < rows; r++) add_row<F>(x[r], words, units, sums + 2 * r);
         }
 }
@@ -349,8 +343,14 @@ template <class F>
     std::fill(sums, sums + 2 * rows, splat(0.0f));
     const int64_t count = inputs / BLOCK;
     for (int64_t i = 0; i <= count; i++) {
-        if (Block& next = blocks[i % BLOCKS_AT_ONCE]; i < count)
-            unpack_block<F>(run + i / F::BLOCKS * F::SIZE, int(i % F::BLOCKS), next.words, next.units);
+        if (i < count) {
+            Block& next = blocks[i % BLOCKS_AT_ONCE];
+            const uint8_t* own = run + i / F::BLOCKS * F::SIZE;
+            const int at = int(i % F::BLOCKS);
+            if constexpr (F::SCALES != BY_OUTPUT) unpack_scales<F>(own, at, next.units.scales, next.units.minima);
+            fetch_after<F>(own, at);
+            unpack_words<F>(own + F::UNITS + F::BYTES + at * F::PLANES, next.words);
+        }
         if (i == 0) continue;
         const Block& block = blocks[(i - 1) % BLOCKS_AT_ONCE];
         const RoundedBlock* of_block = x + (i - 1) * stride;
