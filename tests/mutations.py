@@ -2464,6 +2464,69 @@ MUTATIONS = (
         ("tests/kernels/cpu/native/test_program.py",),
     ),
     Mutation(
+        "threads: unfinished parts",
+        "What is shared out is taken for done while another thread still has a part of it.",
+        "kernels/cpu/native/team.h",
+        "        wait_while(done_, [&](uint32_t done) { return done != shared.count; });",
+        "        wait_while(done_, [&](uint32_t done) { return done == 0; });",
+        ("tests/kernels/cpu/native/test_team.py",),
+    ),
+    Mutation(
+        "threads: parts taken twice",
+        "Two threads may take the same part of what is shared out.",
+        "kernels/cpu/native/team.h",
+        "            if (!open_.compare_exchange_weak(open, open - part, std::memory_order_acq_rel, "
+        "std::memory_order_acquire)) continue;",
+        "            open_.store(open - part);",
+        ("tests/kernels/cpu/native/test_team.py",),
+    ),
+    Mutation(
+        "threads: nobody woken to help",
+        "A thread that sleeps in a step is not woken when something is shared out.",
+        "kernels/cpu/native/team.h",
+        "        epoch_.wake();\n        take(epoch);",
+        "        take(epoch);",
+        ("tests/kernels/cpu/native/test_team.py",),
+    ),
+    Mutation(
+        "threads: nobody woken at the end",
+        "The thread that runs a step is not woken when another one has done the last part.",
+        "kernels/cpu/native/team.h",
+        "            if (done_.value.fetch_add(part) + part == count) done_.wake();",
+        "            done_.value.fetch_add(part);",
+        ("tests/kernels/cpu/native/test_team.py",),
+    ),
+    Mutation(
+        "threads: any share's part",
+        "A thread that was put aside takes a part of another share than it has looked at.",
+        "kernels/cpu/native/team.h",
+        "        while (uint32_t(open >> 32) == epoch && uint32_t(open) > 0) {\n"
+        "            const uint32_t left = uint32_t(open), part = std::max(1u, left / (4 * size_));\n"
+        "            const Shared* shared = shared_.load(std::memory_order_acquire);\n",
+        "        while (uint32_t(open) > 0) {\n"
+        "            const uint32_t left = uint32_t(open), part = std::max(1u, left / (4 * size_));\n"
+        "            const Shared* shared = shared_.load(std::memory_order_acquire);\n"
+        "            open = open_.load() >> 32 << 32 | left;\n",
+        ("tests/kernels/cpu/native/test_team.py",),
+    ),
+    Mutation(
+        "threads: all come first",
+        "A thread that another process has put aside is waited for before anything is shared out.",
+        "kernels/cpu/native/team.h",
+        "        take(epoch);\n        wait_while(done_",
+        "        while (size_ > 1 && uint32_t(open_.load()) == shared.count) std::this_thread::yield();\n"
+        "        take(epoch);\n        wait_while(done_",
+        ("tests/kernels/cpu/native/test_team.py",),
+    ),
+    Mutation(
+        "the likeliest token: NaN",
+        "A logit that is NaN goes unnoticed unless it is among the last of a row.",
+        "kernels/cpu/native/program.cpp",
+        "                strange |= value != value;",
+        "                strange = value != value;",
+        ("tests/kernels/cpu/native/test_program.py",),
+    ),
+    Mutation(
         "experts: two forms",
         "An expert's gate and up may have forms of their own, which no panel can have beside each other.",
         "engine/models/narrow.py",

@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 
-_COMMAND = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
+COMPILER = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which(_COMMAND) is None, reason=f"the native kernels need a C++ compiler, and {_COMMAND} is not on the PATH"
+    shutil.which(COMPILER) is None, reason=f"the native kernels need a C++ compiler, and {COMPILER} is not on the PATH"
 )

@@ -124,14 +124,17 @@ static void store_gated(T* out, const Linear<T>& linear, int64_t row, int64_t pa
     std::copy(found, found + (size - n), to);
 }
 
+constexpr int64_t ROUNDED_AT_ONCE = 64;  // blocks, a microsecond: less is not worth another thread's while
+
 // What a product needs of its rows beside them, or in their place.
 template <class T>
 static void prepare_rows(Team& team, const T* x, int64_t rows, const Linear<T>& linear) {
     const int64_t inputs = linear.inputs, blocks = inputs / BLOCK;
     if (linear.adapted.in_step()) shrink(team, x, inputs, linear.adapted);
     if (linear.rounded)
-        team.share(rows * blocks, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; i++) round_block(x + i % rows * inputs + i / rows * BLOCK, linear.rounded[i]);
+        team.share((rows * blocks + ROUNDED_AT_ONCE - 1) / ROUNDED_AT_ONCE, [&](int64_t first, int64_t last) {
+            for (int64_t i = first * ROUNDED_AT_ONCE; i < std::min(last * ROUNDED_AT_ONCE, rows * blocks); i++)
+                round_block(x + i % rows * inputs + i / rows * BLOCK, linear.rounded[i]);
         });
     else if (linear.input_sums)
         team.share(rows, [&](int64_t first, int64_t last) {
@@ -144,6 +147,7 @@ static void add_product(Program* program, const T* x, Linear<T> linear, int rows
     linear.adapted = std::exchange(program->adapted, {});
     program->add([=] {
         const int64_t num_rows = count_rows(program->step, rows);
+        if (num_rows == 0) return;
         prepare_rows(program->team, x, num_rows, linear);
         program->team.share(linear.num_panels(), [&](int64_t first, int64_t last) {
             multiply<T>(x, num_rows, linear, first, last, [&](int64_t row, int64_t panel, f32x16 a, f32x16 b) {
@@ -306,6 +310,7 @@ template <class T, class Store>
 static void add_products(Program* program, const T* x, Stack<T> stack, const int64_t* firsts, Store store_sums) {
     program->add([=] {
         const int64_t panels = stack.first.num_panels(), all_rows = firsts[stack.experts];
+        if (all_rows == 0) return;
         prepare_rows(program->team, x, all_rows, stack.first);
         program->team.share(stack.experts * panels, [&](int64_t first, int64_t last) {
             while (first < last) {
@@ -476,7 +481,8 @@ void team_destroy(Team* team) { delete team; }
 
 int64_t team_shares(Team* team) { return team->shares(); }
 
-// The team must outlive the program, which one thread at a time may run. What `program_run` returns is Program::Outcome.
+// The team must outlive the program, and does one thing at a time: it runs a program, or draws. What `program_run` returns is
+// Program::Outcome.
 Program* program_create(Team* team, int64_t block_size) { return new Program(*team, block_size); }
 
 void program_destroy(Program* program) { delete program; }
@@ -612,15 +618,15 @@ void program_argmax(Program* program, const float* logits, int64_t vocab, int64_
 
 // A token of each of `rows`, each drawn by one thread. logits: [.., vocab]; tokens: [num_rows].
 void draw_rows(Team* team, const float* logits, int64_t vocab, const DrawnRow* rows, int64_t num_rows, int64_t* tokens) {
-    team->run([=] {
-        team->share(num_rows, [&](int64_t first, int64_t last) {
-            thread_local Sampler sampler;
-            for (int64_t i = first; i < last; i++) {
-                const DrawnRow& row = rows[i];
-                tokens[i] = sampler(logits + row.row * vocab, vocab, row, uniform(row.seed, row.position));
-            }
-        });
-    });
+    const auto draw = [=](int64_t first, int64_t last) {
+        thread_local Sampler sampler;
+        for (int64_t i = first; i < last; i++) {
+            const DrawnRow& row = rows[i];
+            tokens[i] = sampler(logits + row.row * vocab, vocab, row, uniform(row.seed, row.position));
+        }
+    };
+    if (num_rows == 1) return draw(0, 1);  // and wake nobody
+    team->run([=] { team->share(num_rows, draw); });
 }
 
 // The operations of kernels.forward.LinearAttentionPass. Strides are those of the parts of a projection.

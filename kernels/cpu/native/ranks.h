@@ -113,7 +113,7 @@ class Ranks {
         return DONE;
     }
 
-    // The parts of all_reduce for several threads: each puts a part, one meets once all have, each adds up a part.
+    // The parts of all_reduce for several threads: each puts a part, one meets the other ranks, each adds up a part.
     template <class T>
     int64_t piece() const {
         return slot_bytes_ / int64_t(sizeof(T));

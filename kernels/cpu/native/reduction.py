@@ -12,7 +12,7 @@ from typing import Any
 class Reduction:
     """int function(void* context, int wide, void* numbers, int64_t count): sum in place; not 0 once a rank is lost.
 
-    `wide` is 1 for float32 and 0 for bfloat16. One thread at a time calls it, any of a team's.
+    `wide` is 1 for float32 and 0 for bfloat16. The thread that runs the program calls it.
     """
 
     function: int
@@ -31,7 +31,7 @@ class RowExchange:
     char* out, int64_t room): see kernels.collectives.group.ExchangeGroup. Not 0 once a rank is lost, or if more rows
     than `room` come.
 
-    One thread at a time calls it, any of a team's.
+    The thread that runs the program calls it.
     """
 
     function: int

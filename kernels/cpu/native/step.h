@@ -128,7 +128,7 @@ struct Step : StepRows {
         token_adapters.clear();
         if (!adapters) return;
         for (const int64_t row : rows) token_adapters.push_back(adapters[row]);
-        adapted_rows.clear();  // which are few beside tokens, and all other threads wait
+        adapted_rows.clear();  // which are few beside tokens
         for (int64_t row = 0; row < num_rows; row++)
             if (adapters[row]) adapted_rows.push_back(row);
         std::sort(adapted_rows.begin(), adapted_rows.end(), [this](int64_t a, int64_t b) {
