@@ -106,11 +106,11 @@ def test_ranks_that_are_left_name_the_rank_that_was_killed(group: Make, size: in
 
 
 def test_a_listener_learns_that_the_leader_was_killed_and_waits_for_no_timeout_before(group: Make) -> None:
-    with ranks(group(0.5), 3, jobs.listen_until_lost) as started:
+    with ranks(group(1.0), 3, jobs.listen_until_lost) as started:
         for rank in range(3):
             started.told(rank)
         with pytest.raises(TimeoutError):
-            started.told(1, 1.0)  # twice as long as ranks wait for each other
+            started.told(1, 2.0)  # twice as long as ranks wait for each other
         started.signal(0, signal.SIGKILL)
         assert started.results(0) == [LostResult("Rank 0 has died.")] * 2
 
