@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +16,18 @@ from tests.test_architecture import run_python
 
 HI = [{"role": "user", "content": "hi"}]
 TIMEOUT_S = 10  # only ever reached by a failure
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Callable[[], set[str]]:
+    """Name the engine's threads that have begun since, beside those of other tests in this process."""
+    before = set(threading.enumerate())
+
+    def begun() -> set[str]:
+        names = {thread.name for thread in set(threading.enumerate()) - before}
+        return {name for name in names if name.startswith(("chunkserve", "engine-steps"))}
+
+    return begun
 
 
 @pytest.fixture
@@ -41,10 +53,6 @@ def wait_for(engine: Engine, count: int) -> None:
     while num_running(engine) != count:
         assert time.monotonic() < deadline, num_running(engine)
         time.sleep(0.005)
-
-
-def threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("chunkserve", "engine-steps"))}
 
 
 def test_it_answers_whole_and_in_chunks(engine: Engine) -> None:
@@ -129,7 +137,9 @@ def test_what_interrupts_a_wait_ends_its_request(endless: Engine, monkeypatch: p
     assert len(endless.chat(HI, max_tokens=3, ignore_eos=True).token_ids) == 3
 
 
-def test_closing_ends_requests_of_other_threads_and_its_own_threads(endless: Engine) -> None:
+def test_closing_ends_requests_of_other_threads_and_its_own_threads(
+    endless: Engine, threads: Callable[[], set[str]]
+) -> None:
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(endless.chat, HI, ignore_eos=True) for _ in range(2)]
         wait_for(endless, 2)
@@ -144,7 +154,7 @@ def test_closing_ends_requests_of_other_threads_and_its_own_threads(endless: Eng
     assert threads() == set()
 
 
-def test_an_engine_that_is_collected_ends_its_threads() -> None:
+def test_an_engine_that_is_collected_ends_its_threads(threads: Callable[[], set[str]]) -> None:
     engine = Engine("m", executor="fake")
     assert threads() == {"chunkserve-loop", "engine-steps"}
     del engine
@@ -152,7 +162,7 @@ def test_an_engine_that_is_collected_ends_its_threads() -> None:
     assert threads() == set()
 
 
-def test_a_start_that_fails_leaves_no_thread() -> None:
+def test_a_start_that_fails_leaves_no_thread(threads: Callable[[], set[str]]) -> None:
     with pytest.raises(ValueError, match="No model '/no/such/model'"):
         Engine("/no/such/model")
     assert threads() == set()
