@@ -2497,19 +2497,6 @@ MUTATIONS = (
         ("tests/kernels/cpu/native/test_team.py",),
     ),
     Mutation(
-        "threads: any share's part",
-        "A thread that was put aside takes a part of another share than it has looked at.",
-        "kernels/cpu/native/team.h",
-        "        while (uint32_t(open >> 32) == epoch && uint32_t(open) > 0) {\n"
-        "            const uint32_t left = uint32_t(open), part = std::max(1u, left / (4 * size_));\n"
-        "            const Shared* shared = shared_.load(std::memory_order_acquire);\n",
-        "        while (uint32_t(open) > 0) {\n"
-        "            const uint32_t left = uint32_t(open), part = std::max(1u, left / (4 * size_));\n"
-        "            const Shared* shared = shared_.load(std::memory_order_acquire);\n"
-        "            open = open_.load() >> 32 << 32 | left;\n",
-        ("tests/kernels/cpu/native/test_team.py",),
-    ),
-    Mutation(
         "threads: all come first",
         "A thread that another process has put aside is waited for before anything is shared out.",
         "kernels/cpu/native/team.h",

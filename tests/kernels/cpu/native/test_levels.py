@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from setuptools import Distribution
@@ -48,6 +49,13 @@ def test_every_level_compiles_with_what_it_needs_and_no_more() -> None:
     for level in LEVELS:
         base = {"-march=x86-64-v3": HASWELL - {"avx", "sse4_2"}, "-march=x86-64-v4": SKYLAKE - {"avx", "sse4_2"}}
         assert level.needs == base[level.flags[0]] | {of_flags[flag] for flag in level.flags[1:]}
+
+
+@pytest.mark.parametrize(("tiles", "said"), [(0, "AVX-512 VNNI"), (1, "AVX-512 VNNI, and AMX for 16 rows and more")])
+def test_the_log_says_by_what_bytes_are_multiplied(monkeypatch: pytest.MonkeyPatch, tiles: int, said: str) -> None:
+    found = SimpleNamespace(byte_products=lambda: 2, byte_tiles=lambda: tiles)
+    monkeypatch.setattr(library, "load_library", lambda: found)
+    assert library.byte_products() == said
 
 
 @pytest.fixture
