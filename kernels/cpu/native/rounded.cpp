@@ -248,10 +248,11 @@ template <class F>
     }
 }
 
-// As sum_rounded. A block's weights are unpacked to registers, and all rows pass by them.
+// As sum_rounded. A block's weights are unpacked to registers, and all rows pass by them. Not cloned for the numbers of the
+// caller that times it: what is timed is what is used.
 template <class F>
-[[gnu::noinline, gnu::noclone]] void sum_panel(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const uint8_t* run,
-                                 f32x16* sums) {
+[[gnu::noinline, gnu::noclone]] void sum_panel(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs,
+                                               const uint8_t* run, f32x16* sums) {
     std::fill(sums, sums + 2 * rows, splat(0.0f));
     for (int64_t k = 0; k < inputs; run += F::SIZE)
         for (int block = 0; block < F::BLOCKS; block++, k += BLOCK, x += stride) {
@@ -282,6 +283,7 @@ inline void shape_bytes(Tiles::Shapes& shapes, int64_t which) {
 using Products = int32_t[TILE_ROWS][PANEL];  // of one group
 
 // The sums of integers of up to 16 rows, of both groups where there are two. fresh: the weights are not in tiles 6 and 7 yet.
+// A tile's number is part of the instruction, so that whole tiles and others are written out.
 template <int GROUPS>
 inline void multiply_block(const RoundedBlock* x, bool whole, bool fresh, const Words& words, Products* to) {
     constexpr int64_t LINE = 2 * TILE_LINE, ROW = sizeof(RoundedBlock);
@@ -315,8 +317,8 @@ inline void multiply_block(const RoundedBlock* x, bool whole, bool fresh, const 
 
 // As sum_panel, to the same bits. While the unit multiplies 16 rows, the sums of those before are scaled and added.
 template <class F>
-[[gnu::noinline, gnu::noclone]] void sum_panel_by_tiles(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs, const uint8_t* run,
-                                          Tiles& tiles, f32x16* sums) {
+[[gnu::noinline, gnu::noclone]] void sum_panel_by_tiles(const RoundedBlock* x, int64_t stride, int64_t rows, int64_t inputs,
+                                                        const uint8_t* run, Tiles& tiles, f32x16* sums) {
     constexpr int BLOCKS_AT_ONCE = 3;  // one that is unpacked, for what was stored just now cannot be loaded as a tile at once
     struct Block {
         alignas(64) Words words;

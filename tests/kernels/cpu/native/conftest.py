@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -25,10 +25,10 @@ def by_tiles() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def tiles_of_bytes() -> Iterator[None]:
     """Fewer rows are multiplied by vectors, so that every test that compares numbers of rows compares both ways."""
-    with suppress(NoLibraryError), by_tiles():
+    with ExitStack() as stack:
+        with suppress(NoLibraryError):
+            stack.enter_context(by_tiles())
         yield
-        return
-    yield
 
 
 @pytest.fixture(scope="module", params=[1, 3])
