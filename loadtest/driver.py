@@ -91,8 +91,9 @@ class Driver:
                 self._run_point(point, f"{self._seed} {number}")
         finally:
             self._is_over = True
-            self._client.close()
-            self._slow_client.close()
+        # Not if the load is ended from outside: requests that are still running may ask for another connection.
+        self._client.close()
+        self._slow_client.close()
 
     def _now(self) -> float:
         return time.monotonic() - self._began
@@ -149,7 +150,11 @@ class Driver:
     # --- one request ------------------------------------------------------------------------------------------------
 
     def ask(self, request: Ask, due: float) -> Heard:
-        """Send a request and read its answer. A failure is recorded in the returned timeline."""
+        """Send a request and read its answer. A failure is recorded in the returned timeline.
+
+        Raises: GreenletExit: the load was ended; nothing more is sent."""
+        if self._is_over:
+            raise gevent.GreenletExit
         self.in_flight += 1
         try:
             return self._ask(request, due)

@@ -25,14 +25,16 @@ class Telling(Driver):
 
 
 def main() -> None:
-    """Read a line of JSON: url, tokens, requests at once or clients, seconds, and more of the shape.
+    """Read a line of JSON: url, tokens, requests and the seconds over which they
+    are spread, or clients, seconds, and more of the shape.
     Print the figures by kind of request."""
     given = json.loads(sys.stdin.readline())
     shape = Shape(4, given["tokens"], **given.get("shape", {}))
     if clients := given.get("clients"):
         source: Open | Closed = Closed("k", shape, clients, turns=given.get("turns", 1))
     else:
-        source = Open("k", shape, Profile.constant(given["requests"] + 0.5, 1.0), "constant")
+        over_s = given.get("over_s", 1.0)
+        source = Open("k", shape, Profile.constant((given["requests"] + 0.5) / over_s, over_s), "constant")
     plan = Plan((Point("p", (source,), given.get("seconds", 1.0)),))
     tally = Tally()
     kind = Telling if given.get("tells") else Driver
@@ -46,13 +48,13 @@ def main() -> None:
 
 
 def _end_from_outside(driver: Driver) -> None:
-    """End the load at the next line of input, as Locust does, say so, and wait for what becomes of its requests."""
+    """End the load at the next line of input, as Locust does, say so, and wait for what becomes of its requests, begun
+    or due later."""
     running = gevent.spawn(driver.run)
     gevent.get_hub().threadpool.apply(sys.stdin.readline)
     running.kill()
     print("ended", flush=True)
-    while driver.in_flight:
-        gevent.sleep(0.01)
+    gevent.wait()
 
 
 if __name__ == "__main__":

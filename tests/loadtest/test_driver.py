@@ -49,7 +49,7 @@ async def driving(server: Scripted | FakeServer, **given: Any) -> AsyncIterator[
         listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.loadtest.drive", stdin=-1, stdout=-1, cwd=ROOT
+            sys.executable, "-m", "tests.loadtest.drive", stdin=-1, stdout=-1, stderr=-2, cwd=ROOT
         )
         try:
             assert process.stdin is not None
@@ -179,6 +179,27 @@ async def test_what_the_end_of_a_load_cuts_off_is_no_failure() -> None:
         load_ended.set()
         found = json.loads(await process.stdout.readline())
     assert (found["figures"]["offered"], found["errors"]) == (0, {})
+
+
+async def test_a_load_that_was_ended_sends_no_request_that_is_due_later() -> None:
+    """Regression guard: such a request failed for want of a connection, and `chunkserve bench` showed its traceback."""
+    came = asyncio.Event()
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        came.set()
+        writer.write(HEAD + WORD + usage(4, 1))
+
+    server = Scripted(answer)
+    async with driving(server, requests=3, over_s=4.0, tokens=1, ended=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        await came.wait()
+        process.stdin.write(b"end\n")
+        told = (await process.stdout.read()).decode().splitlines()
+        sent = len(server.bodies)
+    assert sent < 3
+    ended, _ = told
+    assert ended == "ended"
 
 
 async def test_an_answer_that_never_ends_is_given_up() -> None:
