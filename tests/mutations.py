@@ -2506,6 +2506,48 @@ MUTATIONS = (
         ("tests/kernels/cpu/native/test_team.py",),
     ),
     Mutation(
+        "long rows: a query that sees nothing",
+        "A query whose chunk reaches into keys behind it weighs those by NaN.",
+        "kernels/cpu/native/attention.h",
+        "            if (before >= KEYS - 1 || position < first) {",
+        "            if (before >= KEYS - 1) {",
+        (NATIVE,),
+    ),
+    Mutation(
+        "long rows: what was weighed before",
+        "Sums of a split are added to those before it as if both had the same largest score.",
+        "kernels/cpu/native/attention.h",
+        "keep = exponential(mine - now), take",
+        "keep = splat(1.0f), take",
+        (NATIVE,),
+    ),
+    Mutation(
+        "long rows: one order",
+        "Splits that several threads pass over are added up in another order than those of one thread.",
+        "kernels/cpu/native/attention.h",
+        "        for (int64_t i = 1; i < divided.splits; i++) all.add("
+        "{num_queries, cache.head_dim, memory + divided.sums + i * size});",
+        "        for (int64_t i = divided.splits - 1; i > 0; i--)\n"
+        "            all.add({num_queries, cache.head_dim, memory + divided.sums + i * size});",
+        (NATIVE,),
+    ),
+    Mutation(
+        "long rows: never divided",
+        "One thread passes over a KV head's keys while the others wait for it.",
+        "kernels/cpu/native/attention.h",
+        "            const bool divide = splits > 1 && ",
+        "            const bool divide = splits > 1 && threads < 0 && ",
+        (NATIVE,),
+    ),
+    Mutation(
+        "rounded weights: NaN",
+        "A weight that is not finite becomes a byte like others.",
+        "kernels/cpu/native/linear.h",
+        "largest = size > largest || size != size ? size : largest;",
+        "largest = std::max(largest, size);",
+        (NATIVE,),
+    ),
+    Mutation(
         "the likeliest token: NaN",
         "A logit that is NaN goes unnoticed unless it is among the last of a row.",
         "kernels/cpu/native/program.cpp",

@@ -10,6 +10,65 @@
 #include "step.h"
 #include "vector.h"
 
+// Keys that are summed by themselves, and then added to what those before them gave: the same numbers in the same order,
+// whether one thread passes over all of a query's keys or several do.
+constexpr int64_t SPLIT = 8 * KEYS;
+
+// What a tile's queries have found so far.
+struct Sums {
+    int64_t num_queries, head_dim;
+    float* values;  // [num_queries, head_dim] weighted; the other two are behind it, a whole number of vectors each
+
+    static int64_t padded(int64_t num_queries) { return (num_queries + LANES - 1) / LANES * LANES; }
+    static int64_t size(int64_t num_queries, int64_t head_dim) { return num_queries * head_dim + 2 * padded(num_queries); }
+    float* best() const { return values + num_queries * head_dim; }        // the largest score
+    float* total() const { return best() + padded(num_queries); }          // of all weights
+
+    void clear() const {
+        std::fill(values, best(), 0.0f);
+        std::fill(best(), total(), -std::numeric_limits<float>::infinity());
+        std::fill(total(), total() + padded(num_queries), 0.0f);
+    }
+
+    // Adds what was found in the keys behind these. A query that sees none of some keys takes nothing from there. Compiled
+    // once, so that it rounds alike for whoever calls it.
+    [[gnu::noinline]] void add(const Sums& behind) const {
+        constexpr float NONE = -std::numeric_limits<float>::infinity();
+        for (int64_t first = 0; first < num_queries; first += LANES) {
+            const f32x16 mine = load(best() + first), theirs = load(behind.best() + first), now = maximum(theirs, mine);
+            const f32x16 keep = exponential(mine - now), take = exponential(theirs - now);
+            const i32x16 sees = theirs != splat(NONE);
+            store(best() + first, sees ? now : mine);
+            const f32x16 sum = multiply_add(load(total() + first), keep, load(behind.total() + first) * take);
+            store(total() + first, sees ? sum : load(total() + first));
+            for (int64_t query = first; query < std::min(first + LANES, num_queries); query++) {
+                if (!sees[query - first]) continue;
+                float* to = values + query * head_dim;
+                const float* from = behind.values + query * head_dim;
+                const f32x16 kept = splat(keep[query - first]), taken = splat(take[query - first]);
+                for (int64_t d = 0; d < head_dim; d += LANES)
+                    store(to + d, multiply_add(load(to + d), kept, load(from + d) * taken));
+            }
+        }
+    }
+};
+
+// How a step's attention is shared out.
+struct AttentionTasks {
+    static constexpr int64_t NOWHERE = -1;
+
+    struct Task {
+        int64_t tile, kv_head, begin, end;  // keys of `begin` to `end`
+        int64_t sums;                       // where in `memory` they go; NOWHERE: these are all keys that the tile sees
+    };
+    struct Divided {
+        int64_t tile, kv_head, sums, splits;
+    };
+    std::vector<Task> tasks;
+    std::vector<Divided> divided;  // what of it must be added up afterwards
+    std::vector<float> memory;
+};
+
 template <class T, class C = T>
 class Attention {
    public:
@@ -20,48 +79,109 @@ class Attention {
     int64_t window;  // how many tokens a query sees, its own included
     T* out;  // [num_tokens, heads, head_dim]
 
-    int64_t num_tasks(const Step& step) const { return int64_t(step.tiles.size()) * cache.kv_heads; }
+    // A task for each tile and KV head; for each of its splits, if it is so much of the step's work that threads would wait
+    // for it. That is so with few rows, and with one that is far longer than the others.
+    void share_out(const Step& step, int64_t threads, AttentionTasks& to) const {
+        to.tasks.clear();
+        to.divided.clear();
+        int64_t work = 0, room = 0;
+        for (const Step::Tile& tile : step.tiles) work += work_of(step, tile);
+        const int64_t fair = threads > 1 ? work * cache.kv_heads / (TASKS_PER_THREAD * threads) : work;
+        for (int64_t i = 0; i < int64_t(step.tiles.size()); i++) {
+            const Step::Tile& tile = step.tiles[i];
+            const int64_t begin = begin_of(step, tile), end = end_of(step, tile);
+            const int64_t splits = (end - 1) / SPLIT - begin / SPLIT + 1, size = Sums::size(queries_of(tile), cache.head_dim);
+            const bool divide = splits > 1 && work_of(step, tile) > fair && room + cache.kv_heads * splits * size <= MOST_SUMS;
+            for (int64_t kv_head = 0; kv_head < cache.kv_heads; kv_head++) {
+                if (!divide) {
+                    to.tasks.push_back({i, kv_head, begin, end, AttentionTasks::NOWHERE});
+                    continue;
+                }
+                to.divided.push_back({i, kv_head, room, splits});
+                for (int64_t first = begin; first < end; first = end_of_split(first, end), room += size)
+                    to.tasks.push_back({i, kv_head, first, end_of_split(first, end), room});
+            }
+        }
+        if (int64_t(to.memory.size()) < room) to.memory.resize(room);
+    }
 
     // A tile's queries of all heads that share one KV head. They pass over the keys together, KEYS at a time, so that
     // these are read from memory once. Keys begin at a multiple of KEYS for every query, and what is before its window adds
     // nothing: a query's sums are the same whichever chunk it came in.
-    void operator()(const Step& step, int64_t task) const {
-        const Step::Tile& tile = step.tiles[task / cache.kv_heads];
-        const int64_t kv_head = task % cache.kv_heads, group = heads / cache.kv_heads;
-        const int64_t context = step.contexts[tile.row] + tile.first_token;  // before the tile's first token
-        const int64_t num_queries = tile.num_tokens * group, length = context + tile.num_tokens;
-        const int64_t head_dim = cache.head_dim;
-        thread_local std::vector<float> sums;  // [num_queries, head_dim]
-        thread_local std::vector<float> best, total;
-        sums.assign(num_queries * head_dim, 0.0f);
-        best.assign(num_queries, -std::numeric_limits<float>::infinity());
-        total.assign(num_queries, 0.0f);
-        const int64_t begin = std::max<int64_t>(context + 1 - window, 0) / KEYS * KEYS;
-        Groups here = find(step, tile.row, kv_head, begin, length);
-        TilePass<T> by_tiles(num_queries, head_dim);
+    void run(const Step& step, const AttentionTasks::Task& task, float* memory) const {
+        const Step::Tile& tile = step.tiles[task.tile];
+        const int64_t num_queries = queries_of(tile), group = heads / cache.kv_heads, size = Sums::size(num_queries, cache.head_dim);
+        TilePass<T> by_tiles(num_queries, cache.head_dim);
         for (int64_t query = 0; by_tiles && query < num_queries; query++)
-            std::copy_n(q + place(tile, kv_head, group, query), head_dim, by_tiles.query(query));
-        for (int64_t first = begin; first < length; first += KEYS) {
-            const Groups next = find(step, tile.row, kv_head, first + KEYS, length);
+            std::copy_n(q + place(tile, task.kv_head, group, query), cache.head_dim, by_tiles.query(query));
+        if (task.sums != AttentionTasks::NOWHERE)
+            return pass(step, task, task.begin, task.end, by_tiles, {num_queries, cache.head_dim, memory + task.sums});
+        thread_local std::vector<float> own;
+        own.resize(std::max<size_t>(own.size(), 2 * size));
+        const Sums all{num_queries, cache.head_dim, own.data()}, behind{num_queries, cache.head_dim, own.data() + size};
+        for (int64_t first = task.begin; first < task.end; first = end_of_split(first, task.end)) {
+            const Sums& found = first == task.begin ? all : behind;
+            pass(step, task, first, end_of_split(first, task.end), by_tiles, found);
+            if (first != task.begin) all.add(behind);
+        }
+        finish(tile, task.kv_head, all);
+    }
+
+    // Adds up what was found in the splits of a tile.
+    void join(const Step& step, const AttentionTasks::Divided& divided, float* memory) const {
+        const Step::Tile& tile = step.tiles[divided.tile];
+        const int64_t num_queries = queries_of(tile), size = Sums::size(num_queries, cache.head_dim);
+        const Sums all{num_queries, cache.head_dim, memory + divided.sums};
+        for (int64_t i = 1; i < divided.splits; i++) all.add({num_queries, cache.head_dim, memory + divided.sums + i * size});
+        finish(tile, divided.kv_head, all);
+    }
+
+   private:
+    static constexpr int64_t TASKS_PER_THREAD = 4;      // at least, where work can be divided
+    static constexpr int64_t MOST_SUMS = 16 << 20;      // numbers, 64 MiB: what is beyond is not divided
+    static constexpr int PAIR = Element<T>::PAIR;
+    static constexpr bool NARROW = Cache<T, C>::NARROW;
+
+    int64_t queries_of(const Step::Tile& tile) const { return tile.num_tokens * (heads / cache.kv_heads); }
+    static int64_t end_of(const Step& step, const Step::Tile& tile) {
+        return step.contexts[tile.row] + tile.first_token + tile.num_tokens;
+    }
+    int64_t begin_of(const Step& step, const Step::Tile& tile) const {
+        return std::max<int64_t>(end_of(step, tile) - tile.num_tokens + 1 - window, 0) / KEYS * KEYS;
+    }
+    int64_t work_of(const Step& step, const Step::Tile& tile) const {
+        return tile.num_tokens * (end_of(step, tile) - begin_of(step, tile));
+    }
+    static int64_t end_of_split(int64_t first, int64_t end) { return std::min(first / SPLIT * SPLIT + SPLIT, end); }
+
+    // Sums over the keys of `begin` to `end`, which are of one split.
+    void pass(const Step& step, const AttentionTasks::Task& task, int64_t begin, int64_t end, TilePass<T>& by_tiles,
+              const Sums& sums) const {
+        const Step::Tile& tile = step.tiles[task.tile];
+        const int64_t context = step.contexts[tile.row] + tile.first_token;  // before the tile's first token
+        sums.clear();
+        Groups here = find(step, tile.row, task.kv_head, begin, task.end);
+        for (int64_t first = begin; first < end; first += KEYS) {
+            const Groups next = find(step, tile.row, task.kv_head, first + KEYS, task.end);
             if (by_tiles) widen(here, by_tiles);
-            for (int64_t query = 0; query < num_queries;) {  // flattened (token, head of the group)
-                Part part{this, &tile, kv_head, group, query, context, first, &here, &next,
-                          sums.data() + query * head_dim, best.data() + query, total.data() + query};
-                const int64_t left = num_queries - query;
+            for (int64_t query = 0; query < sums.num_queries;) {  // flattened (token, head of the group)
+                Part part{this, &tile, task.kv_head, heads / cache.kv_heads, query, context, first, &here, &next,
+                          sums.values + query * cache.head_dim, sums.best() + query, sums.total() + query};
+                const int64_t left = sums.num_queries - query;
                 query += by_tiles ? part.run_by_tiles(by_tiles, left) : part.template run<MAX_ROWS>(left);
             }
             here = next;
         }
-        for (int64_t query = 0; query < num_queries; query++) {
-            T* to = out + place(tile, kv_head, group, query);
-            const f32x16 inverse = splat(1.0f / total[query]);
-            for (int64_t d = 0; d < head_dim; d += LANES) store(to + d, load(sums.data() + query * head_dim + d) * inverse);
-        }
     }
 
-   private:
-    static constexpr int PAIR = Element<T>::PAIR;
-    static constexpr bool NARROW = Cache<T, C>::NARROW;
+    void finish(const Step::Tile& tile, int64_t kv_head, const Sums& sums) const {
+        for (int64_t query = 0; query < sums.num_queries; query++) {
+            T* to = out + place(tile, kv_head, heads / cache.kv_heads, query);
+            const float* from = sums.values + query * cache.head_dim;
+            const f32x16 inverse = splat(1.0f / sums.total()[query]);
+            for (int64_t d = 0; d < cache.head_dim; d += LANES) store(to + d, load(from + d) * inverse);
+        }
+    }
 
     // Where keys and values of up to KEYS positions lie, sixteen in a group.
     struct Groups {
@@ -162,14 +282,15 @@ class Attention {
             for (int r = 0; r < ROWS; r++) store(scores[r] + i * LANES, found[r]);
         }
 
-        // q k^T of keys up to `position`, within its window, to weights; what the sums so far are to be multiplied with.
+        // q k^T of keys up to `position`, within its window, to weights; what the sums so far are to be multiplied with. If
+        // there are none, the weights are 0.
         float soften(const float* scores, int64_t position, int r, T* weights) const {
             constexpr float NONE = -std::numeric_limits<float>::infinity();
             const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             f32x16 seen[KEYS / LANES];
             f32x16 largest = splat(NONE);
             const int64_t before = position - of->window - first;  // the last key that is before the window
-            if (before >= KEYS - 1) {
+            if (before >= KEYS - 1 || position < first) {
                 for (int i = 0; i < here->count; i++) store(weights + i * LANES, splat(0.0f));
                 return 1.0f;
             }

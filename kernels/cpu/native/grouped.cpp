@@ -124,9 +124,8 @@ inline f32x16 add_pair(f32x16 sum, const float* x, i32x16 q) {
 // The scaled sum of a group, and its minimum times the sum of its inputs.
 template <bool MINIMUM>
 inline f32x16 add_group(f32x16 sum, f32x16 own, f32x16 scale, f32x16 minimum, float x_sum) {
-    sum += own * scale;
-    if (MINIMUM) sum += splat(x_sum) * minimum;
-    return sum;
+    sum = multiply_add(own, scale, sum);
+    return MINIMUM ? multiply_add(splat(x_sum), minimum, sum) : sum;
 }
 
 // Adds `groups` groups to the sums of ROWS rows [ROWS][2]: each group by itself, and then its scaled sum.
@@ -147,7 +146,8 @@ inline void add_groups(const T* x, int64_t stride, const float* x_sums, int64_t 
             }
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < 2; c++)
-                sums[r * 2 + c] = add_group<MINIMUM>(sums[r * 2 + c], own[r][c], w.scales[g * 2 + c], w.minima[g * 2 + c],
+                sums[r * 2 + c] = add_group<MINIMUM>(sums[r * 2 + c], own[r][c], w.scales[g * 2 + c],
+                                                     MINIMUM ? w.minima[g * 2 + c] : splat(0.0f),  // not every form has any
                                                      MINIMUM ? x_sums[r * x_groups + g] : 0.0f);
     }
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -56,17 +57,20 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, T* panels) {
     }
 }
 
-// As bytes, each output's weights in units of its largest over 127. They lie as `lanes` reads those of a lane of PAIR elements.
+// As bytes, each output's weights in units of its largest over 127; NaN, if they are not all finite. They lie as `lanes` reads those of a lane of PAIR elements.
 template <class T, int PAIR>
 void quantize(const T* weight, int64_t outputs, int64_t inputs, int8_t* panels, float* scales) {
     std::fill(panels, panels + (outputs + PANEL - 1) / PANEL * PANEL * inputs, int8_t(0));
     for (int64_t n = 0; n < outputs; n++) {
         const T* row = weight + n * inputs;
         float largest = 0.0f;
-        for (int64_t k = 0; k < inputs; k++) largest = std::max(largest, std::abs(widen(row[k])));
+        for (int64_t k = 0; k < inputs; k++) {
+            const float size = std::abs(widen(row[k]));
+            largest = size > largest || size != size ? size : largest;
+        }
         const double unit = largest / 127.0;
-        scales[n] = float(unit);
-        if (unit == 0.0) continue;
+        scales[n] = std::isfinite(largest) ? float(unit) : std::numeric_limits<float>::quiet_NaN();
+        if (unit == 0.0 || !std::isfinite(largest)) continue;
         int8_t* to = panels + n / PANEL * PANEL * inputs + n % PANEL / LANES * LANES * PAIR + n % LANES;
         for (int64_t k = 0; k < inputs; k++)
             to[k / PAIR * PANEL * PAIR + k % PAIR * LANES] = int8_t(std::nearbyint(widen(row[k]) / unit));

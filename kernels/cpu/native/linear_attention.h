@@ -19,20 +19,6 @@ struct Columns {
     const T* of(int64_t token) const { return first + token * stride; }
 };
 
-// a * b + c, rounded once. Said outright: decode rows and chunks have code of their own, and must give the same bits.
-inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
-    return std::bit_cast<f32x16>(_mm512_fmadd_ps(std::bit_cast<__m512>(a), std::bit_cast<__m512>(b), std::bit_cast<__m512>(c)));
-#else
-    struct Halves {
-        __m256 part[2];
-    };
-    const auto x = std::bit_cast<Halves>(a), y = std::bit_cast<Halves>(b), z = std::bit_cast<Halves>(c);
-    const auto low = _mm256_fmadd_ps(x.part[0], y.part[0], z.part[0]), high = _mm256_fmadd_ps(x.part[1], y.part[1], z.part[1]);
-    return std::bit_cast<f32x16>(Halves{low, high});
-#endif
-}
-
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 // NaN stays NaN.

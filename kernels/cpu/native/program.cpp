@@ -2,6 +2,7 @@
 // Never allocates while it runs, and never looks at what an operation is for.
 #include <limits>
 #include <memory>
+#include <system_error>
 #include <utility>
 
 #include "attention.h"
@@ -22,6 +23,7 @@ struct Program {
     Step step;
     std::vector<std::function<void()>> operations;  // run by one thread, which shares out what they do
     AdaptedMatrix adapted;                          // of the product that is recorded next
+    AttentionTasks attention;                       // of the layer that is running
 
     void add(std::function<void()> operation) { operations.push_back(std::move(operation)); }
 
@@ -277,6 +279,20 @@ static void add_tasks(Program* program, Operation operation) {
     program->add_each([operation](const Step& step) { return operation.num_tasks(step); }, operation);
 }
 
+template <class T, class C>
+static void add_attention(Program* program, Attention<T, C> attention) {
+    program->add([=] {
+        AttentionTasks& shared = program->attention;
+        attention.share_out(program->step, program->team.size(), shared);
+        program->team.share(shared.tasks.size(), [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) attention.run(program->step, shared.tasks[i], shared.memory.data());
+        });
+        program->team.share(shared.divided.size(), [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; i++) attention.join(program->step, shared.divided[i], shared.memory.data());
+        });
+    });
+}
+
 // The most likely token of each sampled row, and its logit: NaN if any is NaN. The lowest of equals.
 static void add_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {
     program->add_each([](const Step& step) { return step.num_sampled; }, [=](const Step&, int64_t row) {
@@ -475,7 +491,14 @@ int byte_tiles() { return multiplies_byte_tiles(); }
 
 void choose_byte_tiles(int wanted) { use_byte_tiles(ByteTiles(wanted)); }
 
-Team* team_create(int num_threads) { return new Team(num_threads); }
+// Null if the system does not grant so many threads.
+Team* team_create(int num_threads) {
+    try {
+        return new Team(num_threads);
+    } catch (const std::system_error&) {
+        return nullptr;
+    }
+}
 
 void team_destroy(Team* team) { delete team; }
 
@@ -581,7 +604,7 @@ void program_rotate_and_cache(Program* program, int wide, const void* qkv, int64
 void program_attention(Program* program, int wide, const void* q, int64_t heads, int64_t kv_heads, int64_t head_dim,
                        void* keys, void* values, int narrow, float scale, int64_t window, void* out) {
     const int64_t block_size = program->step.block_size;
-    BY_CACHE(add_tasks,
+    BY_CACHE(add_attention,
              (program, Attention<T, C>{as<T>(q), Cache<T, C>{as<C>(keys), as<C>(values), block_size, kv_heads, head_dim},
                                        heads, scale, window, as<T>(out)}));
 }

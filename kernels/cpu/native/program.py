@@ -120,11 +120,18 @@ class StepRows:
 
 class Team:
     """The threads that run programs, one program at a time: the one that calls, and others that help it and sleep
-    between runs."""
+    between runs.
+
+    Raises: RuntimeError: the system does not grant so many threads."""
 
     def __init__(self, num_threads: int) -> None:
         self._library = load_library()
         self.handle = self._library.team_create(num_threads)
+        if self.handle is None:
+            raise RuntimeError(
+                f"num_threads: the system does not grant {num_threads} threads to this process; a lower number, or a "
+                "higher limit of processes and of memory (pids.max, ulimit -u, ulimit -v), would let it start"
+            )
 
     @property
     def num_shares(self) -> int:

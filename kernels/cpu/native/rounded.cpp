@@ -34,16 +34,6 @@ inline Half half(const Vector& value, int which) {
     return found;
 }
 
-// a * b + c, rounded once. Said outright: what a compiler would fuse by itself differs between instruction sets.
-inline f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
-    return std::bit_cast<f32x16>(_mm512_fmadd_ps(std::bit_cast<__m512>(a), std::bit_cast<__m512>(b), std::bit_cast<__m512>(c)));
-#else
-    return by_halves<f32x16>(
-        [&](int i) { return _mm256_fmadd_ps(half<__m256>(a, i), half<__m256>(b, i), half<__m256>(c, i)); });
-#endif
-}
-
 // Sums of four products each of bytes without a sign and with one, exact.
 inline i32x16 add_bytes(i32x16 sum, u32x16 w, i32x16 x) {
 #if defined(__AVX512VNNI__)
@@ -80,7 +70,7 @@ int byte_level() {
 // The nearest integers of x * factor, which are below 2^22, the even ones of two: what is added leaves no bits behind the point.
 inline i32x16 nearest(f32x16 x, f32x16 factor) {
     const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23
-    return std::bit_cast<i32x16>(fused(x, factor, magic)) - std::bit_cast<i32x16>(magic);
+    return std::bit_cast<i32x16>(multiply_add(x, factor, magic)) - std::bit_cast<i32x16>(magic);
 }
 
 // 32 integers as bytes, in RoundedBlock's order.
@@ -221,12 +211,12 @@ template <class F>
     const f32x16 scale = everywhere(x.scale);
     for (int c = 0; c < 2; c++) {
         if constexpr (F::GROUPS == 2)
-            sums[c] = fused(fused(floats(of[1][c]), units.scales[2 + c], floats(of[0][c]) * units.scales[c]), scale, sums[c]);
+            sums[c] = multiply_add(multiply_add(floats(of[1][c]), units.scales[2 + c], floats(of[0][c]) * units.scales[c]), scale, sums[c]);
         else if constexpr (F::SCALES == BY_OUTPUT)
-            sums[c] = fused(floats(of[0][c]), scale, sums[c]);
+            sums[c] = multiply_add(floats(of[0][c]), scale, sums[c]);
         else
-            sums[c] = fused(floats(of[0][c]), units.scales[c] * scale, sums[c]);
-        if (F::MINIMUM) sums[c] = fused(everywhere(x.sum), units.minima[c], sums[c]);
+            sums[c] = multiply_add(floats(of[0][c]), units.scales[c] * scale, sums[c]);
+        if (F::MINIMUM) sums[c] = multiply_add(everywhere(x.sum), units.minima[c], sums[c]);
     }
 }
 

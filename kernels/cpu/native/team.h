@@ -11,18 +11,17 @@
 
 class Team {
    public:
+    // Throws std::system_error if the system grants fewer threads, and keeps none of them.
     explicit Team(int size) : size_(size) {
-        for (int i = 1; i < size; i++) threads_.emplace_back([this] { help(); });
+        try {
+            for (int i = 1; i < size; i++) threads_.emplace_back([this] { help(); });
+        } catch (...) {
+            end();
+            throw;
+        }
     }
 
-    ~Team() {
-        ending_ = true;
-        for (auto* counter : {&runs_, &epoch_}) {
-            counter->value.fetch_add(1);
-            counter->wake();
-        }
-        for (auto& thread : threads_) thread.join();
-    }
+    ~Team() { end(); }
 
     int size() const { return size_; }
     int64_t shares() const { return shares_; }  // how often work has been shared out
@@ -62,6 +61,15 @@ class Team {
         void (*call)(const void* what, int64_t first, int64_t last);
         const void* what;
     };
+
+    void end() {
+        ending_ = true;
+        for (auto* counter : {&runs_, &epoch_}) {
+            counter->value.fetch_add(1);
+            counter->wake();
+        }
+        for (auto& thread : threads_) thread.join();
+    }
 
     // What is waited for. Who sleeps says so: libstdc++ 12 counts the sleepers of many such words together, and would call
     // Linux each time.

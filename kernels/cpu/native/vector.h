@@ -149,13 +149,27 @@ inline void widen_lanes(const B* bytes, int64_t count, T* wide) {
     }
 }
 
+// a * b + c, rounded once. Said outright: compilers fuse for one number of rows and not for another, and each by itself.
+inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return std::bit_cast<f32x16>(_mm512_fmadd_ps(std::bit_cast<__m512>(a), std::bit_cast<__m512>(b), std::bit_cast<__m512>(c)));
+#else
+    struct Halves {
+        __m256 part[2];
+    };
+    const auto x = std::bit_cast<Halves>(a), y = std::bit_cast<Halves>(b), z = std::bit_cast<Halves>(c);
+    const auto low = _mm256_fmadd_ps(x.part[0], y.part[0], z.part[0]), high = _mm256_fmadd_ps(x.part[1], y.part[1], z.part[1]);
+    return std::bit_cast<f32x16>(Halves{low, high});
+#endif
+}
+
 // sum + x * w in each lane, over the lane's one or two elements, accumulated in float32.
 template <class T>
 inline f32x16 dot(f32x16 sum, i32x16 x, i32x16 w);
 
 template <>
 inline f32x16 dot<float>(f32x16 sum, i32x16 x, i32x16 w) {
-    return sum + std::bit_cast<f32x16>(x) * std::bit_cast<f32x16>(w);
+    return multiply_add(std::bit_cast<f32x16>(x), std::bit_cast<f32x16>(w), sum);
 }
 
 template <>
@@ -165,8 +179,8 @@ inline f32x16 dot<bf16>(f32x16 sum, i32x16 x, i32x16 w) {
         _mm512_dpbf16_ps(std::bit_cast<__m512>(sum), std::bit_cast<__m512bh>(x), std::bit_cast<__m512bh>(w)));
 #else
     const i32x16 high = i32x16{} + int32_t(0xffff0000);
-    sum += std::bit_cast<f32x16>(x << 16) * std::bit_cast<f32x16>(w << 16);
-    return sum + std::bit_cast<f32x16>(x & high) * std::bit_cast<f32x16>(w & high);
+    sum = multiply_add(std::bit_cast<f32x16>(x << 16), std::bit_cast<f32x16>(w << 16), sum);
+    return multiply_add(std::bit_cast<f32x16>(x & high), std::bit_cast<f32x16>(w & high), sum);
 #endif
 }
 

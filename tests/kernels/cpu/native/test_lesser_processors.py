@@ -39,6 +39,7 @@ LESS = {
     "-mno-avx512vnni": (ROUNDED, 1),
     "-mno-avx512vnni -mno-avxvnni": (ROUNDED, 0),
     "-mno-avx512f -mno-avxvnni": (ROUNDED, 0),
+    "--param=avoid-fma-max-bits=512": (ALL, 2),  # as GCC does for Zen 5: a sum alone is not fused, and several are
 }
 """What the compiler is to do without, the files that depend on it, and the level of products of bytes that is left at
 most. `make test-processors` compiles two of the same."""

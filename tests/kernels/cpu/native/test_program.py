@@ -53,7 +53,7 @@ def record(
     team: Team, dtype: torch.dtype, model: Callable[[Program], Buffer], block_size: int = BLOCK
 ) -> Callable[..., Tensor]:
     """Return a function from rows to the value that `model` returns, in poisoned memory."""
-    program = Program(team, block_size=block_size, capacity=600, dtype=dtype)
+    program = Program(team, block_size=block_size, capacity=2400, dtype=dtype)
     out = model(program)
 
     def run(rows: Rows) -> Tensor:
@@ -129,6 +129,18 @@ def test_a_product_with_rounded_weights_matches_float64_and_is_the_same_beside_a
     close(whole, want)
     for count in (1, 2, 3, 8, 9, 16, 17, 32, 33):
         assert torch.equal(run(tokens_only(count)), whole[:count])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_that_is_not_finite_is_not_hidden_by_rounding(team: Team, number: float, dtype: torch.dtype) -> None:
+    """Regression guard: it became a byte beside finite ones, and answers were wrong without a sign of it."""
+    weight = torch.ones(40, 6, dtype=dtype)
+    weight[33, 2] = number
+    packed = pack(Linear(weight), quantize=True)
+    run = record(team, dtype, lambda program: program.linear(program.embed(torch.ones(1, 6, dtype=dtype)), packed))
+    found = run(tokens_only(1))[0]
+    assert found.isnan().nonzero().flatten().tolist() == [33]
 
 
 def test_a_row_of_zeros_is_rounded_to_zeros(team: Team) -> None:
@@ -527,6 +539,43 @@ def test_attention_gives_a_token_the_same_bits_in_any_chunk_and_beside_any_row(
             ]
         )
     assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1025, 1700])
+@pytest.mark.parametrize("kept_in", [None, torch.int8])
+def test_a_long_row_whose_keys_are_divided_among_threads_matches_the_reference(
+    window: int | None, dtype: torch.dtype, kept_in: torch.dtype | None
+) -> None:
+    """Lengths about multiples of a split. Some queries of the chunks see nothing of their tile's first or last one."""
+    for length in (1024, 1025, 2048, 2300):
+        check_attention(Team(4), [(length - 1, 1)], dtype, window=window, kept_in=kept_in)
+    for start, count in ((1017, 16), (2044, 9), (2200, 40)):
+        check_attention(Team(4), [(start, count)], dtype, window=window, kept_in=kept_in)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1500])
+def test_a_long_row_has_the_same_bits_however_its_keys_are_divided(window: int | None, dtype: torch.dtype) -> None:
+    heads = HeadShape(num_heads=6, num_kv_heads=2, head_dim=32)
+    case = AttentionCase([2500, 40, 1400], heads, dtype, norms=True, block_size=BLOCK, window=window)
+    last, other, short = case.row(0, 2499, 2500), case.row(2, 1399, 1400), case.row(1, 39, 40)
+    found, shares = [], []
+    for threads in (1, 2, 3, 8):
+        team = Team(threads)
+        run = case.native(team)
+        for sequence, length in enumerate((2499, 39, 1399)):
+            for start, end in cuts(length, 900):
+                run([case.row(sequence, start, end)])
+        before = team.num_shares
+        found.append(run([last]))
+        shares.append(team.num_shares - before)
+        found.append(run([last, other, short])[:1])
+        found.append(run([*[short] * 90, last])[-1:])
+        found.append(run([case.row(0, 2490, 2500)])[-1:])
+        found.append(run([case.row(0, 2003, 2500), case.row(2, 700, 1400)])[496:497])
+    assert all(torch.equal(other, found[0]) for other in found)
+    assert shares[0] < shares[1] == shares[2] == shares[3], "what was to be compared is the same"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

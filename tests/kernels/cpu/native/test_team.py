@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,31 @@ def test_a_thread_that_sleeps_is_woken_to_help_and_wakes_who_waits_for_it(plain:
 
 def test_a_thread_that_is_put_aside_at_any_moment_takes_no_part_of_another_share(plain: Path) -> None:
     run(str(plain), "interrupted")
+
+
+WITHOUT_ROOM = """
+import resource
+from pathlib import Path
+from kernels.cpu.native.program import Team
+Team(2)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+no_limit = resource.RLIM_INFINITY
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), no_limit))  # of 511 stacks, 8 MiB each
+try:
+    Team(512)
+except RuntimeError as refused:
+    print(refused)
+resource.setrlimit(resource.RLIMIT_AS, (no_limit, no_limit))
+print(len(list(Path("/proc/self/task").iterdir())) < 100)
+"""
+
+
+def test_threads_that_the_system_does_not_grant_are_refused_by_their_number() -> None:
+    """Regression guard: the process was aborted without a word, and those that had begun were left behind."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ROOM], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused, few = done.stdout.splitlines()
+    assert refused.startswith("num_threads: the system does not grant 512 threads")
+    assert few == "True"
