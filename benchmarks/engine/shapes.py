@@ -4,6 +4,7 @@ Never serves: both run steps alone, so that a model of 8 billion weights is comp
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -40,9 +41,14 @@ OURS: dict[str, dict[str, Any]] = {"rounded": {"activations": "int8"}, "stored":
 TITLES = {"rounded": "chunkserve, activations in int8", "stored": "chunkserve", LLAMA_CPP: LLAMA_CPP}
 PROMPT, DECODES = 512, 16
 """Tokens of the prompt, which is one step, and steps of one row."""
-AIMS = {"decode": Aim(0.9), "prefill": Aim(0.5)}
+AIMS = {"decode": Aim(0.9), "prefill": Aim(0.5), "late": Aim(0.9)}
 """Our time ÷ llama.cpp's: a prefill twice as fast takes half the time."""
-STEPS = {"decode": "a token of one stream", "prefill": f"a prompt of {PROMPT} tokens"}
+STEPS = {
+    "decode": "a token of one stream",
+    "prefill": f"a prompt of {PROMPT} tokens",
+    "late": "a token behind {late:,}",
+}
+"""The last one only with `--late`, which says how many tokens come before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +67,12 @@ class Shape:
 
 
 SHAPES = {
+    "135M": Shape(576, 30, 9, 3, 64, 1536),
     "1B": Shape(2048, 16, 32, 8, 64, 8192),
     "4B": Shape(3072, 32, 32, 8, 128, 9216),
     "8B": Shape(4096, 32, 32, 8, 128, 14336),
 }
-"""Llama-3.2-1B, Llama-3.1-Minitron-4B and Llama-3.1-8B, with the default model's vocabulary."""
+"""SmolLM2-135M, Llama-3.2-1B, Llama-3.1-Minitron-4B and Llama-3.1-8B, with the default model's vocabulary."""
 FORMATS = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "q4_k": gguf.GGMLQuantizationType.Q4_K}
 SCALES = {"q4_0": (0,), "q4_k": (0, 2)}
 """Where a block has its float16 factors, in bytes from its start."""
@@ -139,17 +146,23 @@ def random_blocks(rows: int, columns: int, kind: str, draw: np.random.Generator)
     return blocks.reshape(rows, -1)
 
 
-def llama_bench(program: Path, file: Path) -> dict[str, float]:
+def llama_bench(program: Path, file: Path, late: int) -> dict[str, float]:
     """Return the milliseconds that a step takes, by the median of llama.cpp's own runs after its warm-up."""
-    amounts = ("-p", str(PROMPT), "-n", str(DECODES), "-r", "1")
+    found = {"prefill": _llama_bench(program, file, PROMPT, 0, 0), "decode": _llama_bench(program, file, 0, DECODES, 0)}
+    if late:
+        found["late"] = _llama_bench(program, file, 0, DECODES, late)
+    return found
+
+
+def _llama_bench(program: Path, file: Path, prompt: int, decodes: int, depth: int) -> float:
+    amounts = ("-p", str(prompt), "-n", str(decodes), "-d", str(depth), "-r", "1")
     command = [str(program), "-m", str(file), *amounts, "-t", str(os.cpu_count()), "-o", "json"]
-    runs = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    found = {"prefill" if run["n_prompt"] else "decode": run for run in runs}
-    tokens = {"prefill": 1, "decode": DECODES}
-    return {step: statistics.median(run["samples_ns"]) / tokens[step] / 1e6 for step, run in found.items()}
+    (run,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    samples: list[float] = run["samples_ns"]
+    return statistics.median(samples) / max(decodes, 1) / 1e6
 
 
-def steps_of(file: Path, seed: int) -> dict[str, Callable[[], dict[str, float]]]:
+def steps_of(file: Path, seed: int, late: int) -> dict[str, Callable[[], dict[str, float]]]:
     """Load the file with each of OURS. Each entry returns the milliseconds of its steps, one row's as a median."""
     made: dict[str, Callable[[], dict[str, float]]] = {}
     draw = random.Random(seed)
@@ -158,8 +171,8 @@ def steps_of(file: Path, seed: int) -> dict[str, Callable[[], dict[str, float]]]
         config = EngineConfig(
             device="cpu",
             quantize="stored",
-            num_kv_blocks=128,
-            max_model_len=1024,
+            num_kv_blocks=128 + late // 16,
+            max_model_len=1024 + late,
             speculative=SpeculativeConfig(method="none"),
             **settings,
         )
@@ -170,32 +183,39 @@ def steps_of(file: Path, seed: int) -> dict[str, Callable[[], dict[str, float]]]
 
         decode = step_of(executor, decode_plan(1, DECODES // 2, resolved.block_size, token))
         prefill = step_of(executor, prefill_plan(PROMPT, 0, resolved.block_size, token))
+        rows = {"decode": decode}
+        if late:
+            rows["late"] = step_of(executor, decode_plan(1, late + DECODES // 2, resolved.block_size, token))
 
-        def run(decode: Callable[[], object] = decode, prefill: Callable[[], object] = prefill) -> dict[str, float]:
+        def run(
+            rows: Mapping[str, Callable[[], object]] = rows, prefill: Callable[[], object] = prefill
+        ) -> dict[str, float]:
             with torch.inference_mode():
                 began = time.perf_counter()
                 prefill()
                 prefill_ms = (time.perf_counter() - began) * 1000
-                return {"prefill": prefill_ms, "decode": statistics.median(measure(decode, DECODES))}
+                own = {step: statistics.median(measure(row, DECODES)) for step, row in rows.items()}
+                return {"prefill": prefill_ms, **own}
 
         made[name] = run
     return made
 
 
 def compare(
-    shape: str, kind: str, program: Path, default: Path, directory: Path, rounds: int, seed: int
+    shape: str, kind: str, program: Path, default: Path, directory: Path, rounds: int, seed: int, late: int = 0
 ) -> dict[str, Any]:
     """Return the cell of one shape and format: each server's milliseconds by step, a number for each round."""
     file = directory / f"{shape}-{kind}.gguf"
     write_random(file, SHAPES[shape], kind, default, np.random.default_rng(seed))
-    own = steps_of(file, seed)
-    found: dict[str, dict[str, list[float]]] = {name: {step: [] for step in STEPS} for name in TITLES}
+    own = steps_of(file, seed, late)
+    steps = [step for step in STEPS if late or step != "late"]
+    found: dict[str, dict[str, list[float]]] = {name: {step: [] for step in steps} for name in TITLES}
     for name, run in own.items():
         run()  # the first run maps memory
         print(f"{shape} {kind}: {name} is ready", file=sys.stderr)
     for _ in range(rounds):
         for name in TITLES:
-            for step, ms in (llama_bench(program, file) if name == LLAMA_CPP else own[name]()).items():
+            for step, ms in (llama_bench(program, file, late) if name == LLAMA_CPP else own[name]()).items():
                 found[name][step].append(ms)
     return {"shape": shape, "format": kind, "bytes": file.stat().st_size, "ms": found}
 
@@ -206,7 +226,8 @@ def table(document: Mapping[str, Any]) -> str:
     titles = [*(f"{TITLES[name]}, ms" for name in TITLES), *(f"{TITLES[name]} ÷ {LLAMA_CPP}" for name in OURS)]
     lines = [f"| | {' | '.join(titles)} | aim |", "|---" * (len(titles) + 2) + "|"]
     for cell in document["cells"]:
-        for step, title in STEPS.items():
+        for step in cell["ms"][LLAMA_CPP]:
+            title = STEPS[step].format(late=document.get("late", 0))
             ms = {name: cell["ms"][name][step] for name in TITLES}
             ratios = {n: [a / b for a, b in zip(ms[n], ms[LLAMA_CPP], strict=True)] for n in OURS}
             cells = [shown(spread(ms[name]), 0) for name in TITLES] + [shown(spread(ratios[name]), 2) for name in OURS]
@@ -225,27 +246,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers-venv", type=Path, default=ROOT / ".venv-peers", help="virtual environment with llama-bench"
     )
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="shapes to compare")
+    larger = [name for name in SHAPES if name != "135M"]
+    parser.add_argument("--shapes", nargs="+", default=larger, choices=list(SHAPES), help="shapes to compare")
     parser.add_argument(
         "--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS), help="formats of the weights"
+    )
+    parser.add_argument(
+        "--late", type=int, default=0, help="also measure a token behind so many others; 0: do not (%(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds over the servers (%(default)s)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000, help="of the weights and tokens")
     parser.add_argument("--out", type=Path, help="also write the JSON document to this file")
     options = parser.parse_args(arguments)
+    for shape, kind in itertools.product(options.shapes, options.formats):
+        weights, _ = gguf.GGML_QUANT_SIZES[FORMATS[kind]]
+        if SHAPES[shape].hidden % weights:
+            parser.error(
+                f"--formats {kind} has {weights} weights in a block, of which {shape} has no whole number in a row"
+            )
     setup = Setup.of_this_repository(options.peers_venv)
     try:
         program = setup.installed("llama-bench", "benchmarks/peers/llama_cpp.sh")
     except NotInstalled as error:
         print(error, file=sys.stderr)
         return 1
-    document = {"benchmark": "llama_cpp_shapes", **machine(), "seed": options.seed, "cells": []}
+    document = {"benchmark": "llama_cpp_shapes", **machine(), "seed": options.seed, "late": options.late, "cells": []}
     document["shapes"] = {name: asdict(SHAPES[name]) for name in options.shapes}
     for shape in options.shapes:
         for kind in options.formats:
             with tempfile.TemporaryDirectory() as directory:
                 where = Path(directory)
-                cell = compare(shape, kind, program, setup.gguf(), where, options.rounds, options.seed)
+                cell = compare(shape, kind, program, setup.gguf(), where, options.rounds, options.seed, options.late)
             document["cells"].append(cell)
             if options.out:
                 write_whole(options.out, document)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -52,28 +51,36 @@ def test_a_file_may_have_experts_beside_a_router_that_is_not_in_blocks(tmp_path:
 def test_each_round_has_the_times_of_a_prompt_and_of_a_token_for_each_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llama.cpp's benchmark is a stand-in that answers in its form: 40 ms for the prompt, 80 ms for sixteen tokens."""
-    runs = [
-        {"n_prompt": PROMPT, "n_gen": 0, "samples_ns": [40_000_000]},
-        {"n_prompt": 0, "n_gen": shapes.DECODES, "samples_ns": [80_000_000]},
-    ]
+    """llama.cpp's benchmark is a stand-in that answers in its form: 40 ms for the prompt, 80 ms for sixteen tokens, and
+    160 ms for as many behind 100 others."""
     program = tmp_path / "llama-bench"
-    program.write_text(f"#!/bin/sh\necho '{json.dumps(runs)}'\n")
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        f'  *"-p {PROMPT} -n 0 -d 0 "*) ms=40 ;;\n'
+        f'  *"-p 0 -n {shapes.DECODES} -d 0 "*) ms=80 ;;\n'
+        f'  *"-p 0 -n {shapes.DECODES} -d 100 "*) ms=160 ;;\n'
+        "esac\n"
+        """echo '[{"samples_ns": ['"$ms"000000']}]'\n"""
+    )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setitem(shapes.SHAPES, "small", SMALL)
     monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
     default = write_gguf(tmp_path / "default.gguf")
-    cell = compare("small", "q4_0", program, default, tmp_path, rounds=2, seed=1)
-    assert cell["ms"]["llama.cpp"] == {"prefill": [40.0, 40.0], "decode": [5.0, 5.0]}
+    cell = compare("small", "q4_0", program, default, tmp_path, rounds=2, seed=1, late=100)
+    assert cell["ms"]["llama.cpp"] == {"decode": [5.0, 5.0], "prefill": [40.0, 40.0], "late": [10.0, 10.0]}
     for name in OURS:
         assert all(len(times) == 2 and min(times) > 0 for times in cell["ms"][name].values())
     assert "| small, Q4_0: a token of one stream |" in table({"cells": [cell]})
+    assert "| small, Q4_0: a token behind 1,000 |" in table({"cells": [cell], "late": 1000})
+    cell = compare("small", "q4_0", program, default, tmp_path, rounds=1, seed=1)
+    assert list(cell["ms"]["llama.cpp"]) == ["decode", "prefill"]
 
 
 def test_the_ratio_is_that_of_one_round_and_is_held_to_the_aim() -> None:
     """Medians over the rounds of a machine that became twice as slow in the second: the ratio is 0.5 in each."""
-    ours = {"prefill": [100.0, 200.0], "decode": [10.0, 20.0]}
-    ms = {"rounded": ours, "stored": ours, "llama.cpp": {"prefill": [200.0, 400.0], "decode": [10.0, 20.0]}}
+    ours = {"decode": [10.0, 20.0], "prefill": [100.0, 200.0]}
+    ms = {"rounded": ours, "stored": ours, "llama.cpp": {"decode": [10.0, 20.0], "prefill": [200.0, 400.0]}}
     first, second = table({"cells": [{"shape": "1B", "format": "q4_k", "ms": ms}]}).splitlines()[2:]
     assert first.endswith("| 1.00 (1.00–1.00) | 1.00 (1.00–1.00) | ≤ 0.9: missed |")
     assert second.endswith("| 0.50 (0.50–0.50) | 0.50 (0.50–0.50) | ≤ 0.5: met |")
