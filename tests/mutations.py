@@ -2506,14 +2506,6 @@ MUTATIONS = (
         ("tests/kernels/cpu/native/test_team.py",),
     ),
     Mutation(
-        "long rows: a query that sees nothing",
-        "A query whose chunk reaches into keys behind it weighs those by NaN.",
-        "kernels/cpu/native/attention.h",
-        "            if (before >= KEYS - 1 || position < first) {",
-        "            if (before >= KEYS - 1) {",
-        (NATIVE,),
-    ),
-    Mutation(
         "long rows: what was weighed before",
         "Sums of a split are added to those before it as if both had the same largest score.",
         "kernels/cpu/native/attention.h",
