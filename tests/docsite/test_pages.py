@@ -58,6 +58,7 @@ FIGURES: dict[str, tuple[str, str, ModuleType]] = {
     "llama.cpp": ("llama-cpp.md", "llama_cpp.json", llama_cpp),
     "agreement": ("llama-cpp.md", "agreement.json", agreement),
     "shapes": ("llama-cpp.md", "llama_cpp_shapes.json", bench_shapes),
+    "late": ("llama-cpp.md", "llama_cpp_late.json", bench_shapes),
     "drafts": ("drafts.md", "speculation.json", bench_speculation),
     "kv tiers": ("kv-tiers.md", "kv_tiers.json", bench_kv_tiers),
     "killed": ("kv-tiers.md", "killed.json", bench_killed),
