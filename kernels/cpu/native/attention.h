@@ -15,14 +15,14 @@
 constexpr int64_t SPLIT = 8 * KEYS;
 
 // What a tile's queries have found so far.
-struct Sums {
+struct AttentionSums {
     int64_t num_queries, head_dim;
     float* values;  // [num_queries, head_dim] weighted; the other two are behind it, a whole number of vectors each
 
     static int64_t padded(int64_t num_queries) { return (num_queries + LANES - 1) / LANES * LANES; }
     static int64_t size(int64_t num_queries, int64_t head_dim) { return num_queries * head_dim + 2 * padded(num_queries); }
-    float* best() const { return values + num_queries * head_dim; }        // the largest score
-    float* total() const { return best() + padded(num_queries); }          // of all weights
+    float* best() const { return values + num_queries * head_dim; }  // the largest score
+    float* total() const { return best() + padded(num_queries); }     // of all weights
 
     void clear() const {
         std::fill(values, best(), 0.0f);
@@ -32,7 +32,7 @@ struct Sums {
 
     // Adds what was found in the keys behind these. A query that sees none of some keys takes nothing from there. Compiled
     // once, so that it rounds alike for whoever calls it.
-    [[gnu::noinline]] void add(const Sums& behind) const {
+    [[gnu::noinline]] void add(const AttentionSums& behind) const {
         constexpr float NONE = -std::numeric_limits<float>::infinity();
         for (int64_t first = 0; first < num_queries; first += LANES) {
             const f32x16 mine = load(best() + first), theirs = load(behind.best() + first), now = maximum(theirs, mine);
@@ -90,7 +90,8 @@ class Attention {
         for (int64_t i = 0; i < int64_t(step.tiles.size()); i++) {
             const Step::Tile& tile = step.tiles[i];
             const int64_t begin = begin_of(step, tile), end = end_of(step, tile);
-            const int64_t splits = (end - 1) / SPLIT - begin / SPLIT + 1, size = Sums::size(queries_of(tile), cache.head_dim);
+            const int64_t splits = (end - 1) / SPLIT - begin / SPLIT + 1;
+            const int64_t size = AttentionSums::size(queries_of(tile), cache.head_dim);
             const bool divide = splits > 1 && work_of(step, tile) > fair && room + cache.kv_heads * splits * size <= MOST_SUMS;
             for (int64_t kv_head = 0; kv_head < cache.kv_heads; kv_head++) {
                 if (!divide) {
@@ -110,7 +111,8 @@ class Attention {
     // nothing: a query's sums are the same whichever chunk it came in.
     void run(const Step& step, const AttentionTasks::Task& task, float* memory) const {
         const Step::Tile& tile = step.tiles[task.tile];
-        const int64_t num_queries = queries_of(tile), group = heads / cache.kv_heads, size = Sums::size(num_queries, cache.head_dim);
+        const int64_t num_queries = queries_of(tile), group = heads / cache.kv_heads;
+        const int64_t size = AttentionSums::size(num_queries, cache.head_dim);
         TilePass<T> by_tiles(num_queries, cache.head_dim);
         for (int64_t query = 0; by_tiles && query < num_queries; query++)
             std::copy_n(q + place(tile, task.kv_head, group, query), cache.head_dim, by_tiles.query(query));
@@ -118,9 +120,9 @@ class Attention {
             return pass(step, task, task.begin, task.end, by_tiles, {num_queries, cache.head_dim, memory + task.sums});
         thread_local std::vector<float> own;
         own.resize(std::max<size_t>(own.size(), 2 * size));
-        const Sums all{num_queries, cache.head_dim, own.data()}, behind{num_queries, cache.head_dim, own.data() + size};
+        const AttentionSums all{num_queries, cache.head_dim, own.data()}, behind{num_queries, cache.head_dim, own.data() + size};
         for (int64_t first = task.begin; first < task.end; first = end_of_split(first, task.end)) {
-            const Sums& found = first == task.begin ? all : behind;
+            const AttentionSums& found = first == task.begin ? all : behind;
             pass(step, task, first, end_of_split(first, task.end), by_tiles, found);
             if (first != task.begin) all.add(behind);
         }
@@ -130,15 +132,15 @@ class Attention {
     // Adds up what was found in the splits of a tile.
     void join(const Step& step, const AttentionTasks::Divided& divided, float* memory) const {
         const Step::Tile& tile = step.tiles[divided.tile];
-        const int64_t num_queries = queries_of(tile), size = Sums::size(num_queries, cache.head_dim);
-        const Sums all{num_queries, cache.head_dim, memory + divided.sums};
+        const int64_t num_queries = queries_of(tile), size = AttentionSums::size(num_queries, cache.head_dim);
+        const AttentionSums all{num_queries, cache.head_dim, memory + divided.sums};
         for (int64_t i = 1; i < divided.splits; i++) all.add({num_queries, cache.head_dim, memory + divided.sums + i * size});
         finish(tile, divided.kv_head, all);
     }
 
    private:
-    static constexpr int64_t TASKS_PER_THREAD = 4;      // at least, where work can be divided
-    static constexpr int64_t MOST_SUMS = 16 << 20;      // numbers, 64 MiB: what is beyond is not divided
+    static constexpr int64_t TASKS_PER_THREAD = 4;  // at least, where work can be divided
+    static constexpr int64_t MOST_SUMS = 16 << 20;  // numbers, 64 MiB: what is beyond is not divided
     static constexpr int PAIR = Element<T>::PAIR;
     static constexpr bool NARROW = Cache<T, C>::NARROW;
 
@@ -154,9 +156,9 @@ class Attention {
     }
     static int64_t end_of_split(int64_t first, int64_t end) { return std::min(first / SPLIT * SPLIT + SPLIT, end); }
 
-    // Sums over the keys of `begin` to `end`, which are of one split.
+    // AttentionSums over the keys of `begin` to `end`, which are of one split.
     void pass(const Step& step, const AttentionTasks::Task& task, int64_t begin, int64_t end, TilePass<T>& by_tiles,
-              const Sums& sums) const {
+              const AttentionSums& sums) const {
         const Step::Tile& tile = step.tiles[task.tile];
         const int64_t context = step.contexts[tile.row] + tile.first_token;  // before the tile's first token
         sums.clear();
@@ -174,7 +176,7 @@ class Attention {
         }
     }
 
-    void finish(const Step::Tile& tile, int64_t kv_head, const Sums& sums) const {
+    void finish(const Step::Tile& tile, int64_t kv_head, const AttentionSums& sums) const {
         for (int64_t query = 0; query < sums.num_queries; query++) {
             T* to = out + place(tile, kv_head, heads / cache.kv_heads, query);
             const float* from = sums.values + query * cache.head_dim;

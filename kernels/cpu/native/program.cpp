@@ -1,5 +1,5 @@
 // Owns the program that a model is to the CPU: operations recorded once, and run in every step, one after the other.
-// Never allocates while it runs, and never looks at what an operation is for.
+// Never allocates once it has run its largest step, and never looks at what an operation is for.
 #include <limits>
 #include <memory>
 #include <system_error>

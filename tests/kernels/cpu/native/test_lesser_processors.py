@@ -92,7 +92,8 @@ print(json.dumps(found))
 def run_as(compiler: str, files: Sequence[Path]) -> dict[str, int]:
     """Run the tests of some files with the library compiled so. Return what it says of itself."""
     environment = {**os.environ, "CXX": f"g++ {compiler}"}
-    run(["-m", "kernels.cpu.native.library"], environment)
+    made = run(["-m", "kernels.cpu.native.library"], environment)
+    assert "are ready" in made, made  # else every test would compile in vain
     only = ("-m", "not slow", "-k", "not compiler and not processor")
     run(["-m", "pytest", "-q", "-p", "no:xdist", *only, *map(str, files)], environment)
     told: dict[str, int] = json.loads(run(["-c", TELL], environment))
