@@ -1,4 +1,5 @@
 // Owns the program that a model is to the CPU: operations recorded once, and run in every step, one after the other.
+// Long: it has most operations, and the C interface of all.
 // Never allocates once it has run its largest step, and never looks at what an operation is for.
 #include <limits>
 #include <memory>

@@ -211,7 +211,8 @@ template <class F>
     const f32x16 scale = everywhere(x.scale);
     for (int c = 0; c < 2; c++) {
         if constexpr (F::GROUPS == 2)
-            sums[c] = multiply_add(multiply_add(floats(of[1][c]), units.scales[2 + c], floats(of[0][c]) * units.scales[c]), scale, sums[c]);
+            sums[c] = multiply_add(
+                multiply_add(floats(of[1][c]), units.scales[2 + c], floats(of[0][c]) * units.scales[c]), scale, sums[c]);
         else if constexpr (F::SCALES == BY_OUTPUT)
             sums[c] = multiply_add(floats(of[0][c]), scale, sums[c]);
         else
