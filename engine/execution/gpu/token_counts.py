@@ -16,7 +16,7 @@ from engine.step import PENDING_TOKEN, LogitControls, RowSampling
 from kernels.rows.row_tokens import RowTokens
 
 SLOTS_AT_A_TIME = 8
-"""How many slots the tensor grows by: 4.9 MB with a vocabulary of 152,000."""
+"""Slots are allocated in multiples of this: 4.9 MB with a vocabulary of 152,000."""
 IN_PROMPT, IN_ANSWER = 1, 2
 """What a token adds to its count; see kernels.rows.row_tokens."""
 
@@ -63,7 +63,7 @@ class TokenCounts:
     """Counts of requests with penalties, in slots of one tensor [slots, vocab] int32.
 
     A slot is a cache: each row brings its prompt's tokens and its answer, from which it can be filled anew. There are
-    as many slots as a step has had such rows, in steps of SLOTS_AT_A_TIME: for 64 rows and a vocabulary of 152,000,
+    as many slots as a step has had such requests, in multiples of SLOTS_AT_A_TIME: for 64 and a vocabulary of 152,000,
     39 MB. The largest trial step of a start has a penalty on every row, so that this memory is measured.
     """
 
@@ -152,13 +152,18 @@ class TokenCounts:
         return counted
 
     def _free_slot(self, used: Collection[str]) -> int:
-        """A slot that no request of this step has."""
+        """Return a slot that no request of this step has. used: all requests of this step that need one.
+
+        The tensor grows once for all of them: torch's allocator keeps the memory of every smaller one, and would join
+        none of it for the next.
+        """
         if not self._free:
             self.forget([name for name in self._counted if name not in used][:1])
         if not self._free:
             before = 0 if self._counts is None else len(self._counts)
             where = self._device.torch_device
-            larger = torch.zeros(before + SLOTS_AT_A_TIME, self._vocab, dtype=torch.int32, device=where)
+            count = -(-len(used) // SLOTS_AT_A_TIME) * SLOTS_AT_A_TIME
+            larger = torch.zeros(count, self._vocab, dtype=torch.int32, device=where)
             if self._counts is not None:
                 larger[:before] = self._counts
             self._counts, self._free = larger, list(range(before, len(larger)))

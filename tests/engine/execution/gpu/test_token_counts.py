@@ -110,6 +110,25 @@ def test_a_prompt_is_copied_once_and_then_a_token_a_step() -> None:
     assert first > len(PENALIZED.prompt_token_ids)
 
 
+def test_slots_of_a_step_are_allocated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grew by eight at a time. torch kept each smaller tensor's memory, and a start counted that as activations: 2
+    GiB less for KV with 256 rows and a vocabulary of 152,000."""
+    counts, zeros, allocated = TokenCounts(FakeDevice(), VOCAB), torch.zeros, list[int]()
+
+    def noted(*shape: int, **options: Any) -> torch.Tensor:
+        allocated.append(shape[0])
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    answers = {f"r{number}": (number % 40,) for number in range(70)}
+    for count in (60, 3, 70):
+        names = [*answers][:count]
+        found = counts.rows(names, [sampling()] * count, [answers[name] for name in names])
+        assert found is not None
+        assert [text_of(found, place) for place in range(count)] == [expected(PENALIZED, answers[n]) for n in names]
+    assert allocated == [64, 72]
+
+
 def test_rows_whose_controls_do_not_look_back_upload_nothing() -> None:
     device = FakeDevice()
     rows = [sampling(None), sampling(LogitControls(logit_bias=((3, 1.0),), bad_words=((4, 5),)))]
