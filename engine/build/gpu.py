@@ -31,6 +31,7 @@ from engine.build.rank_start import GpuSpecification
 from engine.build.resolve import all_state_bytes, resolve, resolve_dtype
 from engine.build.trial_steps import (
     decode_blocks,
+    drafts_step,
     largest_step,
     longest_decode_step,
     longest_rows_step,
@@ -368,6 +369,7 @@ class GpuStart:
             _run(trial, longest_decode_step(resolved, num_blocks), adapter)
             _run(trial, short_decode_step(resolved, num_blocks), adapter)
             _run(trial, longest_rows_step(resolved, num_blocks), adapter)
+        self._try_drafts(trial, num_blocks, use)
         # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
         if self._buckets.all:
@@ -377,6 +379,16 @@ class GpuStart:
         self._device.release_unused()
         logger.info("device memory: %s", use.text())
         return use
+
+    def _try_drafts(self, trial: Trial, num_blocks: int, use: MemoryUse) -> None:
+        """Run a step with the most drafts, if rows may have any: those of a model with recurrent state have none."""
+        resolved = self.resolved
+        if not resolved.num_speculative_tokens or resolved.recurrent_state:
+            return
+        drafts = f"num_speculative_tokens is {resolved.num_speculative_tokens} and max_num_seqs {resolved.max_num_seqs}"
+        why = f"{drafts}, but the GPU has no memory for a step with so many drafts"
+        with _fits(why, use, "num_speculative_tokens or max_num_seqs"), self._trial_adapter() as adapter:
+            _run(trial, drafts_step(resolved, num_blocks), adapter)
 
     def _warm_up_sampler(self) -> None:
         """Choose tokens in every way, from logits as steps have them: those that ranks join are float32."""

@@ -25,8 +25,7 @@ _DEAREST = RowSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.0, seed=0, 
 
 
 def largest_step(config: ResolvedConfig) -> StepPlan:
-    """Return a step with the most tokens, rows and samples, each sampled in the most expensive way except for
-    grammars."""
+    """Return a step with the most tokens and rows, each sampled in the most expensive way except for grammars."""
     num_rows = config.max_num_seqs
     longest = min(config.max_num_batched_tokens - num_rows + 1, config.max_model_len)
     blocks = tuple(range(-(-longest // config.block_size)))
@@ -70,6 +69,19 @@ def longest_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
 def short_decode_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
     """Return a decode row of up to SHORT_CONTEXT tokens per seat, with blocks as in `longest_decode_step`."""
     return longest_decode_step(replace(config, max_model_len=min(config.max_model_len, SHORT_CONTEXT)), num_blocks)
+
+
+def drafts_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+    """Return the rows of `longest_decode_step` with as many drafts as a step may have.
+
+    No step has the logits of more places, and each is sampled in the most expensive way except for grammars.
+    """
+    left, rows = max(0, config.max_drafting_tokens - config.max_num_seqs), []
+    for row in reversed(longest_decode_step(config, num_blocks).rows):  # rows with drafts come last
+        count = 1 + min(config.num_speculative_tokens, left, row.start)
+        left -= count - 1
+        rows.append(row._replace(start=row.end - count, token_ids=(0,) * count))
+    return StepPlan(3, tuple(reversed(rows)))
 
 
 def longest_rows_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:

@@ -17,12 +17,14 @@ import torch
 
 from engine.batch.inputs import check_plan
 from engine.batch.logit_controls import apply_controls
+from engine.batch.row_order import sampled_positions
 from engine.build import trial_steps
 from engine.build.engine import build_engine
 from engine.build.gpu import start_on_device
 from engine.build.trial_steps import (
     DECODE_CONTEXT,
     SHORT_CONTEXT,
+    drafts_step,
     largest_step,
     longest_decode_step,
     longest_rows_step,
@@ -129,6 +131,25 @@ def test_what_captures_keep_is_counted_beside_what_steps_use(
     held = WEIGHTS + kept * OF_A_TOKEN + (resolved.num_kv_blocks + spare) * BLOCK_BYTES
     assert device.held == held, "nothing is left of what was for measuring"
     executor.shutdown()
+
+
+@pytest.mark.usefixtures("_flash")
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_the_logits_of_drafts_are_counted_in_what_steps_use(
+    model: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """Regression: no trial step had a row that samples more than once, so no memory was kept for the logits of
+    drafts."""
+    device, logits, of_a_place = watched(monkeypatch), DeviceModel._logits, 5 * OF_A_TOKEN
+
+    def run(self: DeviceModel, hidden: torch.Tensor) -> torch.Tensor:
+        device.use(len(hidden) * of_a_place)
+        return logits(self, hidden)
+
+    monkeypatch.setattr(DeviceModel, "_logits", run)
+    _, resolved = create(model, device, cuda_graphs="none", num_speculative_tokens=num_drafts)
+    most = max(40 * OF_A_TOKEN, 4 * (1 + num_drafts) * of_a_place)
+    assert resolved.num_kv_blocks == (int(0.9 * 16 * 2**20) - WEIGHTS - most) // BLOCK_BYTES
 
 
 @pytest.fixture
@@ -269,6 +290,29 @@ def test_rows_of_the_longest_decode_step_are_shorter_rather_than_read_the_same_b
     assert len(set(short)) == 30 * SHORT_CONTEXT // 16
 
 
+@pytest.mark.parametrize(
+    ("num_drafts", "limit", "length", "counts"),
+    [
+        (4, None, 8192, [5] * 8),
+        (4, 21, 8192, [1, 1, 1, 1, 2, 5, 5, 5]),
+        (4, 5, 8192, [1] * 8),
+        (4, None, 3, [3] * 8),
+    ],
+)
+def test_a_step_of_drafts_samples_as_many_places_as_a_step_may(
+    num_drafts: int, limit: int | None, length: int, counts: list[int]
+) -> None:
+    config = resolved_config(
+        max_num_seqs=8, max_model_len=length, num_speculative_tokens=num_drafts, drafting_limit=limit, block_size=16
+    )
+    plan = drafts_step(config, 100)
+    check_plan(plan, 16)
+    assert [len(row.token_ids) for row in plan.rows] == counts
+    assert len(sampled_positions(plan.rows)) == sum(counts)
+    decodes = longest_decode_step(config, 100).rows
+    assert [(row.end, row.sampling) for row in plan.rows] == [(row.end, row.sampling) for row in decodes]
+
+
 def test_the_trial_step_has_the_constants_of_attention() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this machine")
     from kernels.triton.attention import splits
@@ -395,29 +439,36 @@ def test_the_largest_step_is_one_that_can_be_planned(seqs: int, tokens: int, len
 
 
 @pytest.mark.parametrize(
-    ("kind", "why", "settings"),
+    ("kind", "num_tokens", "why", "settings"),
     [
-        (RowKind.LAST, "max_num_batched_tokens is 40, but the GPU has no memory", "max_num_batched_tokens"),
+        (RowKind.LAST, 40, "max_num_batched_tokens is 40, but the GPU has no memory", "max_num_batched_tokens"),
         (
             RowKind.DECODE,
+            4,
             "max_num_seqs is 4 and max_model_len 256, but the GPU has no memory for a decode step",
             "max_num_seqs or max_model_len",
+        ),
+        (
+            RowKind.DECODE,
+            16,
+            "num_speculative_tokens is 3 and max_num_seqs 4, but the GPU has no memory for a step with so",
+            "num_speculative_tokens or max_num_seqs",
         ),
     ],
 )
 def test_a_step_that_does_not_fit_beside_the_weights_is_refused_at_the_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch, kind: RowKind, why: str, settings: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: RowKind, num_tokens: int, why: str, settings: str
 ) -> None:
     start = DeviceModel.start
 
     def no_memory(self: DeviceModel, plan: StepPlan, *rest: Any) -> Any:
-        if plan.rows[0].kind is kind:
+        if plan.rows[0].kind is kind and plan.num_tokens == num_tokens:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return start(self, plan, *rest)
 
     monkeypatch.setattr(DeviceModel, "start", no_memory)
     with pytest.raises(ConfigError, match=rf"{why} .* in addition to the weights: .*\. Lower {settings}\.$"):
-        create(model)
+        create(model, num_speculative_tokens=3)
 
 
 @pytest.mark.usefixtures("_flash")
