@@ -20,11 +20,12 @@ NO_MEMORY = (
     "can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
 )
 """What torch, cuBLAS and Triton say of an allocation that failed, besides torch's own type. The device goes on."""
-FAULTS = ("CUDA error", "Triton Error [CUDA]")
-"""What torch and Triton say of a device that can do nothing more."""
+FAULTS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
+"""What torch, of the runtime and of the driver, and Triton say of a device that can do nothing more."""
 LOST_STATE = "There is no memory for the step, and it cannot be run again: recurrent states may have moved on."
 
 

@@ -573,14 +573,17 @@ def test_only_one_setting_may_say_how_many_blocks_there_are(name: str) -> None:
 
 
 def test_faults_of_the_device_are_told_from_want_of_memory_and_from_bugs() -> None:
-    """Triton's faults were bugs of one step, one after another, and cuBLAS's want of memory ended the engine."""
+    """Triton's faults were bugs of one step, one after another, as were those of torch's calls of the driver (for
+    expandable segments), and cuBLAS's want of memory ended the engine."""
     faults: list[tuple[type[Exception], RuntimeError]] = [
         (ExecutorOutOfMemoryError, torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")),
         (ExecutorOutOfMemoryError, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
         (ExecutorOutOfMemoryError, RuntimeError("CUDA error: out of memory")),
+        (ExecutorOutOfMemoryError, RuntimeError("CUDA driver error: out of memory")),
         (ExecutorOutOfMemoryError, RuntimeError("Triton Error [CUDA]: out of memory")),
         (ExecutorFatalError, RuntimeError("CUDA error: device-side assert triggered")),
         (ExecutorFatalError, RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`")),
+        (ExecutorFatalError, RuntimeError("CUDA driver error: an illegal memory access was encountered")),
         (ExecutorFatalError, RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")),
         (RuntimeError, RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")),
     ]
