@@ -47,7 +47,7 @@ from tests.kernels.triton.resources import read_code
 FP8_CAPABILITY = fp8.FP8_FROM[0] + fp8.FP8_FROM[1] / 10
 
 
-SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """What a program may have of shared memory, by capability."""
 
 
