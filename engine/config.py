@@ -817,8 +817,8 @@ class EngineConfig:
     batch_invariant: bool = setting(
         False,
         "Refuse to start unless a request's tokens and log-probabilities are the same, to the bit, alone and in any "
-        "batch, however its prompt is cut, and after a migration. The native kernels always guarantee that, at no "
-        "cost.",
+        "batch, however its prompt is cut, and after a migration. On a CPU, the native kernels always guarantee that, "
+        "at no cost. On a GPU, it takes kernels of its own, and the start compares the bits of several steps.",
         expert=True,
     )
     step_trace: bool = setting(

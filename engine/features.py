@@ -221,7 +221,7 @@ _GPU_SETTINGS = (
 RULES = (
     # where features run
     Rule((*_GPU_SETTINGS, FP8_ACTIVATIONS), (CPU, FAKE), "this setting has an effect only on a GPU"),
-    Rule((CPU_KERNELS, ROUNDED, BATCH_INVARIANT), (GPU,), "this setting has an effect only on a CPU"),
+    Rule((CPU_KERNELS, ROUNDED), (GPU,), "this setting has an effect only on a CPU"),
     Rule((DRAFT_MODEL,), (GPU,), "a draft model runs only on the CPU"),
     Rule((FLOAT16,), (CPU,), "a CPU computes in bfloat16 or float32"),
     Rule((CUDA,), (FAKE,), "the fake executor uses no device"),
@@ -253,8 +253,26 @@ RULES = (
     Rule(
         (BATCH_INVARIANT,),
         (TORCH_CPU, REFERENCE),
-        "only the native kernels give a request bit-identical results in any batch",
+        "on a CPU, only the native kernels give a request bit-identical results in any batch",
     ),
+    Rule(
+        (BATCH_INVARIANT,),
+        (WIDE_ATTENTION, TORCH_PRODUCTS),
+        "on a GPU, only the Triton kernels give a request bit-identical results in any batch",
+    ),
+    Rule(
+        (BATCH_INVARIANT,),
+        (LINEAR_ATTENTION,),
+        "on a GPU, linear attention adds up tokens in groups that depend on where chunks begin",
+        (GPU,),
+    ),
+    Rule(
+        (BATCH_INVARIANT,),
+        (TENSOR_PARALLEL,),
+        "on several GPUs, the order of sums over ranks depends on how much there is to sum",
+        (GPU,),
+    ),
+    Rule((BATCH_INVARIANT,), (FP8_ACTIVATIONS,), "activations are rounded only in steps of many tokens"),
     Rule((GRAPHS,), (UNCAPTURED_ATTENTION,), "torch attention cannot be captured in CUDA graphs"),
     Rule(
         (GRAPHS,),

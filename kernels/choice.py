@@ -83,20 +83,22 @@ def choose_attention(
     block_size: int,
     capability: Capability | None,
     narrow_cache: bool = False,
+    batch_invariant: bool = False,
     load: Import = importlib.import_module,
 ) -> tuple[Choice, Ops]:
     """Choose attention for a GPU of `capability` (None: another device, such as the CPU), and the table that it is
     part of.
 
     `auto` takes the first of ATTENTION that can run; if K and V are in 8 bits (narrow_cache), the first that reads
-    those, where there is any. Norms, rotation and activation are Triton's where it can be imported, else torch's.
+    those, where there is any; if sums must have one order (batch_invariant), Triton where it can be imported. Norms,
+    rotation and activation are Triton's where it can be imported, else torch's.
 
     Raises:
         ValueError: the attention asked for by name does not exist, or cannot run here. The message says why.
     """
     if asked not in ("auto", *ATTENTION):
         raise ValueError(f"Unknown attention {asked!r}; there are: auto, {', '.join(ATTENTION)}.")
-    triton = _triton_table(capability, load)
+    triton = _triton_table(capability, load, batch_invariant)
     others = TORCH if isinstance(triton, str) else triton
     refused: list[str] = []
     without_triton = (
@@ -117,6 +119,8 @@ def choose_attention(
                 capturable=False,
                 narrow_cache=False,
             )
+        if batch_invariant and name == FLASH and asked == "auto":
+            found = "the order of its sums depends on the batch"
         if narrow_cache and not isinstance(found, str):
             found = _why_not_narrow(name, asked, found, head_dim, block_size) or found
         if not isinstance(found, str):
@@ -155,13 +159,14 @@ def _flash_table(
     return found if isinstance(found, str) else flash_ops(*found, others)
 
 
-def _triton_table(capability: Capability | None, load: Import) -> Ops | str:
+def _triton_table(capability: Capability | None, load: Import, batch_invariant: bool) -> Ops | str:
     if capability is None:
         return "there is no GPU"
     if capability < (8, 0):
         return f"compute capability is {capability[0]}.{capability[1]}, and it needs 8.0"
     try:
-        table: Ops = load(TRITON_TABLE).TRITON
+        tables = load(TRITON_TABLE)
+        table: Ops = tables.BATCH_INVARIANT if batch_invariant else tables.TRITON
     except ImportError as error:
         return f"{TRITON_TABLE} does not import ({error})"
     return table

@@ -51,6 +51,8 @@ LOGITS = f"{EXECUTOR}::test_logits_equal_transformers_for_every_family_and_chunk
 FORECAST = "tests/engine/scheduling/test_forecast.py"
 GAPS = "tests/engine/core/test_mutation_gaps.py"
 GROUP_RANKS = "tests/engine/parallel/test_group_ranks.py"
+INVARIANT_ENGINE = "tests/engine/execution/gpu/test_batch_invariance.py"
+INVARIANT_KERNELS = "tests/kernels/triton/test_batch_invariance.py"
 GROUPED_EXPERTS = "tests/kernels/cpu/native/test_grouped_experts.py"
 GRAMMAR = "tests/engine/batch/test_grammar.py"
 LOAD = "tests/engine/test_load_snapshot.py"
@@ -2530,6 +2532,62 @@ MUTATIONS = (
         "            const bool divide = splits > 1 && ",
         "            const bool divide = splits > 1 && threads < 0 && ",
         (NATIVE,),
+    ),
+    Mutation(
+        "batch-invariant attention: partial results",
+        "Units in several programs are merged otherwise than in one.",
+        "kernels/triton/attention/combine.py",
+        "AT_A_TIME, split == UNITS, num_warps=4,",
+        "AT_A_TIME, False, num_warps=4,",
+        (INVARIANT_KERNELS,),
+    ),
+    Mutation(
+        "batch-invariant attention: units",
+        "A program that has several units of a row's keys sums them up as one.",
+        "kernels/triton/attention/attention.py",
+        'how = {"UNIT": UNIT, **NO_FUSION}',
+        'how = {"UNIT": 0, **NO_FUSION}',
+        (INVARIANT_KERNELS,),
+    ),
+    Mutation(
+        "batch-invariant attention: decodes",
+        "Decodes are counted as such, and no program computes them.",
+        "kernels/triton/attention/plan.py",
+        "decodes=torch.zeros_like(plan.decodes),",
+        "decodes=plan.decodes,",
+        (INVARIANT_KERNELS,),
+    ),
+    Mutation(
+        "batch-invariant products: spans",
+        "Many rows sum all inputs up at once, and few rows span by span.",
+        "kernels/triton/linear/invariant.py",
+        "sizes = (rows, inputs, outputs, span, span < inputs, ",
+        "sizes = (rows, inputs, outputs, span, False, ",
+        (INVARIANT_KERNELS,),
+    ),
+    Mutation(
+        "batch-invariant products: narrow spans",
+        "The same with weights of fewer bits.",
+        "kernels/triton/linear/linear.py",
+        "span_of(min(rows, SOME_ROWS) if batch_invariant else rows, packed)",
+        "span_of(rows, packed)",
+        (INVARIANT_KERNELS,),
+    ),
+    Mutation(
+        "batch-invariant products: gated",
+        "The fused activation sums all inputs up at once, where the product alone splits them.",
+        "kernels/triton/linear/invariant.py",
+        "return 0 < len(x) <= FEW_ROWS and span_of(inputs, outputs) >= inputs",
+        "return 0 < len(x) <= FEW_ROWS",
+        (INVARIANT_KERNELS,),
+    ),
+    Mutation(
+        "batch-invariant start",
+        "An engine starts on a GPU where the same text has other logits in other steps.",
+        "engine/build/batch_invariance.py",
+        "if not torch.equal(_bits(logits), _bits(want)):",
+        "if not torch.equal(_bits(want), _bits(want)):",
+        (INVARIANT_ENGINE,),
     ),
     Mutation(
         "rounded weights: NaN",

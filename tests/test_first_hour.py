@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engine.gpu import BATCH_INVARIANT
 from tests.gpu.hour import main as hour
 from tests.gpu.hour.phases import CUDA, SANITIZED, STAND_IN, Phase, phases
 from tests.gpu.hour.running import ROOT, Outcome, Part, run_part
 from tests.gpu.hour.store import Store
-from tests.gpu.hour.table import NO_BATCH_INVARIANCE, aims_of, lines_of, missing_of
+from tests.gpu.hour.table import aims_of, lines_of, missing_of
 from tests.support.conditions import until
 
 SCRIPT = ROOT / "tests/gpu/first_hour.py"
@@ -255,12 +256,20 @@ def test_the_table_has_each_aim_with_what_was_measured_and_each_that_was_not(tmp
         {"shape": "decode 64 x 8192", "by": "triton over K and V in fp8", "us": 480.0},
         {"shape": "decode 64 x 8192", "by": "triton over K and V in int8", "us": 600.0},
     ]
+    steps = [{"cell": "decode", "size": rows, "device_ms": 4.0} for rows in (1, 64)] + [
+        {"cell": "host_gap", "size": 64}
+    ]
+    invariant: Any = [
+        {"cell": f"decode{BATCH_INVARIANT}", "size": rows, "device_ms": ms}
+        for rows, ms in ((1, 5.0), (64, 4.2), (256, 9))
+    ]
     store = Store(tmp_path, [], STAND_IN)
     tests = {"tests": [{"outcome": "passed"}, {"outcome": "failed"}]}
     store.outcomes["right"] = {"machine": outcome_of("machine", {"peaks": {"copy_gb_s": 3000, "matrix_gflop_s": 7e5}})}
     store.outcomes["right"]["kernels"] = outcome_of("kernels", tests, tests)
     store.outcomes["aims"] = {
-        "steps": outcome_of("steps", {"model": "llama-3.1-8b", "targets": aims}),
+        "steps": outcome_of("steps", {"model": "llama-3.1-8b", "targets": aims, "cells": steps}),
+        "batch-invariant": outcome_of("batch-invariant", {"model": "llama-3.1-8b", "targets": [], "cells": invariant}),
         "loop": outcome_of("loop", None),
         "packages": outcome_of("packages", {"cells": cells}),
     }
@@ -275,9 +284,11 @@ def test_the_table_has_each_aim_with_what_was_measured_and_each_that_was_not(tmp
     assert "(2 passed, 2 failed)" in text
     assert "peaks: copy 3000 GB/s, matrix 700000 GFLOP/s" in text
     assert "where: not run" in text
-    assert NO_BATCH_INVARIANCE in text
+    of_invariant = "llama-3.1-8b: decode, batch-invariant, {}: time over an ordinary step's: {} (aim <= 1.1): {}"
+    assert of_invariant.format(64, "1.05", "met") in text
+    assert of_invariant.format(1, "1.25", "MISSED") in text
     assert "  llama-3.1-8b: decode, 16 rows: not measured" in text
-    assert len(missing_of(aims_of(store))) == 8
+    assert len(missing_of(aims_of(store))) == 9
 
 
 def test_every_part_has_a_name_of_its_own_and_a_limit_within_its_phase() -> None:

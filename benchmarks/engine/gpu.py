@@ -87,6 +87,8 @@ MAX_MODEL_LEN = 16384
 BLOCK_SIZE = 64
 """That of config.gpu.yaml: a tile of up to 64 keys lies within one block."""
 MOST_AHEAD = 128
+BATCH_INVARIANT = ", batch-invariant"
+"""What a step's cell ends with if kernels were: the aims are those of the others."""
 BALLAST_BYTES = 512 << 20
 """Writing all of them takes an H100 a third of a millisecond."""
 
@@ -127,6 +129,7 @@ class DeviceBench:
             num_speculative_tokens=0,
             enable_prefix_caching=False,
             overlap=overlap,
+            batch_invariant=self.options.batch_invariant,
             **graph_settings,
         )
         try:
@@ -183,7 +186,7 @@ class DeviceBench:
         graph = step_of(executor, plan)().graph
         times = measure(step_of(executor, plan), self.options.steps)
         cell = {
-            "cell": kind,
+            "cell": kind + (BATCH_INVARIANT if self.options.batch_invariant else ""),
             "size": size,
             "ms_p50": statistics.median(times),
             "ms_min": min(times),
@@ -539,6 +542,9 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     )
     parser.add_argument(
         "--loads", nargs="+", default=LOADS, choices=LOADS, metavar="LOAD", help=f"of {', '.join(LOADS)}; all of them"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="measure steps of such an engine; use --loads steps"
     )
     parser.add_argument("--short", action="store_true", help="measure a little of everything, to see that it works")
     parser.add_argument(

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from engine.batch.grammar import read_grammars
+from engine.build.batch_invariance import check_batch_invariance
 from engine.build.facts import facts_of
 from engine.build.gpu_ranks import (
     FollowingGpu,
@@ -265,6 +266,9 @@ class GpuStart:
         if self._buckets.all:
             with self._captures_fit(use, f"the largest step and {num_blocks} KV blocks"):
                 model.capture(self._buckets)
+        if self._config.batch_invariant:
+            with device_faults():
+                check_batch_invariance(model, resolved, self._device)
         return model, use, resolved
 
     @property
@@ -368,7 +372,8 @@ class GpuStart:
         with _fits(why, use, "max_num_seqs or max_model_len"), self._trial_adapter() as adapter:
             _run(trial, longest_decode_step(resolved, num_blocks), adapter)
             _run(trial, short_decode_step(resolved, num_blocks), adapter)
-            _run(trial, longest_rows_step(resolved, num_blocks), adapter)
+            in_units = self._config.batch_invariant
+            _run(trial, longest_rows_step(resolved, num_blocks, in_units=in_units), adapter)
         self._try_drafts(trial, num_blocks, use)
         # torch keeps the memory of these steps for later ones, so what is free now stays free whatever those are.
         use = replace(use, activations=max(0, before - self._device.memory()[0]))
@@ -503,6 +508,7 @@ def _attention(model: ModelConfig, config: EngineConfig, device: Device, dtype: 
             block_size=config.block_size,
             capability=device.capability,
             narrow_cache=config.kv_cache_dtype != "auto",
+            batch_invariant=config.batch_invariant,
         )
     except ValueError as error:
         raise ConfigError(f"attention is {config.attention}. {error}") from error

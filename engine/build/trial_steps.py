@@ -17,6 +17,9 @@ CHUNK_SPLIT, MOST_SPLITS, MOST_PARTIALS = 512, 16, 256
 """What Triton's attention has: the fewest keys of a chunk's split, the most splits of a chunk, and the most partial
 results, its tokens times its splits. kernels.triton.attention.splits has them, and needs Triton; a test compares."""
 
+UNIT, UNIT_PARTIALS = 1024, 1024
+"""The same of batch-invariant attention: keys of a split, and the most partial results."""
+
 # Controls need a copy of the logits in float32.
 _CONTROLS = LogitControls(
     allowed_token_ids=(0, 1), logit_bias=((0, 1.0),), repetition_penalty=1.1, prompt_token_ids=(0,)
@@ -84,15 +87,18 @@ def drafts_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
     return StepPlan(3, tuple(reversed(rows)))
 
 
-def longest_rows_step(config: ResolvedConfig, num_blocks: int) -> StepPlan:
+def longest_rows_step(config: ResolvedConfig, num_blocks: int, *, in_units: bool = False) -> StepPlan:
     """Return a row per seat, each as long as a row may be: as many chunks with the most partial results of attention as
     there are tokens for, and chunks of one token.
 
     No step has more partial results of attention: decodes have fewer splits where there are many. All rows read the
-    same blocks.
+    same blocks. in_units: attention is batch-invariant.
     """
     length, seats = config.max_model_len, config.max_num_seqs
-    most = min(MOST_PARTIALS // min(MOST_SPLITS, -(-length // CHUNK_SPLIT)), length)
+    if in_units:
+        most = max(1, min(UNIT_PARTIALS // -(-length // UNIT), length))
+    else:
+        most = min(MOST_PARTIALS // min(MOST_SPLITS, -(-length // CHUNK_SPLIT)), length)
     blocks = tuple(block % num_blocks for block in range(-(-length // config.block_size)))
     left, rows = config.max_num_batched_tokens - seats, []
     for number in range(seats):

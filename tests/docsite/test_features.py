@@ -64,6 +64,9 @@ def asked(first: str, second: str) -> str:
         ("Weights rounded", "text and images", "N"),
         ("LoRA", "text and images", "–"),
         ("Batch invariance", "text and images", "N"),
+        ("Batch invariance", "dense", "N G"),
+        ("Batch invariance", "hybrid", "N"),
+        ("Batch invariance", "Activations in fp8", "–"),
         ("Activations in int8", "Activations in fp8", "or"),
         ("KV cache in 8 bits", "text and images", "N T"),
         ("KV cache in 8 bits", "dense", "N T G"),
@@ -81,13 +84,13 @@ def test_a_cell_says_where_two_go_together(first: str, second: str, places: str)
 
 
 def test_features_that_need_different_places_do_not_go_together_and_both_reasons_are_told() -> None:
-    halves, invariant = facts("float16"), facts("Batch invariance")
-    assert find_conflict(halves | invariant) is None
-    places, conflicts = where(halves, invariant)
+    halves, stored = facts("float16"), facts("A checkpoint's own bits")
+    assert find_conflict(halves | stored) is None
+    places, conflicts = where(halves, stored)
     assert places == ""
     assert {feature for conflict in conflicts for feature in conflict.terms} >= {
         features.FLOAT16,
-        features.BATCH_INVARIANT,
+        features.STORED,
     }
 
 

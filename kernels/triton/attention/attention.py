@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from kernels.triton.attention.combine import HEADS, combine
-from kernels.triton.attention.kernel import ONE_ENTRY, attend_chunks, attend_decodes
+from kernels.triton.attention.kernel import (
+    ONE_ENTRY,
+    WIDE_HEADS,
+    attend_chunks,
+    attend_decodes,
+    attend_invariantly,
+    attend_wide_heads_invariantly,
+)
 from kernels.triton.attention.plan import AttentionPlan
-from kernels.triton.attention.splits import STEP
+from kernels.triton.attention.splits import STEP, UNIT, UNITS
 from kernels.triton.attention.work import UNLIMITED, Work
-from kernels.triton.shared.launch import multiprocessors, padded
+from kernels.triton.shared.launch import NO_FUSION, multiprocessors, padded
 from kernels.triton.shared.narrow_cache import readable
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
@@ -48,9 +55,14 @@ class _Call:
         lse = self.q.new_empty((work.partials, heads), dtype=torch.float32)
         if work.decode_items:
             launch = attend_decodes[kv_heads, self._programs(work.decode_items, kv_heads)]
-            self._start(launch, out, parts, lse, DECODE=True, TILE=padded(self.group, least=16))
+            self._start(launch, out, parts, lse, DECODE=True, UNIT=0, TILE=padded(self.group, least=16))
         if max(work.chunk_items.values()):
-            self._start(attend_chunks[self._chunk_grid], out, parts, lse, DECODE=False)
+            if self.plan.split == UNITS:
+                launch = attend_wide_heads_invariantly if head_dim > WIDE_HEADS else attend_invariantly
+                how = {"UNIT": UNIT, **NO_FUSION}
+            else:
+                launch, how = attend_chunks, {"UNIT": 0}
+            self._start(launch[self._chunk_grid], out, parts, lse, DECODE=False, **how)
         if work.partials:
             plan, window = self.plan, self._window
             programs = self._programs(work.merged, -(-heads // HEADS), each=2 * PROGRAMS_PER_MULTIPROCESSOR)
@@ -75,7 +87,7 @@ class _Call:
         filled = min(items, len(self.q) * self.group // tile)
         return kv_heads, max(self._programs(items, kv_heads), min(filled, MOST_PROGRAMS))
 
-    def _start(self, launch: Any, out: Tensor, parts: Tensor, lse: Tensor, **constants: int) -> None:
+    def _start(self, launch: Any, out: Tensor, parts: Tensor, lse: Tensor, **constants: Any) -> None:
         plan, (_, block_size, kv_heads, _), head_dim = self.plan, self.k_cache.shape, self.q.shape[2]
         launch(
             self.q,

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.attention.splits import splits_of
+from kernels.triton.attention.merge import merge
+from kernels.triton.attention.splits import UNITS, splits_of
 from kernels.triton.attention.work import MERGED, PARTIALS
-from kernels.triton.shared.launch import padded
+from kernels.triton.shared.launch import NO_FUSION, padded
 from kernels.triton.shared.tiles import find_item_row
 
 AT_A_TIME = 16
@@ -37,9 +38,11 @@ def _combine(
     HEAD_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
     """HEADS heads of one token after another per program: the weights of all splits first, TILE at a time, then the sum
-    of the splits in order, none of which waits for another."""
+    of the splits in order, none of which waits for another. IN_ORDER: one split after the other, as `attend` merges
+    units."""
     head, i = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.arange(0, HEAD_PADDED)
     real = head < NUM_HEADS
     inside = real[:, None] & (i < HEAD_DIM)[None, :]
@@ -51,21 +54,28 @@ def _combine(
         partial = (tl.load(partials + row) + number * splits).to(tl.int64)
         best = tl.full([HEADS], float("-inf"), tl.float32)
         mass = tl.zeros([HEADS], tl.float32)
-        for first in tl.range(skipped, splits, TILE):
-            part = first + tl.arange(0, TILE)
-            cell = (partial + part)[:, None] * NUM_HEADS + head[None, :]
-            sizes = tl.load(lse + cell, mask=(part < splits)[:, None] & real[None, :], other=float("-inf"))
-            new_best = tl.maximum(best, tl.max(sizes, axis=0))
-            finite = tl.where(new_best == float("-inf"), 0.0, new_best)  # -inf: only splits without a key so far
-            mass = mass * tl.exp2(best - finite) + tl.sum(tl.exp2(sizes - finite[None, :]), axis=0)
-            best = new_best
-        finite = tl.where(best == float("-inf"), 0.0, best)
         total = tl.zeros([HEADS, HEAD_PADDED], tl.float32)
-        for part in tl.range(skipped, splits, num_stages=3):
-            cell = (partial + part) * NUM_HEADS + head
-            weights = tl.exp2(tl.load(lse + cell, mask=real, other=float("-inf")) - finite)
-            values = tl.load(parts + (cell * HEAD_DIM)[:, None] + i[None, :], mask=inside, other=0.0)
-            total += weights[:, None] * values
+        if IN_ORDER:
+            for part in tl.range(skipped, splits, num_stages=3):
+                cell = (partial + part) * NUM_HEADS + head
+                size = tl.load(lse + cell, mask=real, other=float("-inf"))
+                values = tl.load(parts + (cell * HEAD_DIM)[:, None] + i[None, :], mask=inside, other=0.0)
+                best, mass, total = merge(best, mass, total, size, values)
+        else:
+            for first in tl.range(skipped, splits, TILE):
+                part = first + tl.arange(0, TILE)
+                cell = (partial + part)[:, None] * NUM_HEADS + head[None, :]
+                sizes = tl.load(lse + cell, mask=(part < splits)[:, None] & real[None, :], other=float("-inf"))
+                new_best = tl.maximum(best, tl.max(sizes, axis=0))
+                finite = tl.where(new_best == float("-inf"), 0.0, new_best)  # -inf: only splits without a key so far
+                mass = mass * tl.exp2(best - finite) + tl.sum(tl.exp2(sizes - finite[None, :]), axis=0)
+                best = new_best
+            finite = tl.where(best == float("-inf"), 0.0, best)
+            for part in tl.range(skipped, splits, num_stages=3):
+                cell = (partial + part) * NUM_HEADS + head
+                weights = tl.exp2(tl.load(lse + cell, mask=real, other=float("-inf")) - finite)
+                values = tl.load(parts + (cell * HEAD_DIM)[:, None] + i[None, :], mask=inside, other=0.0)
+                total += weights[:, None] * values
         to = out + ((begin + number).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + i[None, :]
         divisor = tl.where(real, mass, 1.0)  # heads that a program has too many have no mass
         tl.store(to, (total / divisor[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -91,5 +101,5 @@ def combine(
     _, heads, head_dim = parts.shape
     _combine[(triton.cdiv(heads, HEADS), programs)](
         parts, lse, begins, lengths, sums, out, len(lengths), window, split, heads, head_dim, padded(head_dim), HEADS,
-        AT_A_TIME, num_warps=4,
+        AT_A_TIME, split == UNITS, num_warps=4, **NO_FUSION if split == UNITS else {},
     )  # fmt: skip

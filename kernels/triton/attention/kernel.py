@@ -6,10 +6,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention.keys import add_keys
+from kernels.triton.attention.keys import attend_keys
+from kernels.triton.attention.merge import merge
 from kernels.triton.attention.splits import splits_of
 from kernels.triton.attention.work import CHUNK_ITEMS, CHUNK_TILES, DECODE_ITEMS, PARTIALS
-from kernels.triton.shared.launch import tuned
+from kernels.triton.shared.launch import fixed, tuned
 from kernels.triton.shared.tiles import find_item_row
 
 # The loop over keys also reads the block table, which takes pipeline stages, too: with 3 stages no tile of keys is
@@ -34,7 +35,16 @@ CHUNK_CONFIGS = [
     )
 ]
 
-ONE_ENTRY = min(config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS)
+# Two sums of values are alive at a unit's end: with tiles of 64 keys, they spill. The first that fits is that of all
+# rows.
+INVARIANT_CONFIGS, WIDE_INVARIANT_CONFIGS = (
+    [triton.Config({"TILE": 64, "BLOCK_N": 32}, num_warps=warps, num_stages=stages) for stages in (5, 3)]
+    for warps in (4, 8)
+)
+WIDE_HEADS = 128
+"""Heads of more than so many numbers take the latter."""
+
+ONE_ENTRY = min(config.kwargs["BLOCK_N"] for config in DECODE_CONFIGS + CHUNK_CONFIGS + INVARIANT_CONFIGS)
 """Slots of a block from which on a tile of keys may have one entry of the block table: its tiles are within blocks."""
 _SMALLEST_TILE = tl.constexpr(CHUNK_TILES[0])
 
@@ -68,6 +78,7 @@ def attend(
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -76,7 +87,9 @@ def attend(
     head m % GROUP of its token m // GROUP.
 
     The items of a row that has one split go to `out`, those of others to `parts` and `lse`, as combine reads them.
-    sums: see Work. num_rows: decodes and all others. window: UNLIMITED if not WINDOWED. scale: includes log2(e).
+    sums: see Work. num_rows: decodes and all others. window: UNLIMITED if not WINDOWED. scale: includes log2(e). UNIT:
+    0, and a split's keys are summed up at once; or so many are, whose sums are merged in order, and each of several
+    splits is one unit.
     """
     kv_head = tl.program_id(0)
     NARROW: tl.constexpr = k_cache.dtype.element_ty.primitive_bitwidth == 8
@@ -110,29 +123,30 @@ def attend(
         # Some query of the tile sees each of the keys [start, end) in the split.
         start = tl.maximum(length - count + first // GROUP - window + 1, 0)
         end = tl.minimum(length - count + tl.minimum((first + TILE - 1) // GROUP + 1, count), (part + 1) * size)
-        best = tl.full([TILE], float("-inf"), tl.float32)
-        mass = tl.zeros([TILE], tl.float32)
-        total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
         row_table = block_tables + row.to(tl.int64) * table_stride
-        # Key tiles begin at multiples of BLOCK_N, wherever the window begins. All queries see the keys before `masked`.
+        # Key tiles begin at multiples of BLOCK_N, wherever the window begins.
         lowest = tl.maximum(start // BLOCK_N * BLOCK_N, part * size)
-        masked = lowest
-        if not WINDOWED:
-            seen_by_all = end if DECODE else tl.minimum(length - count + first // GROUP + 1, end)
-            masked += tl.maximum(seen_by_all - lowest, 0) // BLOCK_N * BLOCK_N
-            for tile in tl.range(lowest, masked, BLOCK_N):
-                best, mass, total = add_keys(
-                    queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-                    kv_head, NARROW, False, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
-                )  # fmt: skip
-        for tile in tl.range(masked, end, BLOCK_N):
-            best, mass, total = add_keys(
-                queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
-                kv_head, NARROW, True, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+        seen_by_all = end if DECODE else tl.minimum(length - count + first // GROUP + 1, end)
+        if UNIT == 0:
+            best, divisor, total = attend_keys(
+                queries, k_cache, v_cache, row_table, lowest, seen_by_all, start, end, position, window, scale, kv_head,
+                NARROW, WINDOWED, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
             )  # fmt: skip
-
-        divisor = tl.where(mass > 0.0, mass, 1.0)  # a query may see no key of this split
-        total = total / divisor[:, None]
+            best += tl.log2(divisor)
+        else:
+            best = tl.full([TILE], float("-inf"), tl.float32)
+            mass = tl.zeros([TILE], tl.float32)
+            total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+            for unit in tl.range(lowest // UNIT * UNIT, end, UNIT):
+                begin, until = tl.maximum(lowest, unit), tl.minimum(end, unit + UNIT)
+                own_best, own_mass, own_total = attend_keys(
+                    queries, k_cache, v_cache, row_table, begin, tl.minimum(seen_by_all, until), start, until, position,
+                    window, scale, kv_head, NARROW, WINDOWED, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE,
+                    TILE, BLOCK_N,
+                )  # fmt: skip
+                best, mass, total = merge(best, mass, total, own_best + tl.log2(own_mass), own_total)
+            if splits == 1:
+                total = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
         stored = real[:, None] & inside[None, :]
         if splits == 1:
             cell = token * (NUM_KV_HEADS * GROUP) + head
@@ -141,7 +155,7 @@ def attend(
             before = tl.load(sums + PARTIALS * (num_rows + 1) + row)
             partial = (before + query // GROUP * splits + part).to(tl.int64)
             cell = partial * (NUM_KV_HEADS * GROUP) + head
-            tl.store(lse + cell, best + tl.log2(divisor), mask=real)
+            tl.store(lse + cell, best, mask=real)
             tl.store(parts + cell[:, None] * HEAD_DIM + i[None, :], total, mask=stored)
 
 
@@ -150,3 +164,7 @@ attend_decodes = tuned(DECODE_CONFIGS, _KEY)(attend)
 """For decodes; TILE holds the queries of one token."""
 attend_chunks = tuned(CHUNK_CONFIGS, _KEY)(attend)
 """For chunks; their items depend on the TILE that tuning chose."""
+attend_invariantly, attend_wide_heads_invariantly = (
+    fixed(configs, _KEY)(attend) for configs in (INVARIANT_CONFIGS, WIDE_INVARIANT_CONFIGS)
+)
+"""For rows of any kind, in one order of sums; their UNIT is that of kernels.triton.attention.splits."""

@@ -11,6 +11,53 @@ from kernels.triton.shared.narrow_cache import load_scales, numbers_at, scale_at
 
 
 @triton.jit
+def attend_keys(
+    queries,
+    k_cache,
+    v_cache,
+    row_table,
+    lowest,
+    seen_by_all,
+    start,
+    end,
+    position,
+    window,
+    scale,
+    kv_head,
+    NARROW: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    DECODE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return each query's (largest score, sum of weights relative to it, weighted sum of values, divided by the sum of
+    weights) over the keys [start, end), whose tiles begin at `lowest`. All queries see the keys before `seen_by_all`.
+    The sum of weights of a query that sees no key is 1."""
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+    masked = lowest
+    if not WINDOWED:
+        masked += tl.maximum(seen_by_all - lowest, 0) // BLOCK_N * BLOCK_N
+        for tile in tl.range(lowest, masked, BLOCK_N):
+            best, mass, total = add_keys(
+                queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
+                kv_head, NARROW, False, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+            )  # fmt: skip
+    for tile in tl.range(masked, end, BLOCK_N):
+        best, mass, total = add_keys(
+            queries, best, mass, total, k_cache, v_cache, row_table, tile, start, end, position, window, scale,
+            kv_head, NARROW, True, DECODE, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, TILE, BLOCK_N,
+        )  # fmt: skip
+    divisor = tl.where(mass > 0.0, mass, 1.0)
+    return best, divisor, total / divisor[:, None]
+
+
+@triton.jit
 def add_keys(
     queries,
     best,

@@ -3,7 +3,7 @@ Never reads a tensor back: the host knows what sizes a launch, or a bound of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.rows.step import PagedRows
-from kernels.triton.attention.splits import SPLIT, least_split
+from kernels.triton.attention.splits import SPLIT, UNITS, least_split
 from kernels.triton.attention.work import Work, exact_work, most_work, sum_items
 
 _ALIGNED = 32  # int32 numbers: 128 bytes, so that every part is aligned for wide loads
@@ -57,7 +57,7 @@ class AttentionPlan:
     rows: tuple[tuple[int, int], ...] | None = None
     """(length, count of tokens) of each row. None: a captured step, whose tensors hold other rows in each replay."""
     split: int = SPLIT
-    """The fewest keys of a split of a decode; of a chunk, at most SPLIT."""
+    """The fewest keys of a split of a decode; of a chunk, at most SPLIT. UNITS: batch-invariant sums."""
     _works: dict[tuple[int, int], Work] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def work(self, num_tokens: int, group: int, window: int) -> Work:
@@ -101,3 +101,15 @@ def prepare_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> Att
     tables = on_device[3].view(shape) if len(parts) == 4 else rows.block_tables.to(torch.int32)
     tensors = on_device[0], on_device[1], tables, on_device[2]
     return AttentionPlan(*tensors, rows.num_decode, num_chunks, max(lengths), known, split)
+
+
+def prepare_invariant_attention(rows: PagedRows, kv_heads: int, dtype: torch.dtype) -> AttentionPlan:
+    """The same for batch-invariant sums: decodes are chunks of one token, since one kernel has one order of sums."""
+    plan = prepare_attention(rows, kv_heads, dtype)
+    return replace(
+        plan,
+        decodes=torch.zeros_like(plan.decodes),
+        num_decode=0,
+        num_chunks=plan.num_decode + plan.num_chunks,
+        split=UNITS,
+    )

@@ -27,6 +27,15 @@ programs enough."""
 STEP = 128
 """What the size of longer splits is a multiple of: all key tiles are full, except at a row's end."""
 
+UNITS = 0
+"""In place of a split's fewest keys: batch-invariant sums. The keys of a unit are summed up alone, and units are merged
+in order, by one program or from partial results, to the same bits."""
+UNIT = 1024
+"""Keys of a unit. A constant, because it decides the order of sums."""
+UNIT_PARTIALS = 1024
+"""The most partial results of a row by units: its tokens times its units. With more, a program has all units of its
+queries, and there are queries enough. It does not decide any sum."""
+
 
 def least_split(num_decode: int, kv_heads: int, *, chunks: bool) -> int:
     """Return the fewest keys of a split in steps of up to `num_decode` decodes. chunks: whether they have any, beside
@@ -38,8 +47,11 @@ def least_split(num_decode: int, kv_heads: int, *, chunks: bool) -> int:
 def split_size(length: int, count: int, split: int = SPLIT) -> int:
     """Return the keys in each split of a row. Splits begin at multiples of it.
 
-    length: the row's keys, at least 1; count: its tokens in this step, at least 1; split: in place of SPLIT.
+    length: the row's keys, at least 1; count: its tokens in this step, at least 1; split: in place of SPLIT, or UNITS.
     """
+    if split == UNITS:
+        units = -(-length // UNIT)
+        return UNIT if count * units <= UNIT_PARTIALS else units * UNIT
     if count == 1 and -(-length // split) <= FINE_SPLITS:
         return split
     most = MOST_SPLITS if count == 1 else min(max(count, CHUNK_PARTIALS) // count, MOST_CHUNK_SPLITS)
@@ -54,11 +66,15 @@ def num_splits(length: int, count: int, split: int = SPLIT) -> int:
 
 def most_splits(max_length: int, split: int = SPLIT) -> int:
     """Return the most splits of any row of up to `max_length` keys and one token."""
+    if split == UNITS:
+        return min(-(-max_length // UNIT), UNIT_PARTIALS)
     return min(-(-max_length // split), MOST_SPLITS)
 
 
 def most_chunk_splits(max_length: int, split: int = SPLIT) -> int:
     """Return the most splits of any row of up to `max_length` keys and more tokens."""
+    if split == UNITS:
+        return most_splits(max_length, split)
     return min(-(-max_length // (2 * min(split, SPLIT))), MOST_CHUNK_SPLITS)
 
 
@@ -68,6 +84,7 @@ _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 _MOST_CHUNK_SPLITS = tl.constexpr(MOST_CHUNK_SPLITS)
 _CHUNK_PARTIALS = tl.constexpr(CHUNK_PARTIALS)
 _STEP = tl.constexpr(STEP)
+_UNITS, _UNIT, _UNIT_PARTIALS = tl.constexpr(UNITS), tl.constexpr(UNIT), tl.constexpr(UNIT_PARTIALS)
 
 
 @triton.jit
@@ -77,5 +94,8 @@ def splits_of(length, count, window, split):
     most = tl.where(count == 1, _MOST_SPLITS, of_chunk)
     least = tl.where(count == 1, split, tl.minimum(split, _SPLIT))
     coarse = tl.maximum(2 * least, tl.cdiv(length, most * _STEP) * _STEP)
-    size = tl.where((count == 1) & (tl.cdiv(length, split) <= _FINE_SPLITS), split, coarse)
+    size = tl.where((count == 1) & (length <= split * _FINE_SPLITS), split, coarse)
+    units = tl.cdiv(length, _UNIT)
+    in_units = tl.where(count * units <= _UNIT_PARTIALS, _UNIT, units * _UNIT)
+    size = tl.where(split == _UNITS, in_units, size)
     return size, tl.cdiv(length, size), tl.maximum(length - count - window + 1, 0) // size

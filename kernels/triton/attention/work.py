@@ -13,6 +13,8 @@ from torch import Tensor
 from kernels.triton.attention.splits import (
     CHUNK_PARTIALS,
     MOST_CHUNK_SPLITS,
+    UNIT_PARTIALS,
+    UNITS,
     most_chunk_splits,
     most_splits,
     num_splits,
@@ -82,7 +84,10 @@ def most_work(
     splits = max(of_decode, most_chunk_splits(max_length, split)) if num_chunks else of_decode
     # A step of decodes alone has none: it must not launch what finds nothing in every layer.
     items = {tile: (num_tokens * group // tile + num_chunks) * splits if num_chunks else 0 for tile in CHUNK_TILES}
-    partials = min(CHUNK_PARTIALS * num_rows, MOST_CHUNK_SPLITS * (num_tokens + num_rows), splits * num_tokens)
+    if split == UNITS:
+        partials = min(UNIT_PARTIALS * num_rows, splits * num_tokens)
+    else:
+        partials = min(CHUNK_PARTIALS * num_rows, MOST_CHUNK_SPLITS * (num_tokens + num_rows), splits * num_tokens)
     if splits == 1:
         partials = 0
     return Work(sums, False, of_decode * num_decode, items, partials, num_tokens if partials else 0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.forward import Linear, Routing
 from kernels.triton.experts import multiply
 from kernels.triton.experts.routing import choose_experts, sort_pairs
+from kernels.triton.shared.launch import NO_FUSION
 from kernels.triton.shared.pack import PLAIN, Packed, plain
 
 FEW_PAIRS, SOME_PAIRS, MANY_PAIRS = 16, 64, 128
@@ -38,22 +39,36 @@ def launch_tokens(num_experts: int, routing: Routing) -> tuple[int, ...]:
 
 
 def experts(
-    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *, out: Tensor | None = None
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    *,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Sum the outputs of each token's experts, weighted by their shares. # [num_tokens, hidden]
 
     x: [num_tokens, hidden]; router: [experts, hidden] float32; gate_up: [experts, 2 * size, hidden], down: [experts,
     hidden, size], in x's type. Values are rounded to that type between the products and before a token's sum. A
-    token's sums have one order for all numbers of tokens with the same tile.
+    token's sums have one order for all numbers of tokens with the same tile. batch_invariant: for all numbers.
 
     Raises:
         ValueError: a weight is not contiguous.
     """
-    return narrow_experts(x, router, Linear(gate_up), Linear(down), routing, out=out)
+    return narrow_experts(x, router, Linear(gate_up), Linear(down), routing, batch_invariant=batch_invariant, out=out)
 
 
 def narrow_experts(
-    x: Tensor, router: Tensor, gate_up: Linear, down: Linear, routing: Routing, *, out: Tensor | None = None
+    x: Tensor,
+    router: Tensor,
+    gate_up: Linear,
+    down: Linear,
+    routing: Routing,
+    *,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same with weights of fewer bits, widened in registers. gate_up, down: the weight is a Packed, or a Tensor."""
     first, second = _packed("gate_up", gate_up.weight), _packed("down", down.weight)
@@ -63,20 +78,22 @@ def narrow_experts(
     (tokens, hidden), size = x.shape, second.inputs
     if not tokens:
         return out
-    shares, chosen = choose_experts(x, router, routing)
+    shares, chosen = choose_experts(x, router, routing, batch_invariant=batch_invariant)
+    how = NO_FUSION if batch_invariant else {}
     tile = tile_of(chosen.numel(), len(router))
     order, tiles = sort_pairs(chosen, len(router), tile)
     per_token = routing.per_token
     if gate_up.order is not None:
         x, per_token = _gathered(x, order, tiles, gate_up.order, per_token, tile), 0
     inner = torch.empty(len(order), size, dtype=x.dtype, device=x.device)
-    launch, grid = multiply.GATE_UP[_list_of(first, tile)], _grid(tiles, size, halves=2)
-    launch[grid](x, *_tensors(first), order, tiles, inner, x.stride(0), per_token, hidden, size, *_layout(first), tile)
+    launch, grid = multiply.GATE_UP[_list_of(first, tile, batch_invariant)], _grid(tiles, size, halves=2)
+    sizes = (x.stride(0), per_token, hidden, size, *_layout(first), tile)
+    launch[grid](x, *_tensors(first), order, tiles, inner, *sizes, **how)
     if down.order is not None:
         inner = _gathered(inner, order, tiles, down.order, 0, tile)
     parts = torch.empty(len(order), hidden, dtype=x.dtype, device=x.device)
-    launch, grid = multiply.DOWN[_list_of(second, tile)], _grid(tiles, hidden, halves=1)
-    launch[grid](inner, *_tensors(second), order, tiles, shares, parts, hidden, size, *_layout(second), tile)
+    launch, grid = multiply.DOWN[_list_of(second, tile, batch_invariant)], _grid(tiles, hidden, halves=1)
+    launch[grid](inner, *_tensors(second), order, tiles, shares, parts, hidden, size, *_layout(second), tile, **how)
     multiply.add_parts[(tokens, triton.cdiv(hidden, BLOCK))](parts, out, hidden, routing.per_token, BLOCK)
     return out
 
@@ -93,8 +110,10 @@ def _check_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} {list(tensor.shape)} has strides {tensor.stride()}: expected a contiguous tensor.")
 
 
-def _list_of(packed: Packed, tile: int) -> str:
+def _list_of(packed: Packed, tile: int, batch_invariant: bool) -> str:
     """Return which list of configurations a product chooses among."""
+    if batch_invariant:
+        return "invariant few" if tile <= SOME_PAIRS else "invariant many"
     return "few" if tile <= SOME_PAIRS else "plain" if packed.kind == PLAIN else "many"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.shared.launch import tuned
+from kernels.triton.shared.launch import fixed, tuned
 from kernels.triton.shared.weights import sum_products
 
 # BLOCK_N counts outputs, of which the first product has half from gates and half from ups, and BLOCK_K words: 64 of
@@ -26,6 +26,11 @@ PLAIN_CONFIGS = [
     for outputs, words, warps, stages in ((128, 64, 8, 3), (256, 64, 8, 3), (128, 64, 4, 3), (128, 32, 8, 3))
 ]
 """Tiles of more pairs with weights in the type of activations: both operands of the tensor cores are shared memory."""
+INVARIANT_FEW_CONFIGS, INVARIANT_MANY_CONFIGS = (
+    [triton.Config({"BLOCK_N": n, "BLOCK_K": 32}, num_warps=warps, num_stages=stages) for n, warps, stages in sizes]
+    for sizes in (((64, 4, 4), (64, 4, 2)), ((128, 8, 3), (64, 4, 3), (64, 4, 2)))
+)
+"""Those of batch-invariant products. They have one BLOCK_K, which decides the order of sums with fewer bits."""
 
 
 @triton.jit
@@ -174,10 +179,15 @@ def down(
 
 _KEY = ["HIDDEN", "SIZE", "GROUP", "KIND", "TILE"]
 _CONFIGS = {"few": FEW_CONFIGS, "many": MANY_CONFIGS, "plain": PLAIN_CONFIGS}
+_INVARIANT = {"invariant few": INVARIANT_FEW_CONFIGS, "invariant many": INVARIANT_MANY_CONFIGS}
 GATE_UP, DOWN = (
-    {name: tuned(configs, _KEY)(kernel) for name, configs in _CONFIGS.items()} for kernel in (gate_up, down)
+    {
+        **{name: tuned(configs, _KEY)(kernel) for name, configs in _CONFIGS.items()},
+        **{name: fixed(configs, _KEY)(kernel) for name, configs in _INVARIANT.items()},
+    }
+    for kernel in (gate_up, down)
 )
-"""The launches of each product, by the list of configurations among which they choose."""
+"""The launches of each product, by the list of configurations among which they choose, or that they take in order."""
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forward import Routing
-from kernels.triton.shared.launch import dot, padded, tuned, warps
+from kernels.triton.shared.launch import NO_FUSION, dot, fixed, padded, tuned, warps
 from kernels.triton.shared.order_keys import LEAST_KEY, order_key
 
 TOKENS_AT_A_TIME = 32
@@ -21,7 +21,6 @@ CONFIGS = [
 ]
 
 
-@tuned(CONFIGS, key=["HIDDEN", "EXPERTS", "TILE"])
 @triton.jit(do_not_specialize=["num_tokens"])
 def _router_logits(
     x,
@@ -48,6 +47,11 @@ def _router_logits(
         total = dot(a.to(tl.float32), b, total)
     to = logits + token[:, None] * EXPERTS + n[None, :]
     tl.store(to, total, mask=real[:, None] & of_experts[None, :])
+
+
+_KEY = ["HIDDEN", "EXPERTS", "TILE"]
+router_logits = tuned(CONFIGS, _KEY)(_router_logits)
+router_logits_invariantly = fixed(CONFIGS, _KEY)(_router_logits)
 
 
 @triton.jit
@@ -124,11 +128,14 @@ def _sort(
         begin += tl.sum(mine, axis=0)
 
 
-def choose_experts(x: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    x: Tensor, router: Tensor, routing: Routing, *, batch_invariant: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return (shares in float32, indices of the experts in int32), each [num_tokens, per_token], the largest share
     first; see kernels.reference.route.
 
     A token's logits are always summed in the same order, so that its experts do not depend on its neighbours.
+    batch_invariant: on all GPUs of a kind, too.
     x: [num_tokens, hidden], with any stride between tokens; router: [experts, hidden] float32, contiguous.
     """
     (tokens, hidden), experts = x.shape, len(router)
@@ -139,7 +146,8 @@ def choose_experts(x: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor,
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return triton.cdiv(tokens, TOKENS_AT_A_TIME), triton.cdiv(experts, meta["BLOCK_N"])
 
-    _router_logits[grid](x, router, logits, tokens, x.stride(0), hidden, experts, TOKENS_AT_A_TIME)
+    launch, how = (router_logits_invariantly, NO_FUSION) if batch_invariant else (router_logits, {})
+    launch[grid](x, router, logits, tokens, x.stride(0), hidden, experts, TOKENS_AT_A_TIME, **how)
     sizes = (experts, padded(experts), routing.per_token, padded(routing.per_token), routing.renormalize)
     _choose[(tokens,)](logits, shares, chosen, *sizes, num_warps=warps(experts))
     return shares, chosen

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from kernels.forward import Linear
-from kernels.triton.linear.few_rows_kernels import MOST_INPUTS, MOST_OUTPUTS, few_rows, few_rows_gated
+from kernels.triton.linear.few_rows_kernels import MOST_INPUTS, MOST_OUTPUTS, TUNED, Kernels
 from kernels.triton.linear.multiply import add_splits
 from kernels.triton.shared.launch import padded
 from kernels.triton.shared.overlap import overlapping, overlaps
@@ -43,11 +43,11 @@ def span_of(inputs: int, outputs: int) -> int:
     return int(triton.cdiv(triton.cdiv(inputs, splits), MOST_INPUTS) * MOST_INPUTS)
 
 
-def few_row_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Tensor:
+def few_row_linear(x: Tensor, linear: Linear, *, kernels: Kernels = TUNED, out: Tensor | None = None) -> Tensor:
     """x W^T + b. # [num_rows, outputs]
 
     x: [num_rows, inputs], up to FEW_ROWS, contiguous; linear: its weight is a contiguous tensor of x's type. A row's
-    sums have one order for all numbers of rows with the same tile.
+    sums have one order for all numbers of rows with the same tile. kernels: TUNED, or what takes their place.
     """
     rows, (outputs, inputs) = len(x), linear.weight.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if out is None else out
@@ -59,16 +59,17 @@ def few_row_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> T
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return triton.cdiv(outputs, meta["BLOCK_N"]), splits
 
-    sizes = (rows, inputs, outputs, span, _whole(inputs, outputs), overlaps(), tile_of(rows))
-    few_rows[grid](x, linear.weight, linear.bias if alone else None, to, *sizes, **overlapping())
+    sizes = (rows, inputs, outputs, span, is_whole(inputs, outputs), overlaps(), tile_of(rows))
+    how = {**overlapping(), **kernels.options}
+    kernels.few_rows[grid](x, linear.weight, linear.bias if alone else None, to, *sizes, **how)
     if not alone:
         by_rows = (rows, triton.cdiv(outputs, BLOCK))
-        how = {"num_warps": WARPS, **overlapping()}
-        add_splits[by_rows](to, linear.bias, out, rows, outputs, splits, BLOCK, overlaps(), **how)
+        alike = {"num_warps": WARPS, **overlapping()}
+        add_splits[by_rows](to, linear.bias, out, rows, outputs, splits, BLOCK, overlaps(), **alike)
     return out
 
 
-def few_row_gated_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Tensor:
+def few_row_gated_linear(x: Tensor, linear: Linear, *, kernels: Kernels = TUNED, out: Tensor | None = None) -> Tensor:
     """silu(gate) * up of [gate | up] = x W^T + b, both rounded to x's type first. # [num_rows, outputs / 2]
 
     The arguments are those of `few_row_linear`.
@@ -80,12 +81,13 @@ def few_row_gated_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(outputs, meta["BLOCK_N"]),)
 
-    sizes = (rows, inputs, outputs, _whole(inputs, outputs), overlaps(), tile_of(rows))
-    few_rows_gated[grid](x, linear.weight, linear.bias, out, *sizes, **overlapping())
+    sizes = (rows, inputs, outputs, is_whole(inputs, outputs), overlaps(), tile_of(rows))
+    kernels.few_rows_gated[grid](x, linear.weight, linear.bias, out, *sizes, **overlapping(), **kernels.options)
     return out
 
 
-def _whole(inputs: int, outputs: int) -> bool:
+def is_whole(inputs: int, outputs: int) -> bool:
+    """Whether the sizes are multiples of every block."""
     return inputs % MOST_INPUTS == 0 and outputs % MOST_OUTPUTS == 0
 
 

@@ -3,6 +3,10 @@ Never chooses how many programs share the inputs: kernels.triton.linear.few_rows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -115,3 +119,16 @@ def few_rows_gated(
     up = add_bias(up, bias, n + OUTPUTS, of_outputs).to(kind).to(tl.float32)
     to = out + row[None, :] * OUTPUTS + n[:, None]
     tl.store(to, (gate * tl.sigmoid(gate) * up).to(kind), mask=real[None, :] & of_outputs[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The launches of both products, with the options of each launch."""
+
+    few_rows: Any
+    few_rows_gated: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TUNED = Kernels(few_rows, few_rows_gated)
+"""In the fastest configurations."""

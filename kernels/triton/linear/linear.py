@@ -4,6 +4,7 @@ Never widens a weight in memory, and never waits for the device."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +12,15 @@ from torch import Tensor
 
 from kernels.forward import Linear
 from kernels.triton.linear.fp8 import fp8_linear, multiplies_fp8
-from kernels.triton.linear.multiply import MOST_WORDS, add_splits, multiply_few, multiply_many
+from kernels.triton.linear.multiply import (
+    MOST_WORDS,
+    add_splits,
+    multiply_few,
+    multiply_few_invariantly,
+    multiply_many,
+    multiply_many_invariantly,
+)
+from kernels.triton.shared.launch import NO_FUSION
 from kernels.triton.shared.pack import Packed
 
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 128
@@ -39,11 +48,12 @@ def span_of(rows: int, packed: Packed) -> int:
     return int(triton.cdiv(triton.cdiv(width, wanted), unit) * unit)
 
 
-def narrow_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Tensor:
+def narrow_linear(x: Tensor, linear: Linear, *, batch_invariant: bool = False, out: Tensor | None = None) -> Tensor:
     """x W^T + b, the weights widened in registers. # [num_tokens, outputs]
 
     x: [num_tokens, inputs]; linear: its weight is a Packed. A row's sums have one order for all numbers of rows with
-    the same tile. More than SOME_ROWS are rounded to fp8 where `linear` has an input_scale.
+    the same tile. batch_invariant: for all numbers of rows. More than SOME_ROWS are rounded to fp8 where `linear` has
+    an input_scale, which is never batch-invariant.
     """
     packed: Packed = linear.weight
     rows, (outputs, width) = len(x), packed.words.shape
@@ -56,8 +66,10 @@ def narrow_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Te
     if linear.input_scale is not None and rows > SOME_ROWS and multiplies_fp8(packed):
         fp8_linear(x, linear, out)
         return out
-    tile, span = tile_of(rows), span_of(rows, packed)
-    splits = int(triton.cdiv(width, span))
+    tile, span = tile_of(rows), span_of(min(rows, SOME_ROWS) if batch_invariant else rows, packed)
+    splits, spans = int(triton.cdiv(width, span)), 1
+    if batch_invariant and rows > SOME_ROWS:
+        splits, spans = 1, splits
     alone = splits == 1
     to = out if alone else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
 
@@ -65,9 +77,16 @@ def narrow_linear(x: Tensor, linear: Linear, *, out: Tensor | None = None) -> Te
         return triton.cdiv(rows, tile), triton.cdiv(outputs, meta["BLOCK_N"]), splits
 
     group = packed.group
-    sizes = (packed.inputs, outputs, width, group, packed.group_step, span, packed.kind, packed.per_word, tile)
-    launch = multiply_few if tile <= SOME_ROWS else multiply_many
-    launch[grid](x, packed.words, packed.scales, packed.zeros, linear.bias if alone else None, to, rows, *sizes)
+    sizes = (packed.inputs, outputs, width, group, packed.group_step, span, spans, packed.kind, packed.per_word, tile)
+    launch, how = _launch(tile, batch_invariant)
+    launch[grid](x, packed.words, packed.scales, packed.zeros, linear.bias if alone else None, to, rows, *sizes, **how)
     if not alone:
         add_splits[(rows, triton.cdiv(outputs, BLOCK))](to, linear.bias, out, rows, outputs, splits, BLOCK, False)
     return out
+
+
+def _launch(tile: int, batch_invariant: bool) -> tuple[Any, dict[str, Any]]:
+    few = tile <= SOME_ROWS
+    if batch_invariant:
+        return multiply_few_invariantly if few else multiply_many_invariantly, NO_FUSION
+    return multiply_few if few else multiply_many, {}

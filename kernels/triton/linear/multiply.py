@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.shared.launch import tuned
+from kernels.triton.shared.launch import fixed, tuned
 from kernels.triton.shared.overlap import wait_for_previous
 from kernels.triton.shared.weights import sum_products
 
@@ -29,6 +29,11 @@ MANY_CONFIGS = [
         (64, 16, 4, 3),
     )
 ]
+# Batch-invariant products have one BLOCK_K, which decides the order of sums. The last of each fits in 99 KiB.
+INVARIANT_FEW_CONFIGS, INVARIANT_MANY_CONFIGS = (
+    [triton.Config({"BLOCK_N": n, "BLOCK_K": 32}, num_warps=warps, num_stages=stages) for n, warps, stages in sizes]
+    for sizes in (((64, 4, 6), (64, 4, 2)), ((128, 8, 3), (64, 4, 3), (64, 4, 2)))
+)
 MOST_WORDS = max(config.kwargs["BLOCK_K"] for config in FEW_CONFIGS + MANY_CONFIGS)
 
 
@@ -47,39 +52,33 @@ def multiply(
     GROUP: tl.constexpr,
     GROUP_STEP: tl.constexpr,
     SPAN: tl.constexpr,
+    SPANS: tl.constexpr,
     KIND: tl.constexpr,
     PER_WORD: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N outputs of TILE rows, over SPAN words. words, scales, zeros: a kernels.triton.shared.pack.Packed; out:
-    [num_rows, OUTPUTS], or [splits, num_rows, OUTPUTS] float32 without bias."""
+    """BLOCK_N outputs of TILE rows. words, scales, zeros: a kernels.triton.shared.pack.Packed. SPANS 1: SPAN words;
+    out: [num_rows, OUTPUTS], or [splits, num_rows, OUTPUTS] float32 without bias. Else over all words, the sums of each
+    SPAN in order, as `add_splits` adds them up."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     real, of_outputs = row < num_rows, n < OUTPUTS
-    total = sum_products(
-        x + row[None, :] * INPUTS,
-        real,
-        words,
-        scales,
-        zeros,
-        n,
-        of_outputs,
-        split * SPAN,
-        tl.minimum(split * SPAN + SPAN, WIDTH),
-        INPUTS,
-        OUTPUTS,
-        WIDTH,
-        GROUP,
-        GROUP_STEP,
-        KIND,
-        PER_WORD,
-        TILE,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    from_x = x + row[None, :] * INPUTS
+    if SPANS == 1:
+        total = sum_products(
+            from_x, real, words, scales, zeros, n, of_outputs, split * SPAN, tl.minimum(split * SPAN + SPAN, WIDTH),
+            INPUTS, OUTPUTS, WIDTH, GROUP, GROUP_STEP, KIND, PER_WORD, TILE, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        total = tl.zeros([BLOCK_N, TILE], tl.float32)
+        for begin in tl.range(0, WIDTH, SPAN):
+            total += sum_products(
+                from_x, real, words, scales, zeros, n, of_outputs, begin, tl.minimum(begin + SPAN, WIDTH),
+                INPUTS, OUTPUTS, WIDTH, GROUP, GROUP_STEP, KIND, PER_WORD, TILE, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
     if bias is not None:
         total += tl.load(bias + n, mask=of_outputs, other=0.0).to(tl.float32)[:, None]
     to = out + (split.to(tl.int64) * num_rows + row)[None, :] * OUTPUTS + n[:, None]
@@ -89,6 +88,8 @@ def multiply(
 _KEY = ["INPUTS", "OUTPUTS", "GROUP", "KIND", "TILE"]
 multiply_few = tuned(FEW_CONFIGS, _KEY)(multiply)
 multiply_many = tuned(MANY_CONFIGS, _KEY)(multiply)
+multiply_few_invariantly = fixed(INVARIANT_FEW_CONFIGS, _KEY)(multiply)
+multiply_many_invariantly = fixed(INVARIANT_MANY_CONFIGS, _KEY)(multiply)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -78,11 +78,13 @@ def _expand(
     tl.store(to, total.to(y.dtype.element_ty), mask=mask)
 
 
-def add_low_rank(y: Tensor, x: Tensor, stack: LowRankStack, tokens: AdapterTokens) -> None:
+def add_low_rank(
+    y: Tensor, x: Tensor, stack: LowRankStack, tokens: AdapterTokens, *, batch_invariant: bool = False
+) -> None:
     """y[t] += (x[t] A^T) B^T for each token t with an adapter, in place; see kernels.reference.add_low_rank.
 
     y: [num_tokens, outputs], x: [num_tokens, inputs] and the stack, all of one type. The inner product is rounded to
-    that type, and so is the sum.
+    that type, and so is the sum. batch_invariant: the same bits on all GPUs of a kind.
 
     Raises:
         ValueError: y's rows are not contiguous, or the stack's ranks are no multiple of 16.
@@ -92,7 +94,7 @@ def add_low_rank(y: Tensor, x: Tensor, stack: LowRankStack, tokens: AdapterToken
     if y.stride(-1) != 1 or ranks % 16:
         raise ValueError(f"y has strides {y.stride()} and the stack {ranks} ranks: expected 1 last, and 16, 32, ...")
     assert parts <= MOST_PARTS
-    sums = shrink(x, a.flatten(1, 2), tokens)
+    sums = shrink(x, a.flatten(1, 2), tokens, batch_invariant=batch_invariant)
     second, third = (*firsts[1:], *[outputs] * (MOST_PARTS - parts))
     bounds = (0, second, third, outputs)
     blocks = sum(triton.cdiv(end - begin, OUTPUTS_AT_A_TIME) for begin, end in pairwise(bounds))

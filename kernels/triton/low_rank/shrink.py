@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.rows.adapter_tokens import TILE, AdapterTokens
-from kernels.triton.shared.launch import dot, padded, tuned
+from kernels.triton.shared.launch import NO_FUSION, dot, fixed, padded, tuned
 
 SPLIT = 1024
 """Inputs whose products a program sums: few ranks and few tiles leave most of a GPU idle unless the inputs are split.
@@ -31,7 +31,6 @@ def tile_of(order, tiles, number, TILE: tl.constexpr):
     return place, real, tl.load(order + place, mask=real, other=0)
 
 
-@tuned(CONFIGS, key=["INPUTS", "RANKS"])
 @triton.jit(do_not_specialize_on_alignment=["order", "tiles"])  # views into the step's packed integers
 def _shrink(
     x,
@@ -70,11 +69,17 @@ def _shrink(
     tl.store(to, total, mask=real[:, None] & of_ranks[None, :])
 
 
-def shrink(x: Tensor, a: Tensor, tokens: AdapterTokens) -> Tensor:
+_KEY = ["INPUTS", "RANKS"]
+shrink_tuned = tuned(CONFIGS, _KEY)(_shrink)
+shrink_invariantly = fixed(CONFIGS, _KEY)(_shrink)
+
+
+def shrink(x: Tensor, a: Tensor, tokens: AdapterTokens, *, batch_invariant: bool = False) -> Tensor:
     """Parts of x a^T for each token with an adapter, in the tokens' order. # [num_tokens, splits, ranks] float32
 
     x: [num_tokens, inputs]; a: [slots, ranks, inputs] in x's type, each slot contiguous. The parts of a token are of
-    SPLIT inputs each. Those of places without a token are not written.
+    SPLIT inputs each. Those of places without a token are not written. batch_invariant: the same bits on all GPUs of a
+    kind.
     """
     (num_tokens, inputs), ranks = x.shape, a.shape[1]
     splits, block = triton.cdiv(inputs, SPLIT), min(padded(ranks, 16), MOST_RANKS)
@@ -82,5 +87,6 @@ def shrink(x: Tensor, a: Tensor, tokens: AdapterTokens) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     grid = (len(tokens.tiles), splits, triton.cdiv(ranks, block))
     strides, sizes = (x.stride(0), a.stride(0)), (inputs, ranks, splits, SPLIT, TILE, block)
-    _shrink[grid](x, a, tokens.order, tokens.tiles, sums, *strides, *sizes)
+    launch, how = (shrink_invariantly, NO_FUSION) if batch_invariant else (shrink_tuned, {})
+    launch[grid](x, a, tokens.order, tokens.tiles, sums, *strides, *sizes, **how)
     return sums

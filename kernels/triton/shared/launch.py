@@ -83,6 +83,17 @@ def tuned(configs: Sequence[triton.Config], key: Sequence[str], tuning: str | No
     return decorate
 
 
+def fixed(configs: Sequence[triton.Config], key: Sequence[str]) -> Callable[[Any], Any]:
+    """Take the first of `configs` that fits the device, untimed: the same on all GPUs of a kind, for sums whose order
+    may depend on nothing else. Launch with NO_FUSION, or the compiler chooses which products and sums are rounded as
+    one. key: as `tuned`'s."""
+    return tuned(configs, key, tuning="0")
+
+
+NO_FUSION: dict[str, Any] = {"enable_fp_fusion": False}
+"""The option of such a launch. Without it a kernel compiled for other constants may differ in the last bit."""
+
+
 def candidates(configs: Sequence[triton.Config], tuning: str) -> list[triton.Config]:
     """Return the configurations to time or, if `tuning` is a number, to try in that order until one fits."""
     if tuning in (KEEP, FORGET):

@@ -319,13 +319,14 @@ def test_the_trial_step_has_the_constants_of_attention() -> None:
 
     found = (2 * splits.SPLIT, splits.MOST_CHUNK_SPLITS, splits.CHUNK_PARTIALS)
     assert found == (trial_steps.CHUNK_SPLIT, trial_steps.MOST_SPLITS, trial_steps.MOST_PARTIALS)
+    assert (splits.UNIT, splits.UNIT_PARTIALS) == (trial_steps.UNIT, trial_steps.UNIT_PARTIALS)
 
 
-def partial_results(decodes: int, counts: list[int], length: int, kv_heads: int) -> int:
+def partial_results(decodes: int, counts: list[int], length: int, kv_heads: int, *, in_units: bool = False) -> int:
     """Return how many a step of the longest rows has: so many decodes, and chunks of these counts of tokens."""
-    from kernels.triton.attention.splits import least_split, num_splits
+    from kernels.triton.attention.splits import UNITS, least_split, num_splits
 
-    split = least_split(decodes, kv_heads, chunks=bool(counts))
+    split = UNITS if in_units else least_split(decodes, kv_heads, chunks=bool(counts))
     splits = {count: num_splits(length, count, split) for count in (1, *counts)}
     return sum(count * splits[count] for count in [1] * decodes + counts if splits[count] > 1)
 
@@ -333,24 +334,25 @@ def partial_results(decodes: int, counts: list[int], length: int, kv_heads: int)
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("length", [1024, 2048, 4096, 32_768])
 @pytest.mark.parametrize(("seqs", "tokens"), [(256, 2048), (256, 256), (4, 2048), (64, 512), (64, 8192)])
+@pytest.mark.parametrize("in_units", [False, True])
 def test_no_step_has_many_more_partial_results_than_that_of_the_longest_rows(
-    seqs: int, tokens: int, length: int, kv_heads: int
+    seqs: int, tokens: int, length: int, kv_heads: int, in_units: bool
 ) -> None:
     """Otherwise the start would not have measured what they take, in a step that is not captured. Compared with steps
     of so many decodes, chunks of one size, and chunks of one token on all other seats."""
     pytest.importorskip("triton", reason="Triton has no wheel for this machine")
     config = resolved_config(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length, block_size=16)
-    plan = longest_rows_step(config, 100)
+    plan = longest_rows_step(config, 100, in_units=in_units)
     check_plan(plan, 16)
     assert plan.num_tokens <= tokens
-    found = partial_results(0, [len(row.token_ids) for row in plan.rows], length, kv_heads)
+    found = partial_results(0, [len(row.token_ids) for row in plan.rows], length, kv_heads, in_units=in_units)
     most = 0
     for decodes in (decodes for decodes in (0, 1, 2, 8, 9, 16, 64, 65, seqs) if decodes <= seqs):
         for count in (1, 2, 5, 8, 16, 32, 64, 128):
             seats = seqs - decodes
             chunks = 0 if count == 1 else max(0, min(seats, (tokens - seqs) // (count - 1)))
             counts = [count] * chunks + [1] * (seats - chunks)
-            most = max(most, partial_results(decodes, counts, length, kv_heads))
+            most = max(most, partial_results(decodes, counts, length, kv_heads, in_units=in_units))
     assert found >= 0.93 * most
     check_plan(longest_rows_step(replace(config, recurrent_state=True), 100), 16, seqs)
 
@@ -498,7 +500,14 @@ def test_weights_and_captures_that_do_not_fit_are_refused_by_what_there_is(
         ({"quantize": "int8"}, "quantize is int8, but torch's operators compute the matrix products: without Triton"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, but attention is torch: on a GPU, only Triton's"),
         ({"kv_cache_dtype": "fp8_e4m3", "attention": "vllm_flash_attn"}, "fp8_e4m3, but attention is vllm_flash_attn"),
-        ({"batch_invariant": True}, "batch_invariant is true, but this engine runs on fake GPU"),
+        (
+            {"batch_invariant": True},
+            "batch_invariant is true, but attention is torch: on a GPU, only the Triton kernels",
+        ),
+        (
+            {"batch_invariant": True, "attention": "vllm_flash_attn"},
+            "is true, but attention is vllm_flash_attn: on a GPU",
+        ),
         ({"attention": "vllm_flash_attn", "dtype": "float32"}, "attention cannot run: dtype is float32"),
         (
             {"attention": "torch", "cuda_graphs": "all"},

@@ -54,12 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "Triton. Triton finds a kernel there only if TRITON_CACHE_DIR has the same value as here.",
     )
     parser.add_argument("--shapes", nargs="+", default=[LARGE, SMALL], help="shapes of models (%(default)s)")
+    parser.add_argument("--batch-invariant", action="store_true", help="such engines, too")
     options = parser.parse_args(arguments)
     if not os.environ.get("TRITON_CACHE_DIR"):
         parser.error("TRITON_CACHE_DIR is not set: name a folder")
+    settings: dict[str, Any] = {"layers": 1, "attention": "triton", "cuda_graphs": "none", **SIZES}
     for shape in options.shapes:
-        with started(CUDA, shape, layers=1, attention="triton", cuda_graphs="none", **SIZES):
-            print(f"{shape}: {len(FOUND)} launches compiled so far", flush=True)
+        for invariant in (False, True) if options.batch_invariant else (False,):
+            with started(CUDA, shape, batch_invariant=invariant, **settings):
+                print(f"{shape}: {len(FOUND)} launches compiled so far", flush=True)
 
 
 if __name__ == "__main__":

@@ -41,4 +41,6 @@ def engine(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) 
         gpu.MAX_MODEL_LEN = 256
         model = str(tiny_shape(model, vocab_size=272))
         sizes = ["--short", "--steps", "2", "--copy-mib", "1", "--matrix", "32"]
+    if options.batch_invariant:
+        sizes.append("--batch-invariant")
     gpu.main(["--model", model, "--loads", *options.loads, *sizes, "--seed", SEED, "--out", str(options.result)])

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--model", default="")
     parser.add_argument("--loads", nargs="+", default=[])
+    parser.add_argument("--batch-invariant", action="store_true")
     options = parser.parse_args(arguments)
     if options.device == STAND_IN:
         from tests.support import gpu_stand_in  # noqa: F401

@@ -30,7 +30,16 @@ FEW = "captured_steps_give and attention0 or step_in_flight and torch"
 """The engine tests of a rehearsal."""
 KERNELS = [
     f"tests/gpu/test_{name}.py"
-    for name in ("attention", "kernels", "experts", "linear", "linear_attention", "low_rank", "tuning")
+    for name in (
+        "attention",
+        "kernels",
+        "experts",
+        "linear",
+        "linear_attention",
+        "low_rank",
+        "tuning",
+        "batch_invariance",
+    )
 ]
 ENGINE, ADAPTERS = "tests/gpu/test_engine.py", "tests/gpu/test_adapters.py"
 
@@ -135,6 +144,8 @@ def _aims(device: str) -> list[Part]:
     def engine(name: str, limit_s: float, model: str, *loads: str) -> Part:
         return _own(device, name, limit_s, "--model", model, "--loads", *loads)
 
+    # Without Triton, as in a rehearsal, no engine is batch-invariant.
+    invariant = [_own(device, "batch-invariant", 150, "--model", LARGE, "--loads", "steps", "--batch-invariant")]
     return [
         engine("steps", 240, LARGE, "steps", "mixed_load"),  # on one engine: an 8B model takes its time to start
         engine("loop", 120, LARGE, "host_gap", "throughput"),
@@ -142,4 +153,5 @@ def _aims(device: str) -> list[Part]:
         _own(device, "packages", 60),
         engine("owner-by-graphs", 150, LARGE, "owner_by_graphs"),
         engine("transformers", 90, LARGE, "transformers"),
+        *(invariant if device == CUDA else []),
     ]

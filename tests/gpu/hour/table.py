@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from benchmarks.engine.gpu import BATCH_INVARIANT
 from tests.gpu.hour.phases import LARGE, NARROW_SHAPES, OVER_NARROW, SMALL, Phase
 from tests.gpu.hour.running import Outcome
 from tests.gpu.hour.store import Store
@@ -22,11 +23,12 @@ EXPECTED = (
     (LARGE, "longest gap"),
     (LARGE, "TTFT ratio"),
     (LARGE, "tokens/s ratio"),
+    *((LARGE, f"{cell}{BATCH_INVARIANT}, {size}") for cell, size in (("decode", 64), ("prefill", 8192))),
     ("", "attention, decode 64 x 1024"),
     *(("", f"attention, {shape}: time with K and V in") for shape in NARROW_SHAPES),
 )
 """(model, how the aim's text begins) of everything that the hour has to measure."""
-NO_BATCH_INVARIANCE = "batch-invariant mode at most 10 % slower: not measured: no engine on a GPU has that mode"
+INVARIANT_SHARE = 1.1
 
 
 class Aim(NamedTuple):
@@ -53,7 +55,23 @@ def aims_of(store: Store) -> list[Aim]:
     for cell in (store.result("aims", "packages") or {}).get("cells", ()):
         if "us" in cell:
             by_shape.setdefault(cell["shape"], {})[cell["by"]] = cell["us"]
-    return found + _beside_packages(by_shape) + _over_narrow(by_shape)
+    return found + _beside_packages(by_shape) + _over_narrow(by_shape) + _batch_invariant(store)
+
+
+def _batch_invariant(store: Store) -> list[Aim]:
+    """Return the device's time of batch-invariant steps relative to others'."""
+    times: dict[tuple[str, int], float] = {}
+    for part in ("steps", "batch-invariant"):
+        for cell in (store.result("aims", part) or {}).get("cells", ()):
+            if "device_ms" in cell:
+                times[cell["cell"], cell["size"]] = cell["device_ms"]
+    found = []
+    for (cell, size), own in times.items():
+        ordinary = times.get((cell.removesuffix(BATCH_INVARIANT), size))
+        if cell.endswith(BATCH_INVARIANT) and ordinary is not None:
+            share, what = own / ordinary, f"{cell}, {size}: time over an ordinary step's"
+            found.append(Aim(LARGE, what, share, f"<= {INVARIANT_SHARE:g}", share <= INVARIANT_SHARE))
+    return found
 
 
 def _over_narrow(by_shape: Mapping[str, Mapping[str, float]]) -> list[Aim]:
@@ -106,7 +124,6 @@ def lines_of(phases: Sequence[Phase], store: Store, heading: str) -> list[str]:
         aims = aims_of(store)
         lines += [f"  {_aim_line(aim)}" for aim in aims]
         lines += [f"  {missing}: not measured" for missing in missing_of(aims)]
-        lines.append(f"  {NO_BATCH_INVARIANCE}")
     return lines
 
 

@@ -23,7 +23,7 @@ from kernels.rows.sampled_row import SampledRow
 from kernels.rows.step import StateRows
 from kernels.triton.attention import attention
 from kernels.triton.attention import kernel as attention_kernel
-from kernels.triton.attention.plan import AttentionPlan
+from kernels.triton.attention.plan import UNITS, AttentionPlan
 from kernels.triton.elementwise import rotate
 from kernels.triton.elementwise.activation import silu_and_mul
 from kernels.triton.elementwise.cache import write_cache
@@ -31,7 +31,7 @@ from kernels.triton.elementwise.gates import gated_rms_norm, sigmoid_gate
 from kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from kernels.triton.experts import experts, routing
 from kernels.triton.experts import multiply as experts_kernel
-from kernels.triton.linear import few_rows, few_rows_kernels, fp8
+from kernels.triton.linear import few_rows, few_rows_kernels, fp8, invariant
 from kernels.triton.linear import multiply as linear_kernel
 from kernels.triton.linear.linear import LAUNCH_ROWS, narrow_linear
 from kernels.triton.linear_attention.causal_conv import causal_conv
@@ -97,7 +97,8 @@ def variant_of(kernel: Any, name: str) -> str:
     types = [kind.replace("*", "") for kind in kernel.src.signature.values() if kind.startswith("*")]
     sizes = " ".join(f"{parameter}={value}" for parameter, value in constants.items())
     limit = f" registers<={kernel.metadata.maxnreg}" if kernel.metadata.maxnreg else ""
-    how = f"warps={kernel.metadata.num_warps} stages={kernel.metadata.num_stages}{limit}"
+    fused = "" if kernel.metadata.enable_fp_fusion else " unfused"
+    how = f"warps={kernel.metadata.num_warps} stages={kernel.metadata.num_stages}{limit}{fused}"
     return f"{name}({','.join(types)}) {sizes} {how}"
 
 
@@ -170,10 +171,15 @@ def launch_narrow_cache(dtype: torch.dtype, head_dim: int, group: int, kept_in: 
 
 
 def launch_attention(dtype: torch.dtype, head_dim: int, group: int, cache: torch.Tensor) -> None:
-    """Launch a captured step that may have decodes and chunks, and rows of several splits among both."""
+    """Launch a captured step that may have decodes and chunks, and rows of several splits among both; then the same in
+    batch-invariant units."""
     numbers = torch.zeros(5, dtype=torch.int32)
-    plan = AttentionPlan(numbers, numbers[:4], numbers.expand(4, 5).contiguous(), numbers[:1], 2, 2, max_length=5000)
-    attention.attention(torch.zeros(5, 2 * group, head_dim, dtype=dtype), cache, cache, plan, 0.1)
+    plan_tensors = numbers, numbers[:4], numbers.expand(4, 5).contiguous(), numbers[:1]
+    plan = AttentionPlan(*plan_tensors, 2, 2, max_length=5000)
+    queries = torch.zeros(5, 2 * group, head_dim, dtype=dtype)
+    attention.attention(queries, cache, cache, plan, 0.1)
+    plan = AttentionPlan(*plan_tensors, 0, 4, max_length=5000, split=UNITS)
+    attention.attention(queries, cache, cache, plan, 0.1)
 
 
 def launch_linear_attention(dtype: torch.dtype) -> None:
@@ -208,7 +214,9 @@ def launch_experts(dtype: torch.dtype) -> None:
         for tokens in experts.launch_tokens(count, routing)[: 1 if ordered else None]:
             weights = _experts_weights(*shape, numbers, group, zeros=zeros, ordered=ordered)
             x = torch.zeros(tokens, shape[1], dtype=dtype)
-            experts.narrow_experts(x, torch.zeros(count, shape[1]), *weights, routing)
+            router = torch.zeros(count, shape[1])
+            for batch_invariant in (False, True):
+                experts.narrow_experts(x, router, *weights, routing, batch_invariant=batch_invariant)
     weights = _experts_weights(5, 72, 40, dtype)
     experts.narrow_experts(torch.zeros(5, 72, dtype=dtype), torch.zeros(5, 72), *weights, Routing(2, renormalize=False))
 
@@ -248,6 +256,7 @@ def launch_low_rank(dtype: torch.dtype) -> None:
         stack = LowRankStack(a, b, tuple(accumulate(parts[:-1], initial=0)))
         y, x = (torch.empty(5, size, dtype=dtype) for size in (outputs, inputs))
         expand.add_low_rank(y, x, stack, tokens)
+        expand.add_low_rank(y, x, stack, tokens, batch_invariant=True)
 
 
 def launch_few_rows(dtype: torch.dtype) -> None:
@@ -265,6 +274,19 @@ def launch_few_rows(dtype: torch.dtype) -> None:
     few_rows.few_row_gated_linear(torch.zeros(5, 208, dtype=dtype), odd)
 
 
+def launch_invariant_rows(dtype: torch.dtype) -> None:
+    """Launch the same by batch-invariant kernels, which take any type and any number of rows."""
+    for rows in invariant.INVARIANT_LAUNCH_ROWS:
+        x = torch.zeros(rows, 4096, dtype=dtype)
+        for outputs in (6144, 4096):
+            invariant.invariant_linear(x, Linear(torch.empty(outputs, 4096, dtype=dtype)))
+        invariant.invariant_gated_linear(x, Linear(torch.empty(28672, 4096, dtype=dtype)))
+    odd = Linear(torch.empty(160, 208, dtype=dtype), torch.empty(160, dtype=dtype))
+    for rows in (5, 70):
+        invariant.invariant_linear(torch.zeros(rows, 208, dtype=dtype), odd)
+    invariant.invariant_gated_linear(torch.zeros(5, 208, dtype=dtype), odd)
+
+
 def launch_narrow_linear(dtype: torch.dtype) -> None:
     """Launch an 8B model's attention output for few, some and many rows: int8, fp8 in blocks, 4 bits with zeros."""
     size, group = 4096, 128
@@ -277,6 +299,7 @@ def launch_narrow_linear(dtype: torch.dtype) -> None:
         packed = pack(linear)
         for rows in LAUNCH_ROWS:
             narrow_linear(torch.zeros(rows, size, dtype=dtype), packed)
+            narrow_linear(torch.zeros(rows, size, dtype=dtype), packed, batch_invariant=True)
 
 
 def launch_fp8_linear(dtype: torch.dtype) -> None:
@@ -318,8 +341,8 @@ def main() -> None:
         for kernel in of_attention:
             kernel.configs = [min(kernel.configs, key=lambda config: (config.kwargs["BLOCK_N"], config.num_stages))]
     if args.first_config:
-        of_linear = (linear_kernel.multiply_few, linear_kernel.multiply_many, fp8.multiply_fp8, shrink._shrink)
-        of_experts = (*experts_kernel.GATE_UP.values(), *experts_kernel.DOWN.values(), routing._router_logits)
+        of_linear = (linear_kernel.multiply_few, linear_kernel.multiply_many, fp8.multiply_fp8, shrink.shrink_tuned)
+        of_experts = (*experts_kernel.GATE_UP.values(), *experts_kernel.DOWN.values(), routing.router_logits)
         of_few_rows = (few_rows_kernels.few_rows, few_rows_kernels.few_rows_gated)
         for kernel in (*of_attention, *of_linear, *of_few_rows, *of_experts):
             kernel.configs = kernel.configs[:1]
@@ -332,6 +355,7 @@ def main() -> None:
             launch_experts(getattr(torch, dtype))
             launch_low_rank(getattr(torch, dtype))
             launch_few_rows(getattr(torch, dtype))
+            launch_invariant_rows(getattr(torch, dtype))
             launch_narrow_linear(getattr(torch, dtype))
             if args.capability >= FP8_CAPABILITY:
                 launch_fp8_linear(getattr(torch, dtype))

@@ -19,7 +19,7 @@ EVERY = {
     "_norm", "_silu_and_mul", "_rotate", "_write", "_sum_items", "attend", "_combine", "_copy", "_edit", "_look",
     "_limit", "scan_block", "filter_row", "sample_row", "_logprobs", "_convolve", "_one_step", "_invert", "_scan",
     "_gated_norm", "_sigmoid_gate", "_router_logits", "_choose", "_sort", "gate_up", "down", "gather_inputs",
-    "add_parts", "_shrink", "_expand", "multiply", "add_splits", "few_rows", "few_rows_gated",
+    "add_parts", "_shrink", "_expand", "multiply", "add_splits", "few_rows", "few_rows_gated", "many_rows",
 }  # fmt: skip
 FROM_8_9 = {"round_rows", "multiply_fp8"}
 """The kernels that only GPUs with products of fp8 have."""
@@ -38,7 +38,7 @@ def compile_all(cache: Path, capability: str, *arguments: str) -> list[dict[str,
 @pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu(compiled: Path) -> None:
     found = compile_all(compiled, "9.0", "--first-config")
-    pipelined = ("attend", "multiply", "gate_up", "multiply_fp8", "few_rows", "few_rows_gated")
+    pipelined = ("attend", "multiply", "gate_up", "multiply_fp8", "few_rows", "few_rows_gated", "many_rows")
     multiplying = (*pipelined, "down", "_shrink", "_expand")
     products = [kernel["tensor_cores"] for kernel in found if kernel["name"] in multiplying]
     assert all(products), "bfloat16 products"
@@ -46,7 +46,9 @@ def test_every_kernel_compiles_for_a_gpu(compiled: Path) -> None:
     # One tile is copied while another is computed on: with fewer stages, every copy of attention was waited for.
     assert all(kernel["copies_in_flight"] for kernel in found if kernel["name"] in pipelined)
     # They may start before what they read is written.
-    overlapping = [kernel["waits_first"] for kernel in found if kernel["name"] in ("few_rows", "few_rows_gated")]
+    overlapping = [
+        kernel["waits_first"] for kernel in found if kernel["name"] in ("few_rows", "few_rows_gated", "many_rows")
+    ]
     assert all(overlapping)
     assert all(kernel["waits_first"] for kernel in found if kernel["name"] == "_rotate")
     assert any(kernel["waits_first"] for kernel in found if kernel["name"] == "add_splits")
@@ -70,7 +72,7 @@ def test_attention_of_the_largest_heads_has_a_configuration_for_every_gpu(compil
     """Regression guard: chunks had none that fits Ada and small Ampere GPUs, where no step could run."""
     found = compile_for("8.9", str(compiled), "--head-dims", "256", "--groups", "4", "--least-shared")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
-    assert len(sizes) == 6, "chunks and decodes over K and V in 16 bits, int8 and fp8"
+    assert len(sizes) == 9, "chunks, decodes and units over K and V in 16 bits, int8 and fp8"
     assert max(sizes) <= 99 * 1024
 
 
@@ -82,7 +84,7 @@ def test_a_numbered_configuration_that_does_not_fit_gives_way_to_one_that_does(
     monkeypatch.setenv(launch.TUNING, "0")
     found = compile_for("8.9", str(compiled), "--head-dims", "256", "--groups", "4", "--attention")
     sizes = [kernel["shared_bytes"] for kernel in found if kernel["name"] == "attend"]
-    assert len(sizes) == 6, "chunks and decodes over K and V in 16 bits, int8 and fp8"
+    assert len(sizes) == 9, "chunks, decodes and units over K and V in 16 bits, int8 and fp8"
     assert max(sizes) <= SHARED_BYTES[89]
 
 
