@@ -1,4 +1,4 @@
-"""Owns the limits that uvicorn lacks: how long and how large the head of a request may be, and what is answered.
+"""Owns the limits that uvicorn lacks: how long and large a request's head and trailers may be, and what is answered.
 Never reads a body; the app limits those, see serve_app.api.http.asgi."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIELD_BYTES = 4  # ": " and the end of the line
 
 
 class _Refused(Exception):
-    """Ends the parsing of a head; httptools wraps it as it does its own errors."""
+    """Ends the parsing of a head or of trailers; httptools wraps it as it does its own errors."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -35,6 +35,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._began_head = False  # in the read that is being parsed
         self._head_bytes = 0  # of an incomplete head
+        self._in_trailers = False  # or between the size of a chunk and its first byte
+        self._began_trailer = False  # in the read that is being parsed
+        self._num_trailers = 0
+        self._trailer_bytes = 0
+        self._unfinished_bytes = 0  # of a trailer
         self._refusal = MALFORMED
         self._timer: asyncio.TimerHandle | None = None
 
@@ -47,20 +52,37 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._began_head = False
+        self._began_head = self._began_trailer = False
         super().data_received(data)
         if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it may be a WebSocket's now
             return
         if self._in_head:
             self._check_unfinished(len(data))
+        elif self._in_trailers and not self._began_trailer:
+            self._check_unfinished_trailer(len(data))
         elif self._is_idle():
             self._start_timer(LINGER_S, self.transport.close)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._began_head, self._head_bytes = True, True, 0
+        self._num_trailers = self._trailer_bytes = self._unfinished_bytes = 0
         if self.cycle is not None:  # a connection's first head is timed from the connection's start
             self._stop_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. llhttp also reports trailers here; they are discarded, because nothing uses them and uvicorn
+        would append them to the headers of a request that is already running."""
+        if self._in_head:
+            super().on_header(name, value)
+            return
+        self._began_trailer = True
+        self._num_trailers += 1
+        self._unfinished_bytes = 0
+        self._trailer_bytes += len(name) + len(value) + _FIELD_BYTES
+        if self._trailer_bytes > MAX_HEAD_BYTES or self._num_trailers > MAX_HEADERS:
+            self._refusal = HEAD_TOO_LARGE
+            raise _Refused
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -70,7 +92,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise _Refused
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        """Note the size of a chunk. After that of the last one, which is empty, come the trailers."""
+        self._in_trailers = self._began_trailer = True
+
+    def on_body(self, body: bytes) -> None:
+        self._in_trailers = False
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._in_trailers = False
         self._stop_timer()
         super().on_message_complete()
 
@@ -93,6 +124,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(HEAD_TOO_LARGE)
         elif self._timer is None:
             self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _check_unfinished_trailer(self, num_read: int) -> None:
+        """Count a read in the middle of a trailer: it is kept until its end, and only then reported."""
+        self._unfinished_bytes += num_read
+        if self._trailer_bytes + self._unfinished_bytes > MAX_HEAD_BYTES:
+            self._refuse(HEAD_TOO_LARGE)
 
     def _is_idle(self) -> bool:
         """Return whether nothing would end the connection. uvicorn stops its keep-alive timer at every read, and starts

@@ -7,7 +7,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvicorn
@@ -60,10 +60,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(may_go_on: asyncio.Event | None = None) -> AsyncIterator[int]:
-    """Yield the port of a server as Ray starts it."""
+async def serving(may_go_on: asyncio.Event | None = None, seen: list[Scope] | None = None) -> AsyncIterator[int]:
+    """Yield the port of a server as Ray starts it. `seen`: gets the scopes of its requests."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if seen is not None:
+            seen.append(scope)
         await echo({**scope, "state": {"may_go_on": may_go_on}}, receive, send)
 
     with socket.socket() as listener:
@@ -134,6 +136,61 @@ async def test_headers_at_the_limits_are_taken() -> None:
     async with serving() as port:
         for sent in (fields, large):
             assert (await said(port, GET + sent)).endswith(b"ok")
+
+
+CHUNKED = b" HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+@pytest.mark.parametrize("path", [b"/x", b"/unread"])
+@pytest.mark.parametrize(
+    "part", [b"x-a: b\r\n" * 1000, b"x-a: " + b"a" * 5_000 + b"\r\n", b"x" * 8192], ids=["count", "bytes", "no end"]
+)
+async def test_trailers_beyond_the_limits_end_the_connection(path: bytes, part: bytes) -> None:
+    """Of a request without a key, uvicorn kept all in memory: 50 MB of trailers became 1.5 GB of headers."""
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST " + path + CHUNKED)
+        if path == b"/unread":
+            await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)
+        written = 0
+        with suppress(ConnectionError):  # the server does not read the rest
+            while written < 50_000_000 and not reader.at_eof():
+                writer.write(part)
+                await writer.drain()
+                written += len(part)
+        assert written < 20_000_000, "more than the sockets of both ends hold"
+        writer.transport.abort()
+
+
+async def test_a_read_from_one_chunks_size_to_the_nexts_is_not_counted_as_a_trailer() -> None:
+    async with serving() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        size = b"%x\r\n" % (2 * MAX_HEAD_BYTES)
+        writer.write(b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + size)
+        for more in (size, size, b"0\r\n\r\n"):
+            assert await said(port, GET + b"connection: close\r\n\r\n") != b"", "the part was read meanwhile"
+            writer.write(b"a" * 2 * MAX_HEAD_BYTES + b"\r\n" + more)
+        assert (await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_trailers_within_the_limits_are_discarded_and_the_connection_goes_on() -> None:
+    """uvicorn appended them to the headers of the request that the app was handling."""
+    seen: list[Scope] = []
+    trailers = b"x-a: " + b"a" * (MAX_HEAD_BYTES - 1000) + b"\r\n" + b"x-b: c\r\n" * 100 + b"\r\n"
+    async with serving(seen=seen) as port:
+        for middle in (0, 10_000):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for part in (b"POST /x" + CHUNKED, trailers[:middle], trailers[middle:]):
+                writer.write(part)
+                await writer.drain()
+                assert await said(port, GET + b"connection: close\r\n\r\n") != b"", "the part was read meanwhile"
+            assert (await asyncio.wait_for(reader.readuntil(b"ok"), TIMEOUT_S)).startswith(b"HTTP/1.1 200")
+            writer.write(GET + b"connection: close\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(), TIMEOUT_S)).endswith(b"ok")
+            writer.close()
+    names = {name for scope in seen for name, _ in scope["headers"]}
+    assert names == {b"host", b"transfer-encoding", b"connection"}
 
 
 async def test_a_body_before_a_head_in_the_same_read_is_not_counted_as_one() -> None:
