@@ -29,13 +29,14 @@ class Cursor:
         self._at = 0
         self._ended = False
         self._held: list[str] = []
+        self._held_before = 0  # characters in `_held`, counted because a reader may ask at every character
         self._held_from: int | None = None
 
     def feed(self, piece: str, steps: Steps[None]) -> None:
         """Let the grammar read all of another piece."""
         assert not self._ended, "text after the end of the text"
         if self._held_from is not None:
-            self._held.append(self._piece[self._held_from :])
+            self._keep(self._piece[self._held_from :])
             self._held_from = 0
         self._piece, self._at = piece, 0
         next(steps)
@@ -48,7 +49,7 @@ class Cursor:
 
     def hold(self) -> None:
         """Keep the text read from here on, until `release` or `drop`."""
-        self._held, self._held_from = [], self._at
+        self._held, self._held_before, self._held_from = [], 0, self._at
 
     def release(self) -> str:
         """Return the text read since `hold`."""
@@ -58,14 +59,18 @@ class Cursor:
         return held
 
     def drop(self) -> None:
-        self._held, self._held_from = [], None
+        self._held, self._held_before, self._held_from = [], 0, None
 
     @property
     def num_held(self) -> int:
         """How many characters of the received text were not released or dropped."""
         if self._held_from is None:
             return 0
-        return sum(map(len, self._held)) + len(self._piece) - self._held_from
+        return self._held_before + len(self._piece) - self._held_from
+
+    def _keep(self, part: str) -> None:
+        self._held.append(part)
+        self._held_before += len(part)
 
     def peek(self) -> Steps[str]:
         """Return the next character without reading it; the empty string at the end of the text."""
@@ -93,8 +98,20 @@ class Cursor:
             return
         rest = self._piece[self._at :]
         if self._held_from is not None:
-            self._held, self._held_from = [self.release().removesuffix(seen)], 0
+            self._keep(self._piece[self._held_from : self._at])
+            self._held_from = 0
+            self._forget(len(seen))
         self._piece, self._at = seen + rest, 0
+
+    def _forget(self, num_chars: int) -> None:
+        """Remove characters from the end of what is held."""
+        self._held_before -= num_chars
+        while num_chars:
+            last = self._held.pop()
+            if len(last) > num_chars:
+                self._held.append(last[:-num_chars])
+                return
+            num_chars -= len(last)
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read all characters that the pattern matches."""

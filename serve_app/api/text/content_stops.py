@@ -3,6 +3,8 @@ Never shows text: another reader of the same answer does, and receives what is r
 
 from __future__ import annotations
 
+from collections import deque
+
 from serve_app.api.text.stop_strings import StopStrings
 from serve_app.parsing.reasoning import ReasoningParser
 from serve_app.parsing.tool_parser import ToolParser
@@ -21,9 +23,10 @@ class ContentStops:
         """The content that the call parser has recognized."""
         if tools is not None:
             tools.on_content = self._found.append
-        self._unsplit = ""
+        # Lists of characters: a string would be copied at each of them, and all of a call's arguments may wait.
+        self._unsplit: list[str] = []
         """Characters that may be a tag of thoughts."""
-        self._unread = ""
+        self._unread: deque[str] = deque()
         """Characters that may belong to a call."""
         self._is_searching = True
 
@@ -63,22 +66,22 @@ class ContentStops:
     def _character(self, character: str) -> str:
         if self._reasoning is None:
             return self._read(character)
-        self._unsplit += character
+        self._unsplit.append(character)
         split = self._reasoning.push(character)
         if split.content:
             return self._sort(split.content)
         if self._reasoning.inside or split.reasoning:
-            thought, self._unsplit = self._unsplit, ""
-            return self._pass_thought(thought)
+            return self._pass_thought(self._take_unsplit())
         return ""
 
     def _sort(self, content: str) -> str:
         """Split the characters held back: their end is this content, and what precedes it was a tag. The content may
         begin with characters that are not in the answer, or have passed as thoughts; the call parser reads them,
         too."""
-        size = _common_end(self._unsplit, content)
-        at = len(self._unsplit) - size
-        tag, characters, self._unsplit = self._unsplit[:at], self._unsplit[at:], ""
+        unsplit = self._take_unsplit()
+        size = _common_end(unsplit, content)
+        at = len(unsplit) - size
+        tag, characters = unsplit[:at], unsplit[at:]
         if self._tools is not None:
             self._tools.push(content[: len(content) - size])
         found = self._pass_thought(tag)
@@ -92,14 +95,13 @@ class ContentStops:
         """Release a thought, and before it everything that was held back."""
         if not text:
             return ""
-        waiting, self._unread = self._unread, ""
-        return self._pass(waiting + text)
+        return self._pass(self._take_unread(len(self._unread)) + text)
 
     def _read(self, character: str) -> str:
         """Read a character that belongs to no thought."""
         if self._tools is None:
             return self._search(character)
-        self._unread += character
+        self._unread.append(character)
         self._tools.push(character)
         return self._settled(self._tools.num_held)
 
@@ -107,10 +109,17 @@ class ContentStops:
         """Release the characters held back, except the last `num_held`: first a part of calls, then content."""
         content = "".join(self._found)
         self._found.clear()
-        at = max(0, len(self._unread) - num_held)
-        settled, self._unread = self._unread[:at], self._unread[at:]
+        settled = self._take_unread(max(0, len(self._unread) - num_held))
         size = _common_end(settled, content)
         return self._pass(settled[: len(settled) - size]) + self._search(settled[len(settled) - size :])
+
+    def _take_unsplit(self) -> str:
+        taken = "".join(self._unsplit)
+        self._unsplit.clear()
+        return taken
+
+    def _take_unread(self, size: int) -> str:
+        return "".join([self._unread.popleft() for _ in range(size)])
 
     def _pass(self, text: str) -> str:
         """Release calls or thoughts. A stop string cannot extend across them, so what waited for one is released,

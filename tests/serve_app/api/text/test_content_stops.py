@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -114,3 +115,22 @@ def test_nothing_is_lost_or_changed_where_no_stop_string_is(reasoning: str, tool
     for _ in range(60):
         text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
         assert read(text, ["\0"], reasoning, tools, size=draw.randrange(1, 9)) == text
+
+
+@pytest.mark.parametrize(("tools", "head"), [("llama3_json", '{"parameters": {"a": "'), ("hermes", "<tool_call>")])
+def test_characters_that_wait_are_not_copied_at_every_further_one(tools: str, head: str) -> None:
+    """The text that waited was copied twice for each character, on the event loop."""
+    search = ContentStops(StopStrings(["END"]), reasoning_parser("qwen3", ""), TOOL_PARSERS[tools]())
+    size, num_bytes = 4000, 0
+    search.push(head + " " * size)
+    tracemalloc.start()
+    try:
+        for _ in range(size):
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            assert search.push(" ") == ""
+            num_bytes += tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < size * 2000, "allocated in all; each copy would be of 4,000 characters or more"
+    assert search.flush() == head + " " * 2 * size
