@@ -36,7 +36,7 @@ def read_pixels(file: bytes, kind: InputKind, *, max_decoded: int, max_shown: in
     try:
         with Image.open(io.BytesIO(file), formats=tuple(TYPES.values())) as opened:
             _check(opened, max_decoded)
-            upright = ImageOps.exif_transpose(opened).convert("RGB")
+            upright = ImageOps.exif_transpose(_in_8_bits(opened)).convert("RGB")
     except ImageRefused:
         raise
     except Exception as error:  # decoders raise all kinds of exceptions for anything but an image
@@ -58,8 +58,14 @@ def _check(opened: Image.Image, max_decoded: int) -> None:
         )
     if max(width, height) > MOST_UNEQUAL * min(width, height):
         raise ImageRefused(f"it has {width} x {height} pixels, and its sides may be at most 1 : {MOST_UNEQUAL}")
-    if getattr(opened, "n_frames", 1) > 1:
+    # The further pictures of a JPEG are smaller copies of the first, its depth or its gain map, as phones write them.
+    if opened.format != "MPO" and getattr(opened, "n_frames", 1) > 1:
         raise ImageRefused("it is an animation, and only single pictures are allowed")
+
+
+def _in_8_bits(opened: Image.Image) -> Image.Image:
+    """Scale the greys of a 16-bit PNG, which Pillow would clip instead. It reads all other modes in 8 bits."""
+    return opened.point(lambda grey: grey * (1 / 256)) if opened.mode.startswith("I") else opened
 
 
 def scaled_size(width: int, height: int, kind: InputKind, max_shown: int) -> tuple[int, int]:

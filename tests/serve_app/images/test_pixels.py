@@ -64,6 +64,23 @@ def test_every_mode_becomes_three_colours(mode: str) -> None:
     assert len(data) == 56 * 56 * 3
 
 
+def test_greys_of_16_bits_are_scaled_to_8() -> None:
+    """Pillow clips them: all but the darkest 256 became white."""
+    greys = np.arange(56 * 56, dtype=np.uint16).reshape(56, 56) * 20
+    _, data = pixels(image_file(Image.fromarray(greys)))
+    assert np.array_equal(np.frombuffer(data, np.uint8), np.repeat(greys.ravel() >> 8, 3))
+
+
+def test_a_photo_that_holds_a_second_picture_is_read_and_an_animation_is_refused() -> None:
+    """Phones put a depth or gain map, or a smaller copy, behind the photo."""
+    photo, second = make_image(4, 84, 56), make_image(5, 28, 28)
+    grid, data = pixels(image_file(photo, "mpo", save_all=True, append_images=[second]))
+    assert (grid, data) == pixels(image_file(photo, "jpeg"))
+    for kind in ("gif", "webp", "png"):
+        with pytest.raises(ImageRefused, match="it is an animation"):
+            pixels(image_file(photo, kind, save_all=True, append_images=[make_image(5, 84, 56)]))
+
+
 def test_a_header_that_promises_too_much_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     file = bytearray(image_file(Image.new("L", (8, 8)), "gif"))
     file[6:10] = (60_000).to_bytes(2, "little") * 2
