@@ -3,7 +3,6 @@ Never sends one; `sse` does."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
@@ -95,7 +94,7 @@ def _delta(block: Block, text: str) -> bytes:
 
 def _empty(block: Block) -> Json:
     """Write a block as it is before its first delta. Its signature is empty, because it comes last."""
-    opened = block_json(replace(block, text=""))
+    opened = block_json(block.as_opened())
     return opened | {"signature": ""} if "signature" in opened else opened
 
 

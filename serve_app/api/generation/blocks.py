@@ -15,15 +15,26 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """`text`: the block's text so far; for a call, the JSON of its arguments so far."""
-
     index: int
     kind: Kind
-    text: str = ""
     call_id: str = ""
     name: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     """The scores of a text block's tokens, if the request asked for them."""
+    _parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The block's text so far; for a call, the JSON of its arguments so far."""
+        return "".join(self._parts)
+
+    def extend(self, text: str) -> None:
+        """Add text. A string would be copied at every token."""
+        self._parts.append(text)
+
+    def as_opened(self) -> Block:
+        """Return the block as it was before its first text."""
+        return Block(self.index, self.kind, self.call_id, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ class BlockReader:
 
     def __init__(self, reader: ChatReader) -> None:
         self._reader = reader
-        self._space = ""  # white space between blocks: dropped, unless a text follows, which it then begins
+        self._space: list[str] = []  # white space between blocks: dropped, unless a text follows, which it then begins
         self._is_open = False
         self.blocks: list[Block] = []
 
@@ -63,7 +74,7 @@ class BlockReader:
         """Read the next text of the answer. `last`: no text follows."""
         steps = [*self._steps(*self._reader.read_in_order(text, last=last))]
         if last and self._space and all(block.kind == "reasoning" for block in self.blocks):
-            steps += self._grow("text", self._space)  # the answer has no other content
+            steps += self._grow("text", "".join(self._space))  # the answer has no other content
         return [*steps, *(self._close() if last else ())]
 
     def _steps(self, reasoning: str, deltas: Sequence[Delta]) -> Iterator[Step]:
@@ -74,7 +85,7 @@ class BlockReader:
                 case Content(text):
                     yield from self._say(text)
                 case CallStart():
-                    yield from self._open(Block(len(self.blocks), "call", "", delta.id, delta.name))
+                    yield from self._open(Block(len(self.blocks), "call", delta.id, delta.name))
                 case Arguments(_, text):
                     yield self._extend(text)
 
@@ -82,9 +93,9 @@ class BlockReader:
         if self._is_open and self.blocks[-1].kind == "text":
             yield self._extend(content)
             return
-        self._space += content
-        if self._space.strip():
-            yield from self._grow("text", self._space)
+        self._space.append(content)
+        if content.strip():
+            yield from self._grow("text", "".join(self._space))
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
         if not self._is_open or self.blocks[-1].kind != kind:
@@ -93,13 +104,13 @@ class BlockReader:
 
     def _open(self, block: Block) -> Iterator[Step]:
         yield from self._close()
-        self._is_open, self._space = True, ""
+        self._is_open, self._space = True, []
         self.blocks.append(block)
         yield Opened(block)
 
     def _extend(self, text: str) -> Step:
         block = self.blocks[-1]
-        block.text += text
+        block.extend(text)
         return Grown(block, text)
 
     def _close(self) -> Iterator[Step]:

@@ -59,6 +59,6 @@ class ScoredBlocks:
             num_chars -= length
             if taken and num_chars < 0:
                 break
-            taken.insert(0, token)
+            taken.append(token)
         self._waiting.clear()
-        return taken
+        return taken[::-1]

@@ -4,7 +4,6 @@ Never sends one; `sse` does."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from serve_app.api.generation.blocks import Block, BlockReader, Closed, Grown, Step
@@ -73,7 +72,7 @@ class ResponseFrames:
             case Closed(block):
                 yield from self._closed(block)
             case _ if not self._items.comes_whole(step.block):
-                yield from self._opened(replace(step.block, text="", logprobs=[]))
+                yield from self._opened(step.block.as_opened())
 
     def _opened(self, block: Block) -> Iterator[bytes]:
         self._input = InputReader()
@@ -104,7 +103,7 @@ class ResponseFrames:
         if item["type"] != "function_call":
             yield self._item("response.output_item.added", block, item | {"status": "in_progress"})
             return
-        yield from self._opened(replace(block, text=""))
+        yield from self._opened(block.as_opened())
         yield self._of(block, f"{_DELTA['call']}.delta", delta=block.text)
         yield self._said(block)
 
