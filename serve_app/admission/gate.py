@@ -118,12 +118,32 @@ class Gate:
             ApiError: 429 or 503, a limit of the tenant or of the deployment is reached.
             RequestRejected: the deployment drains.
         """
+        self.check(tenant)
+        return AdmissionTicket(self, tenant, self.account(tenant))
+
+    def check(self, tenant: Tenant) -> None:
+        """Raise what `enter` would raise now."""
         self.check_open()
-        account = self._accounts.get(tenant.name) or self._accounts.setdefault(tenant.name, Account(self._clock))
-        ticket = AdmissionTicket(self, tenant, account)
-        self._check_requests(ticket)
-        self._check_tokens(ticket, 1)  # every prompt has at least one token, so the body need not be tokenized for this
-        return ticket
+        self.check_tenant(tenant)
+        self._check_requests()
+        self._check_tokens(tenant, 1)  # every prompt has at least one token, so the body need not be tokenized for this
+
+    def check_tenant(self, tenant: Tenant) -> None:
+        """Raise ApiError, a 429, if the tenant may have no further request."""
+        requests, limit = self.account(tenant).requests, self._policy.of_tenant(tenant).max_concurrent_requests
+        if limit is not None and (excess := _excess(requests, 1, limit)):
+            raise rate_limited("requests", limit, 0, requests.wait_s(excess))
+
+    def account(self, tenant: Tenant) -> Account:
+        """Return the counts of a tenant, which are those of all models together."""
+        return self._accounts.get(tenant.name) or self._accounts.setdefault(tenant.name, Account(self._clock))
+
+    @property
+    def max_requests(self) -> int | None:
+        """The most requests that are let in now; None means no limit."""
+        own = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
+        shared = None if self._place is None else self._place.requests()
+        return min((limit for limit in (own, shared and shared[0]) if limit is not None), default=None)
 
     def retry_after_s(self) -> float:
         """Estimate the seconds until there is room for a request, for refusals by others than the gate."""
@@ -185,10 +205,7 @@ class Gate:
     def _num_engines(self) -> int:
         return max(1, self._known_engines() or 0)
 
-    def _check_requests(self, ticket: AdmissionTicket) -> None:
-        limit = self._policy.of_tenant(ticket.tenant).max_concurrent_requests
-        if limit is not None and (excess := _excess(ticket.account.requests, 1, limit)):
-            raise rate_limited("requests", limit, 0, ticket.account.requests.wait_s(excess))
+    def _check_requests(self) -> None:
         limit = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
         if limit is not None and (excess := _excess(self._all.requests, 1, limit)):
             raise overloaded("requests", limit, self._wait_s(self._all.requests.wait_s(excess)))
@@ -196,11 +213,10 @@ class Gate:
         if shared is not None and shared[1]:
             raise overloaded("requests", shared[0], self._wait_s(self._all.requests.wait_s(shared[1])))
 
-    def _check_tokens(self, ticket: AdmissionTicket, num_tokens: int) -> None:
-        limit = self._policy.of_tenant(ticket.tenant).max_queued_tokens
-        if limit is not None and (excess := _excess(ticket.account.tokens, num_tokens, limit)):
-            left = max(0, limit - ticket.account.tokens.amount)
-            raise rate_limited("tokens", limit, left, ticket.account.tokens.wait_s(excess))
+    def _check_tokens(self, tenant: Tenant, num_tokens: int) -> None:
+        tokens, limit = self.account(tenant).tokens, self._policy.of_tenant(tenant).max_queued_tokens
+        if limit is not None and (excess := _excess(tokens, num_tokens, limit)):
+            raise rate_limited("tokens", limit, max(0, limit - tokens.amount), tokens.wait_s(excess))
         limit = self._policy.of_deployment(self._num_engines()).max_queued_tokens
         if limit is not None and (excess := _excess(self._all.tokens, num_tokens, limit)):
             raise overloaded("tokens", limit, self._wait_s(self._all.tokens.wait_s(excess)))
@@ -221,7 +237,7 @@ class Gate:
         return ticket
 
     def _enqueue(self, ticket: AdmissionTicket, num_tokens: int) -> None:
-        self._check_tokens(ticket, num_tokens)
+        self._check_tokens(ticket.tenant, num_tokens)
         for account in (self._all, ticket.account):
             account.tokens.add(num_tokens)
         self._queues.setdefault(ticket.tenant.name, OrderedDict())[ticket] = None

@@ -125,24 +125,28 @@ class _Generate(Generic[RequestT]):
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = now()
-        body = await read_json_body(scope, receive, self._context.max_body_bytes)
-        scope[TIMES].has_body()
-        asked = await self._context.lanes.of_body(body)
-        lane = asked.lane
-        gate, facts = lane.gate, scope[FACTS]
-        facts.model_id, facts.recorder = lane.model.id, lane.recorder
-        # A fresh id even if the client names its request: the engine needs unique ids of live requests.
-        request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
-        try:
-            with (
-                gate.enter(tenant_of(scope)) as ticket,
-                self._context.live.track(request_id, scope[REQUEST_ID]) as lifecycle,
-            ):
-                admitted = _Admitted(request_id, arrived, asked, ticket, lifecycle, scope[TIMES], facts)
-                await unless_client_leaves(receive, self._answer(admitted, body, scope, receive, send))
-        except EngineError as error:
-            raise to_api_error(error, gate.retry_after_s()) from error
+        arrived, tenant = now(), tenant_of(scope)
+        lanes = self._context.lanes
+        lanes.check_gates(tenant)
+        with lanes.arriving(tenant) as arrival:
+            body = await read_json_body(scope, receive, self._context.max_body_bytes)
+            scope[TIMES].has_body()
+            asked = await lanes.of_body(body)
+            lane = asked.lane
+            gate, facts = lane.gate, scope[FACTS]
+            facts.model_id, facts.recorder = lane.model.id, lane.recorder
+            # A fresh id even if the client names its request: the engine needs unique ids of live requests.
+            request_id = f"{self._id_prefix}{uuid.uuid4().hex}"
+            arrival.leave()
+            try:
+                with (
+                    gate.enter(tenant) as ticket,
+                    self._context.live.track(request_id, scope[REQUEST_ID]) as lifecycle,
+                ):
+                    admitted = _Admitted(request_id, arrived, asked, ticket, lifecycle, scope[TIMES], facts)
+                    await unless_client_leaves(receive, self._answer(admitted, body, scope, receive, send))
+            except EngineError as error:
+                raise to_api_error(error, gate.retry_after_s()) from error
 
     async def _answer(self, admitted: _Admitted, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         headers, lane = Headers(scope=scope), admitted.lane

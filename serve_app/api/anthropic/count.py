@@ -1,5 +1,5 @@
 """Serves the route that counts the tokens of a conversation's prompt.
-Never asks an engine, and never waits at the gate."""
+Never asks an engine, and never waits at the gate; it counts among its tenant's requests."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class CountTokens:
     drop_billing_header: bool
 
     async def answer(self, request: Request) -> Response:
+        with self.lanes.arriving(tenant_of(request.scope)):
+            return await self._answer(request)
+
+    async def _answer(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, self.max_body_bytes)
         tenant = tenant_of(request.scope).name
         asked = await self.lanes.of_body(body)

@@ -1,14 +1,17 @@
-"""Runs work on the event loop or in a thread, depending on the size of the request.
+"""Runs work on the event loop or in a thread, depending on the size of the request. Tenants take turns at the threads.
 Never moves small work: most requests take less time than the hop to a thread and back."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from serve_app.api.http.turns import TenantTurns
 
 INLINE_SIZE = 4096
 """In bytes or characters: parsing or encoding as many takes about a millisecond, ten times as long as the hop."""
@@ -18,18 +21,39 @@ MAX_LARGE = 4
 
 Result = TypeVar("Result")
 
-# Threads that encode occupy cores, and Python threads take turns at the interpreter lock: each further thread is a turn
-# for which the event loop waits after every system call.
-_large = ThreadPoolExecutor(
-    max(1, min(MAX_LARGE, len(os.sched_getaffinity(0)) // 2)), thread_name_prefix="large-request"
-)
+_tenant: ContextVar[str] = ContextVar("tenant", default="")
+
+
+class _Threads:
+    """The threads of one event loop."""
+
+    def __init__(self) -> None:
+        num_cores = len(os.sched_getaffinity(0))
+        self.medium = TenantTurns(min(32, num_cores + 4), "medium-request")
+        # Threads that encode occupy cores, and Python threads take turns at the interpreter lock: each further thread
+        # is a turn for which the event loop waits after every system call.
+        self.large = TenantTurns(max(1, min(MAX_LARGE, num_cores // 2)), "large-request")
+
+
+_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Threads] = WeakKeyDictionary()
+
+
+@contextmanager
+def work_of(tenant: str) -> Iterator[None]:
+    """Let work that is run within the block take the tenant's turns."""
+    token = _tenant.set(tenant)
+    try:
+        yield
+    finally:
+        _tenant.reset(token)
 
 
 async def run_sized(size: int, work: Callable[[], Result]) -> Result:
-    """Run `work`, in a thread if `size` is large, so that a long prompt does not stall all other streams. Large work
-    that is cancelled while it waits for a thread is not begun."""
+    """Run `work`, in a thread if `size` is large, so that a long prompt does not stall all other streams. Work that is
+    cancelled while it waits for a thread is not begun."""
     if size <= INLINE_SIZE:
         return work()
-    if size < LARGE_SIZE:
-        return await asyncio.to_thread(work)
-    return await asyncio.get_running_loop().run_in_executor(_large, copy_context().run, work)
+    loop = asyncio.get_running_loop()
+    threads = _of_loop.get(loop) or _of_loop.setdefault(loop, _Threads())
+    turns = threads.medium if size < LARGE_SIZE else threads.large
+    return await turns.run(_tenant.get(), work)

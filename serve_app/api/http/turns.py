@@ -22,10 +22,10 @@ Result = TypeVar("Result")
 class TenantTurns:
     """Tenants take turns, and the requests of one tenant are served in their order. One event loop may use it."""
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        """`num_threads`: None for one for each CORES_EACH cores."""
+    def __init__(self, num_threads: int | None = None, name: str = "tenant-turns") -> None:
+        """`num_threads`: None for one for each CORES_EACH cores. `name`: the threads'."""
         self._idle = num_threads or max(1, len(os.sched_getaffinity(0)) // CORES_EACH)
-        self._threads = ThreadPoolExecutor(self._idle, thread_name_prefix="tenant-turns")
+        self._threads = ThreadPoolExecutor(self._idle, thread_name_prefix=name)
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:

@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 import pydantic_core
 
-from serve_app.api.http.offload import run_sized
+from engine.protocol import EngineError
+from serve_app.admission.arrivals import Arrival, Arrivals
+from serve_app.api.http.offload import run_sized, work_of
 from serve_app.api.models.lane import Lane
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.requests.hints import hints
 from serve_app.engines.engine_client import ServedModel
 from serve_app.errors.api_error import ApiError, model_not_found, to_api_error
+from serve_app.settings.limits import Tenant
 
 T = TypeVar("T")
 
@@ -46,6 +50,7 @@ class Lanes:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         assert lanes, "a server serves at least one model"
         self._lanes = tuple(lanes)
+        self._arrivals = Arrivals([lane.gate for lane in lanes])
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes)
@@ -70,6 +75,24 @@ class Lanes:
         if len(errors) == len(found):
             raise errors[0]
         return found
+
+    @contextmanager
+    def arriving(self, tenant: Tenant) -> Iterator[Arrival]:
+        """Count a request from before its body is read, and let its work in threads take the tenant's turns. A request
+        that goes to a gate leaves the count there.
+
+        Raises:
+            ApiError: 429 or 503, a limit of the tenant or of the deployment is reached.
+        """
+        with self._arrivals.enter(tenant) as arrival, work_of(tenant.name):
+            yield arrival
+
+    def check_gates(self, tenant: Tenant) -> None:
+        """Raise what a gate would if all of them refuse a request now, so that its body need not be read."""
+        try:
+            self._arrivals.check_gates(tenant)
+        except EngineError as error:
+            raise to_api_error(error, self.first.gate.retry_after_s()) from error
 
     async def of_body(self, body: bytes) -> Asked:
         """Find the lane for a body's `model`; the first if it names none that is served, whose route then says what

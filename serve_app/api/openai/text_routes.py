@@ -1,6 +1,6 @@
 """Serves the routes that convert between text and token ids, and the one that describes the tokenizer.
-Never asks an engine nor waits at the gate: the routes answer even while the engines are full or unreachable. Only a
-model that has not been awake yet is woken, because nothing else knows what it takes."""
+Never asks an engine nor waits at the gate: the routes answer even while the engines are full or unreachable, but count
+among their tenant's requests. Only a model that has not been awake yet is woken: nothing else knows what it takes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from serve_app.api.models.lanes import Lanes
 from serve_app.api.requests.schema import ModelT, parse_request
 from serve_app.api.requests.text_schema import DetokenizeRequest, TokenizeMessages, TokenizePrompt, TokenizeRequest
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.auth.keys import tenant_of
 from serve_app.errors.api_error import ApiError
 
 Json = dict[str, Any]
@@ -41,16 +42,18 @@ class TextRoutes:
     max_body_bytes: int
 
     async def tokenize(self, request: Request) -> Response:
-        asked = (await self._read(request, TokenizeRequest)).root
-        lane = self.lanes.named(asked.model)
-        await lane.known()
-        tokens = await _encode(asked, lane)
-        return await run_sized(len(tokens), lambda: json_response(_tokens_json(tokens, asked, lane)))
+        with self.lanes.arriving(tenant_of(request.scope)):
+            asked = (await self._read(request, TokenizeRequest)).root
+            lane = self.lanes.named(asked.model)
+            await lane.known()
+            tokens = await _encode(asked, lane)
+            return await run_sized(len(tokens), lambda: json_response(_tokens_json(tokens, asked, lane)))
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await self._read(request, DetokenizeRequest)
-        tokenizer = self.lanes.named(asked.model).tokenizer
-        return await run_sized(len(asked.tokens), lambda: json_response(_detokenize(asked.tokens, tokenizer)))
+        with self.lanes.arriving(tenant_of(request.scope)):
+            asked = await self._read(request, DetokenizeRequest)
+            tokenizer = self.lanes.named(asked.model).tokenizer
+            return await run_sized(len(asked.tokens), lambda: json_response(_detokenize(asked.tokens, tokenizer)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         lane = self.lanes.named(request.query_params.get("model"))

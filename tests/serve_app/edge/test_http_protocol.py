@@ -1,5 +1,5 @@
-"""Owns the contract of uvicorn under unfinished, oversized and malformed requests, once Ray Serve has called our
-callback."""
+"""Owns the contract of uvicorn under bad requests, once Ray Serve has called our callback. Long: each way to be bad.
+Requests are unfinished, oversized or malformed. Never tests HAProxy, which has limits of its own."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ CHUNKED = b" HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\
     "part", [b"x-a: b\r\n" * 1000, b"x-a: " + b"a" * 5_000 + b"\r\n", b"x" * 8192], ids=["count", "bytes", "no end"]
 )
 async def test_trailers_beyond_the_limits_end_the_connection(path: bytes, part: bytes) -> None:
-    """Of a request without a key, uvicorn kept all in memory: 50 MB of trailers became 1.5 GB of headers."""
+    """uvicorn kept all of them in memory, without a key: 50 MB of trailers became 1.5 GB of headers."""
     async with serving() as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST " + path + CHUNKED)
