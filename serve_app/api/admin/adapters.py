@@ -72,11 +72,13 @@ class AdapterRoutes:
         asked = parse_request(UnloadAdapterRequest, body)
         lane, name = self._lane(asked.model), asked.lora_name
         async with self._one_at_a_time:
-            if lane.names.get(name) is None:
+            # An unload that failed may have reached some replicas, this one among them: a further one tells them all.
+            is_known = lane.names.get(name) is not None
+            await lane.client.unload_adapter(name)
+            lane.names.remove(name)
+            if not is_known:
                 text = f"The adapter '{name}' cannot be found: it is not loaded."
                 raise ApiError(404, text, param="lora_name", code="model_not_found")
-            lane.names.remove(name)
-            await lane.client.unload_adapter(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _lane(self, asked: str | None) -> Lane:

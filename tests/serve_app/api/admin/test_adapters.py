@@ -277,3 +277,23 @@ async def test_a_load_that_another_engine_refused_is_undone(engine: AsyncEngine,
     assert engine.adapters.loaded == ()
     named.restore("b", None)  # this replica's engine has refused it itself
     assert named.known == [first]
+
+
+@pytest.mark.parametrize("reaches_here", [False, True])
+async def test_an_unload_that_failed_can_be_repeated(reaches_here: bool) -> None:
+    """The name was forgotten before the other replicas were told, and then a repetition was a 404 that told nobody."""
+    told: list[str] = []
+    names = AdapterNames(MODEL, [AdapterRef("a", "/a", "0f")])
+
+    class Failing(ScriptedClient):
+        async def unload_adapter(self, name: str) -> None:
+            told.append(name)
+            if reaches_here:
+                names.remove(name)
+            if len(told) == 1:
+                raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.")
+
+    app = create_app(Failing(), Tokenizer.byte_level(), MODEL, keys=KEYS, allow_lora_updates=True, adapters=names)
+    assert (await send(app, UNLOAD, {"lora_name": "a"})).status == 503
+    assert (await send(app, UNLOAD, {"lora_name": "a"})).status == (404 if reaches_here else 200)
+    assert (told, names.get("a")) == (["a", "a"], None)
