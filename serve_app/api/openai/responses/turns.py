@@ -52,6 +52,8 @@ class Turns:
             self._add(item, place)
         self._show()
         for message in self._messages:
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
             if message["content"] is None and "tool_calls" not in message:
                 message["content"] = ""
         return self._messages
@@ -125,9 +127,9 @@ class Turns:
     def _think(self, text: str) -> None:
         """Add thoughts. After a text they begin another turn, because a template shows them before the text."""
         turn = self._turn(is_new=self._has_just_spoken)
-        before = turn.get("reasoning_content")
-        line = "\n" if before and not text.startswith("\n") else ""
-        turn["reasoning_content"] = f"{before or ''}{line}{text}"
+        parts = turn.setdefault("reasoning_content", [])  # joined once: a request may have thousands of items
+        if whole := ("\n" if parts and not text.startswith("\n") else "") + text:
+            parts.append(whole)
         self._has_just_spoken = False
 
     def _turn(self, *, is_new: bool = False) -> Json:
