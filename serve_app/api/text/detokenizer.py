@@ -28,6 +28,7 @@ class Detokenizer:
         self._core = core
         self._skip = skip_special_tokens
         self._shown = shown
+        self._before: list[int] = []  # tokens of the last text of theirs: decoders may treat a first word differently
         self._restart()
 
     def push(self, token_id: int) -> str:
@@ -57,13 +58,15 @@ class Detokenizer:
         return self._decode(self._pending) != ""
 
     def drop(self) -> None:
-        """Forget the tokens that wait for the end of their character, and the text before them."""
+        """Forget the tokens that wait for the end of their character."""
         self._restart()
 
     def _restart(self) -> None:
+        """Begin a new stream behind the last text: with none before it, a decoder may strip the next word's space."""
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._pending: list[int] = []
-        self._before: list[int] = []  # tokens of the last returned text: decoders may treat a first word differently
+        for token_id in self._before:
+            self._stream.step(self._core, token_id)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._core.decode(token_ids, skip_special_tokens=self._skip) if token_ids else ""

@@ -117,6 +117,18 @@ def test_sentencepiece_words_keep_their_leading_spaces_after_the_first() -> None
     assert "".join(decode(Detokenizer(byte_fallback()), [256, 257, 256, 256])) == "ab a a"
 
 
+@pytest.mark.parametrize("between", [[260], [261] * 20, [0xFF] * 20], ids=["a tag", "special tokens", "invalid bytes"])
+def test_a_word_keeps_its_space_wherever_decoding_starts_again(between: list[int]) -> None:
+    """The decoder strips the first space of a text, and each new start was taken for one."""
+    core = byte_fallback()
+    core.add_special_tokens(["<tag>", "<s>"])
+    detokenizer = Detokenizer(core, shown={260: "<tag>"})
+    ids = [256, 257, *between, 256, 257]
+    text = "".join(decode(detokenizer, ids)) + detokenizer.finish()
+    assert text == core.decode([token for token in ids if token != 261], skip_special_tokens=False)
+    assert text.endswith(" ab")
+
+
 def test_decoding_goes_on_after_a_token_that_changes_text_already_returned() -> None:
     """DecodeStream raises there, and then for every token that follows:
     "A" + an invalid byte is decoded as "��", for example."""
