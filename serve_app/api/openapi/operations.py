@@ -142,8 +142,9 @@ def _generation(
 
 
 def _text(path: str, summary: str, body: type[BaseModel], answer: type[BaseModel]) -> Operation:
+    errors = (*_BODY, 404, 429, 503)
     return Operation(
-        method="post", path=path, summary=summary, body=body, answer=answer, errors=(*_BODY, 404), tells_hints=True
+        method="post", path=path, summary=summary, body=body, answer=answer, errors=errors, tells_hints=True
     )
 
 
