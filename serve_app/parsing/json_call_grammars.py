@@ -3,6 +3,7 @@ Never allows free white space: between tags, it must be what the models' templat
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
 
 from serve_app.grammars.notation import Grammar, escaped, quoted, until, without
@@ -24,7 +25,11 @@ class HermesCallGrammar(TaggedCallGrammar):
 
 
 class Llama3JsonCallGrammar(CallGrammar):
-    """Without a tag, an answer that begins with an object consists of calls, so a lazy one cannot be another object."""
+    """Without a tag, an answer that begins with an object consists of calls, so a lazy one cannot be another object.
+
+    A forced format beside the calls may be JSON, too. llguidance's lexer takes the longest text it can and never goes
+    back, so a call must have the same lexemes as JSON: `{"name": ` as one would hide the `{` of any other object.
+    """
 
     def calls(self) -> Grammar:
         return self._lark(f"start: calls\n{self._rules()}")
@@ -35,7 +40,13 @@ class Llama3JsonCallGrammar(CallGrammar):
         return self._lark(f"start: calls | head calls | PLAIN\n{plain}\n{head}{self._rules()}")
 
     def _rules(self) -> str:
-        return f"calls: {self._repeated('object', '; ')}\n{self._objects('parameters')}"
+        calls = [f"{_head(tool.name)} {arguments_rule(tool, self._shared)} {quoted('}')}" for tool in self._tools]
+        return f"calls: {self._repeated('object', '; ')}\nobject: {' | '.join(calls)}\n"
+
+
+def _head(name: str) -> str:
+    """Write what stands in a rule for a call before its arguments."""
+    return " ".join(map(quoted, ("{", '"name"', ": ", json.dumps(name), ", ", '"parameters"', ": ")))
 
 
 class MistralCallGrammar(TaggedCallGrammar):

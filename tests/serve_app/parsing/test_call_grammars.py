@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from serve_app.grammars.check import find_fault
+from serve_app.grammars.json_schema import json_schema
 from serve_app.grammars.notation import GrammarRefused
 from serve_app.grammars.schema_parts import subschemas
 from serve_app.parsing import parameters
@@ -217,6 +218,38 @@ def test_lazily_a_call_may_follow_text(family: str) -> None:
         )
         assert walker.admits(grammar, f"Let me look.\n{text}")
         assert not walker.admits(grammar, f"Let me look.\n{text.replace('city', 'town')}")
+
+
+Z = {"type": "object", "properties": {"z": {"type": "integer"}}, "required": ["z"], "additionalProperties": False}
+NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answers"),
+    [
+        (Z, ['{"z": 1}']),
+        (
+            NAMED,
+            ['{"name": "Ann"}', '{"name": "weather"}', '{"name": "weather", "parameters": 3}', '{"other": 1}', "{}"],
+        ),
+        ({"type": "object"}, ['{"name": 1}', '{"n": []}', "{}"]),
+        ({"type": "array"}, ['["weather", false, null]', "[[]]", "[]"]),
+        ({}, ['"weather"', "false", "null", "12"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beside_calls_every_json_of_a_format_can_be_the_answer(
+    family: str, schema: dict[str, Any], answers: list[str]
+) -> None:
+    """A call of Llama's began with one lexeme, `{"name": "weather", "parameters": `, and llguidance's lexer does not go
+    back to `{`: with any tool to call, `{"z": 1}` could not be written."""
+    walker = WALKERS["text"]
+    grammar = json_schema(schema).or_else(grammar_of(family, walker, ONE).calls()).text()
+    for answer in (*answers, OSLO[family], TWICE[family]):
+        assert walker.admits(grammar, answer), answer
+    wrong = OSLO[family].replace("city", "town")
+    assert walker.admits(grammar, wrong) == (family == "llama3_json" and schema in ({}, {"type": "object"}))
 
 
 def test_lazily_a_call_of_qwen3_coder_that_forgets_its_first_tag_is_constrained_too() -> None:
