@@ -31,6 +31,8 @@ class TextPart(StrictModel):
 
 
 class ImageUrl(StrictModel):
+    hints: ClassVar[Unsupported] = {"media_type": _NEVER}  # Copilot sends it; the image itself tells
+    hint_path: ClassVar[str] = "messages.content.image_url."
     url: str = Field(min_length=1)
     """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""
     detail: Detail | None = None

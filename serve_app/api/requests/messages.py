@@ -44,12 +44,22 @@ class MessageToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
+# VS Code's Copilot keeps them on messages: a mark of a prefix, what a turn refers to, and thoughts in another API's form.
+_COPILOT: Unsupported = {
+    "copilot_cache_control": _NEVER,
+    **dict.fromkeys(("copilot_references", "copilot_confirmations"), ([],)),
+    **dict.fromkeys(("cot_id", "cot_summary"), _NEVER),
+}
 AssistantCall = Annotated[MessageToolCall, of_types("function")]
 
 
 class Message(StrictModel):
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("function_call", "refusal", "audio"), _NEVER)
-    hints: ClassVar[Unsupported] = {**CACHE_MARK, "provider_specific_fields": _NEVER}  # litellm adds it to answers
+    hints: ClassVar[Unsupported] = {
+        **CACHE_MARK,
+        "provider_specific_fields": _NEVER,  # litellm adds it to answers
+        **_COPILOT,
+    }
     hint_path: ClassVar[str] = "messages."
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None

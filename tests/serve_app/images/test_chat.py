@@ -18,6 +18,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
+from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
@@ -117,6 +118,14 @@ def test_the_count_of_tokenize_is_the_usage_of_the_chat(served: Served) -> None:
     asked = {"messages": [{"role": "user", "content": content}]}
     counted = asyncio.run(post(served.app(), "/tokenize", asked)).json
     assert counted["count"] == served.chat(*content).json["usage"]["prompt_tokens"]
+
+
+def test_what_a_client_says_an_images_type_is_changes_nothing(served: Served) -> None:
+    """VS Code's Copilot says it beside the URL."""
+    image = make_image(7, 40, 40)
+    answer, other = served.chat(picture(image, media_type="image/png")), served.chat(picture(image))
+    assert (answer.status, answer.headers[HEADER]) == (200, "messages.content.image_url.media_type")
+    assert answer.json["choices"][0]["token_ids"] == other.json["choices"][0]["token_ids"]
 
 
 def test_low_detail_shows_fewer_pixels(served: Served) -> None:

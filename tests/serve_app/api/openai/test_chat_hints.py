@@ -212,3 +212,22 @@ def test_a_role_that_no_template_knows_is_still_the_templates_to_refuse() -> Non
 async def test_what_a_template_cannot_do_with_a_requests_value_is_a_400(used: str, given: Any) -> None:
     answer, _, _ = await ask(f"{PLAIN}{{{{ {used} }}}}", chat_template_kwargs={"opts": given})
     assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "messages", "invalid_value")
+
+
+COPILOTS: dict[str, Any] = {
+    "copilot_cache_control": {"type": "ephemeral"},
+    "copilot_references": [{"type": "file", "id": "a.py"}],
+    "copilot_confirmations": [{"state": "accepted"}],
+    "cot_id": "cot_1",
+    "cot_summary": "Hm.",
+}
+
+
+@pytest.mark.parametrize("name", COPILOTS)
+async def test_what_copilot_keeps_on_a_message_is_a_hint_and_reaches_no_template(name: str) -> None:
+    """VS Code's Copilot with a key of one's own sends them on every turn; its first request was refused."""
+    message = {"role": "assistant", "content": "a", name: COPILOTS[name]}
+    answer, prompt, ignored = await ask("{{ messages | tojson }}", messages=[message, *CHAT["messages"]])
+    assert (answer.status, ignored) == (200, f"messages.{name}")
+    assert prompt is not None
+    assert name not in prompt
