@@ -25,6 +25,8 @@ class FunctionCall(StrictModel):
     name: str
     arguments: str
     """A JSON object as text. Any other text is shown to the model unchanged."""
+    parsed_arguments: Any = None
+    """The client's own reading of `arguments`, from `parse()` of OpenAI's SDK. It is not read."""
 
 
 class MessageToolCall(StrictModel):
@@ -75,13 +77,15 @@ class Message(StrictModel):
     annotations: list[dict[str, Any]] | None = None
     """Notes about an answer's text, which clients send back with it. They are not read: the model did not write
     them."""
+    parsed: Any = None
+    """The client's own reading of `content`, from `parse()` of OpenAI's SDK. It is not read."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and self.role not in ("assistant", "tool"):
             text = "should be a string or a list of parts, except in an assistant's message or a tool's"
             raise PydanticCustomError("missing", "{text}", {"text": text, "field": "content"})
-        for name in ("tool_calls", "reasoning", "reasoning_content", "annotations"):
+        for name in ("tool_calls", "reasoning", "reasoning_content", "annotations", "parsed"):
             if getattr(self, name) and self.role != "assistant":
                 text = f"only allowed in an assistant's message, but the role is {self.role}"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": name})

@@ -40,6 +40,8 @@ class ItemText(StrictModel):
     """What an answer said about its text, sent back with it. Not read: the text is all that the model wrote."""
     logprobs: list[dict[str, Any]] | None = None
     """As `annotations`."""
+    parsed: Any = None
+    """The client's own reading of the text, from `parse()` of OpenAI's SDK. Not read."""
 
 
 class ItemImage(StrictModel):
@@ -80,22 +82,26 @@ class MessageItem(_Item):
         return self
 
 
-_DIRECT = ({"type": "direct"},)
-"""The model made the call, not a program."""
+_OF_CALLS: Unsupported = {
+    "caller": ({"type": "direct"},),  # the model made the call, not a program
+    **dict.fromkeys(("async", "async_"), (False,)),  # dumps of the SDK's models have its own name of it
+}
 
 
 class CallItem(_Item):
-    unsupported: ClassVar[Unsupported] = {"async": (False,), "caller": _DIRECT}
+    unsupported: ClassVar[Unsupported] = _OF_CALLS
     type: Literal["function_call"]
     call_id: str
     name: str
     namespace: str | None = None
     arguments: str
     """A JSON object as text. Anything else is shown to the model as plain text."""
+    parsed_arguments: Any = None
+    """The client's own reading of the arguments, from `parse()` of OpenAI's SDK. Not read."""
 
 
 class OutputItem(_Item):
-    unsupported: ClassVar[Unsupported] = {"caller": _DIRECT}
+    unsupported: ClassVar[Unsupported] = {"caller": _OF_CALLS["caller"]}
     type: Literal["function_call_output"]
     call_id: str
     output: Content
@@ -106,7 +112,7 @@ class OutputItem(_Item):
 
 
 class CustomCallItem(_Item):
-    unsupported: ClassVar[Unsupported] = {"async": (False,), "caller": _DIRECT}
+    unsupported: ClassVar[Unsupported] = _OF_CALLS
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
