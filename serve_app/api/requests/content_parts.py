@@ -30,6 +30,17 @@ class TextPart(StrictModel):
     text: str
 
 
+class RefusalPart(StrictModel):
+    """Words of the assistant, from a server that tells refusals apart. The model reads them as its text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class ImageUrl(StrictModel):
     hints: ClassVar[Unsupported] = {"media_type": _NEVER}  # Copilot sends it; the image itself tells
     hint_path: ClassVar[str] = "messages.content.image_url."
@@ -49,10 +60,14 @@ class ImagePart(StrictModel):
     image_url: ImageUrl
 
 
+_KINDS = ("text", "image_url", "refusal")
+AnyPart = TextPart | RefusalPart | ImagePart
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
-    by_type(("text", "image_url"), "a part of type text or image_url"),
-    of_types("text", "image_url"),
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImagePart, Tag("<image_url>")]
+    | Annotated[RefusalPart, Tag("<refusal>")],
+    by_type(_KINDS, f"a part of type {', '.join(_KINDS)}"),
+    of_types(*_KINDS),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True)]
 Content = Annotated[
@@ -60,20 +75,20 @@ Content = Annotated[
 ]
 
 
-def shown(content: str | Sequence[TextPart | ImagePart] | None) -> str | list[dict[str, str]]:
+def shown(content: str | Sequence[AnyPart] | None) -> str | list[dict[str, str]]:
     """Join texts to one string, a line each, because most templates know no parts. Beside images they stay parts."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return content or ""
     if any(isinstance(part, ImagePart) for part in content):
-        return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else IMAGE for part in content]
-    return "\n".join(part.text for part in content if isinstance(part, TextPart))
+        return [IMAGE if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in content]
+    return "\n".join(part.text for part in content if not isinstance(part, ImagePart))
 
 
-def num_chars(content: str | Sequence[TextPart | ImagePart] | None) -> int:
+def num_chars(content: str | Sequence[AnyPart] | None) -> int:
     """Count the characters of the texts, and at least one for each part."""
     if content is None or isinstance(content, str):
         return len(content or "")
-    return sum(1 + len(part.text) if isinstance(part, TextPart) else 1 for part in content)
+    return sum(1 if isinstance(part, ImagePart) else 1 + len(part.text) for part in content)
 
 
 IMAGE = {"type": "image"}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.requests.content_parts import CACHE_MARK, Content, ImagePart, num_chars, shown
+from serve_app.api.requests.content_parts import CACHE_MARK, Content, ImagePart, RefusalPart, num_chars, shown
 from serve_app.api.requests.strict_model import StrictModel, Unsupported
 from serve_app.api.requests.unions import of_types
 from serve_app.grammars.lark_rules import Lark
@@ -32,6 +32,8 @@ class FunctionCall(StrictModel):
 class MessageToolCall(StrictModel):
     """A call that the assistant made."""
 
+    hints: ClassVar[Unsupported] = {"extra_content": _NEVER}  # Gemini's signatures of thoughts
+    hint_path: ClassVar[str] = "messages.tool_calls."
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -46,7 +48,7 @@ class MessageToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-# VS Code's Copilot keeps them on messages: a mark of a prefix, what a turn refers to, and thoughts in another API's form.
+# VS Code's Copilot keeps them on messages: a prefix's mark, what a turn refers to, and thoughts in another API's form.
 _COPILOT: Unsupported = {
     "copilot_cache_control": _NEVER,
     **dict.fromkeys(("copilot_references", "copilot_confirmations"), ([],)),
@@ -56,10 +58,11 @@ AssistantCall = Annotated[MessageToolCall, of_types("function")]
 
 
 class Message(StrictModel):
-    unsupported: ClassVar[Unsupported] = dict.fromkeys(("function_call", "refusal", "audio"), _NEVER)
+    unsupported: ClassVar[Unsupported] = dict.fromkeys(("function_call", "audio"), _NEVER)
     hints: ClassVar[Unsupported] = {
         **CACHE_MARK,
         "provider_specific_fields": _NEVER,  # litellm adds it to answers
+        "reasoning_details": ([],),  # OpenRouter's: thoughts of other providers' models, some of them encrypted
         **_COPILOT,
     }
     hint_path: ClassVar[str] = "messages."
@@ -74,6 +77,8 @@ class Message(StrictModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     """The thoughts of an assistant's message; servers use either name."""
+    refusal: str | None = None
+    """Words of the assistant, from a server that tells refusals apart. The model reads them after the content."""
     annotations: list[dict[str, Any]] | None = None
     """Notes about an answer's text, which clients send back with it. They are not read: the model did not write
     them."""
@@ -85,10 +90,13 @@ class Message(StrictModel):
         if self.content is None and self.role not in ("assistant", "tool"):
             text = "should be a string or a list of parts, except in an assistant's message or a tool's"
             raise PydanticCustomError("missing", "{text}", {"text": text, "field": "content"})
-        for name in ("tool_calls", "reasoning", "reasoning_content", "annotations", "parsed"):
+        for name in ("tool_calls", "reasoning", "reasoning_content", "refusal", "annotations", "parsed"):
             if getattr(self, name) and self.role != "assistant":
                 text = f"only allowed in an assistant's message, but the role is {self.role}"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": name})
+        if self.role != "assistant" and any(isinstance(part, RefusalPart) for part in self.content or ()):
+            text = f"refusal parts are only allowed in an assistant's message, but the role is {self.role}"
+            raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
         if self.images and self.role != "user":
             text = f"image parts are only allowed in a user's message, but the role is {self.role}"
             raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
@@ -105,7 +113,7 @@ class Message(StrictModel):
         """The characters of its texts and its calls' arguments, and at least one for each part and call."""
         calls = sum(1 + len(call.function.arguments) for call in self.tool_calls or ())
         thoughts = len(self.reasoning_content or self.reasoning or "")
-        return num_chars(self.content) + calls + thoughts
+        return num_chars(self.content) + len(self.refusal or "") + calls + thoughts
 
     def for_template(self) -> dict[str, Any]:
         optional = {
@@ -115,7 +123,10 @@ class Message(StrictModel):
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
         present = {key: value for key, value in optional.items() if value is not None}
-        return {"role": self.role, "content": shown(self.content)} | present
+        content = shown(self.content)
+        if self.refusal:
+            content = f"{content}\n{self.refusal}" if content else self.refusal
+        return {"role": self.role, "content": content} | present
 
 
 class FunctionDefinition(StrictModel):

@@ -54,6 +54,18 @@ class ItemImage(StrictModel):
     detail: Detail | None = None
 
 
+class ItemRefusal(StrictModel):
+    """Words of the assistant, from a server that tells refusals apart. The model reads them as its text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ItemPart = ItemText | ItemImage | ItemRefusal
 _PART_TYPES = ("input_text", "output_text", "input_image")
 Part = Annotated[
     Annotated[ItemText, Tag("<input_text>")]
@@ -67,17 +79,33 @@ Content = Annotated[
     text_or_list_of("a string or a list of input_text, output_text or input_image parts"),
 ]
 
+_SPOKEN_TYPES = (*_PART_TYPES, "refusal")
+_Spoken = Annotated[
+    Annotated[ItemText, Tag("<input_text>")]
+    | Annotated[ItemText, Tag("<output_text>")]
+    | Annotated[ItemImage, Tag("<input_image>")]
+    | Annotated[ItemRefusal, Tag("<refusal>")],
+    by_type(_SPOKEN_TYPES, f"a part of type {', '.join(_SPOKEN_TYPES)}"),
+    of_types(*_SPOKEN_TYPES),
+]
+
 
 class MessageItem(_Item):
     unsupported: ClassVar[Unsupported] = {"phase": ("final_answer", "commentary")}
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[_Spoken], Field(fail_fast=True), Tag("<list>")],
+        text_or_list_of("a string or a list of input_text, output_text, input_image or refusal parts"),
+    ]
 
     @model_validator(mode="after")
-    def _images_are_the_users(self) -> MessageItem:
+    def _parts_are_in_their_place(self) -> MessageItem:
         if self.role != "user" and any(isinstance(part, ItemImage) for part in self.content):
             text = f"input_image parts are only allowed in a user's message, but the role is {self.role}"
+            raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
+        if self.role != "assistant" and any(isinstance(part, ItemRefusal) for part in self.content):
+            text = f"refusal parts are only allowed in an assistant's message, but the role is {self.role}"
             raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
         return self
 

@@ -78,6 +78,8 @@ def _whole(item: Json) -> Json:
 
 
 def _answer_part(part: Json) -> Json:
+    if part["type"] == "refusal":
+        return part
     return {"annotations": [], "logprobs": []} | part | {"type": "output_text"}
 
 

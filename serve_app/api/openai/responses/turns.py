@@ -15,7 +15,7 @@ from serve_app.api.openai.responses.items import (
     CustomCallItem,
     Item,
     ItemImage,
-    ItemText,
+    ItemPart,
     MessageItem,
     OutputItem,
     ReasoningItem,
@@ -105,7 +105,7 @@ class Turns:
             self._messages.append({"role": "user", "content": self._shown})
             self._shown = []
 
-    def _parts(self, content: str | Sequence[ItemText | ItemImage], place: str) -> str | list[Json]:
+    def _parts(self, content: str | Sequence[ItemPart], place: str) -> str | list[Json]:
         if isinstance(content, str) or not any(isinstance(part, ItemImage) for part in content):
             return _text(content)
         parts: list[Json] = []
@@ -151,7 +151,7 @@ class Turns:
         return "\n".join(thought.text for thought in item.summary or ())
 
 
-def _text(content: str | Sequence[ItemText | ItemImage]) -> str:
+def _text(content: str | Sequence[ItemPart]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content if isinstance(part, ItemText))
+    return "\n".join(part.text for part in content if not isinstance(part, ItemImage))

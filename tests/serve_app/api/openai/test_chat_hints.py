@@ -178,6 +178,56 @@ async def test_a_fallback_model_is_a_hint_beside_one_that_is_served_and_no_help_
     assert (answer.status, answer.error["param"]) == (404, "model")
 
 
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "openrouter": (
+        {"content": "a", "reasoning_details": [{"type": "reasoning.encrypted", "data": "x"}]},
+        "messages.reasoning_details",
+    ),
+    "gemini": (
+        {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}, "extra_content": {"google": {"a": "b"}}}]},
+        "messages.tool_calls.extra_content",
+    ),
+}
+
+
+@pytest.mark.parametrize("provider", OTHERS)
+async def test_a_turn_of_another_provider_is_taken_without_what_only_that_provider_reads(provider: str) -> None:
+    turn, name = OTHERS[provider]
+    message = {"role": "assistant", "content": None} | turn
+    answer, prompt, ignored = await ask("{{ messages | tojson }}", messages=[message, *CHAT["messages"]])
+    assert (answer.status, ignored) == (200, name), answer.json
+    assert prompt is not None
+    assert name.rpartition(".")[2] not in prompt
+
+
+@pytest.mark.parametrize(
+    ("turn", "read"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "Well.", "refusal": "No."}, "Well.\nNo."),
+        ({"content": [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]}, "Well.\nNo."),
+        ({"content": "Well.", "refusal": None}, "Well."),
+    ],
+    ids=str,
+)
+async def test_a_refusal_from_another_server_is_read_as_the_assistants_words(turn: dict[str, Any], read: str) -> None:
+    answer, prompt, ignored = await ask(SHOWS, messages=[{"role": "assistant"} | turn, *CHAT["messages"]])
+    assert (answer.status, prompt, ignored) == (200, f"[assistant:{read}][user:hi]", None)
+
+
+@pytest.mark.parametrize(
+    ("turn", "param"),
+    [
+        ({"content": "a", "refusal": "No."}, "messages.0.refusal"),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "messages.0.content"),
+    ],
+    ids=str,
+)
+async def test_only_the_assistant_refuses(turn: dict[str, Any], param: str) -> None:
+    answer, _, _ = await ask(SHOWS, messages=[{"role": "user"} | turn])
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
 DROPS = "{% for m in messages %}{% if m.role != 'developer' %}[{{ m.role }}:{{ m.content }}]{% endif %}{% endfor %}"
 REFUSES = (
     "{% for m in messages %}{% if m.role not in ('system', 'user') %}"

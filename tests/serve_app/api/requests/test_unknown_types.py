@@ -27,7 +27,7 @@ def said(*content: Any) -> dict[str, Any]:
     ("path", "body", "place", "known"),
     [
         ("/v1/chat/completions", CHAT | {"tools": [OTHER]}, "tools.0", "function"),
-        ("/v1/chat/completions", CHAT | said(OTHER), "messages.0.content.0", "text, image_url"),
+        ("/v1/chat/completions", CHAT | said(OTHER), "messages.0.content.0", "text, image_url, refusal"),
         (
             "/v1/chat/completions",
             CHAT | {"messages": [*CHAT["messages"], ASSISTANT]},
@@ -78,7 +78,7 @@ def said(*content: Any) -> dict[str, Any]:
             "/v1/responses",
             {"model": MODEL.id, "input": [{"role": "user", "content": [OTHER]}]},
             "input.0.content.0",
-            "input_text, output_text, input_image",
+            "input_text, output_text, input_image, refusal",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",

@@ -51,6 +51,13 @@ async def test_thoughts_between_calls_stay_in_their_turn() -> None:
     assert await read_by_the_model(input=given) == "[assistant:?One.\nOne.!weatherOslo!weatherOslo]>"
 
 
+async def test_a_refusal_from_another_server_is_read_as_the_assistants_words() -> None:
+    parts = [{"type": "output_text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    assert await read_by_the_model(input=[{"role": "assistant", "content": parts}]) == "[assistant:Well.\nNo.]>"
+    answer = await post(app_of(saying("x")), "/v1/responses", ASK | {"input": [{"role": "user", "content": parts[1:]}]})
+    assert (answer.status, answer.error["param"]) == (400, "input.0.content")
+
+
 async def test_what_an_answer_says_about_its_text_comes_back_with_it() -> None:
     part = {"type": "output_text", "text": "a", "annotations": [QUOTED], "logprobs": [SCORED]}
     given = [{"type": "message", "role": "assistant", "content": [part]}]
