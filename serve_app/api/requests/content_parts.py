@@ -14,7 +14,9 @@ from serve_app.api.requests.unions import by_type, of_types, text_or_list_of
 _NEVER: tuple[Any, ...] = ()
 CACHE_MARK: Unsupported = {"cache_control": _NEVER}
 """Anthropic's mark of a prefix to cache, as OpenRouter and LiteLLM pass it on. All prefixes are cached here anyway."""
-
+BREAKPOINT: Unsupported = {"prompt_cache_breakpoint": _NEVER}
+"""OpenAI's mark of the same."""
+_MARKS: Unsupported = {**CACHE_MARK, **BREAKPOINT}
 
 Detail = Literal["auto", "low", "high", "original"]
 """The resolution of an image. All values but `low` mean as much as the model and the limits allow."""
@@ -24,7 +26,7 @@ class TextPart(StrictModel):
     unsupported: ClassVar[Unsupported] = dict.fromkeys(
         ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
     )
-    hints: ClassVar[Unsupported] = CACHE_MARK
+    hints: ClassVar[Unsupported] = _MARKS
     hint_path: ClassVar[str] = "messages.content."
     type: Literal["text"]
     text: str
@@ -54,7 +56,7 @@ class ImagePart(StrictModel):
     """An image in a user message, for models that take images."""
 
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("text", "uuid"), _NEVER)
-    hints: ClassVar[Unsupported] = CACHE_MARK
+    hints: ClassVar[Unsupported] = _MARKS
     hint_path: ClassVar[str] = "messages.content."
     type: Literal["image_url"]
     image_url: ImageUrl

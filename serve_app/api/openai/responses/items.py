@@ -22,7 +22,7 @@ from serve_app.api.openai.responses.replays import (
     UnreadItem,
     only,
 )
-from serve_app.api.requests.content_parts import Detail
+from serve_app.api.requests.content_parts import BREAKPOINT, Detail
 from serve_app.api.requests.strict_model import StrictModel, Unsupported
 from serve_app.api.requests.unions import by_type, kind_of, of_types, text_or_list_of
 
@@ -33,7 +33,8 @@ class _Item(StrictModel):
 
 
 class ItemText(StrictModel):
-    unsupported: ClassVar[Unsupported] = {"prompt_cache_breakpoint": ()}
+    hints: ClassVar[Unsupported] = BREAKPOINT
+    hint_path: ClassVar[str] = "input.content."
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[dict[str, Any]] | None = None
@@ -47,7 +48,9 @@ class ItemText(StrictModel):
 class ItemImage(StrictModel):
     """An image in a user's message or a tool's output, for models that take images."""
 
-    unsupported: ClassVar[Unsupported] = {"file_id": (), "prompt_cache_breakpoint": ()}
+    unsupported: ClassVar[Unsupported] = {"file_id": ()}
+    hints: ClassVar[Unsupported] = BREAKPOINT
+    hint_path: ClassVar[str] = "input.content."
     type: Literal["input_image"]
     image_url: str = Field(min_length=1)
     """`data:image/png;base64,...`, or an http or https URL on a host that the server's settings list."""

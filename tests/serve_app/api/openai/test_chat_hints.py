@@ -149,7 +149,7 @@ MARK = {"type": "ephemeral", "ttl": "1h", "scope": "x"}
 
 
 async def test_marks_of_prefixes_are_taken_wherever_a_client_puts_them_and_reach_no_template() -> None:
-    part = {"type": "text", "text": "hi", "cache_control": MARK}
+    part = {"type": "text", "text": "hi", "cache_control": MARK, "prompt_cache_breakpoint": {"mode": "explicit"}}
     function = {"name": "f", "cache_control": MARK}
     asked: dict[str, Any] = {
         "messages": [{"role": "user", "content": [part], "cache_control": MARK}],
@@ -160,7 +160,8 @@ async def test_marks_of_prefixes_are_taken_wherever_a_client_puts_them_and_reach
     answer, prompt, ignored = await ask(template, replace(MODEL, tool_parser="hermes"), **asked)
     assert answer.status == 200, answer.json
     names = {"cache_control", "messages.cache_control", "messages.content.cache_control"}
-    assert set((ignored or "").split(", ")) == names | {"tools.cache_control", "tools.function.cache_control"}
+    names |= {"messages.content.prompt_cache_breakpoint", "tools.cache_control", "tools.function.cache_control"}
+    assert set((ignored or "").split(", ")) == names
     bare: dict[str, Any] = {"messages": CHAT["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]}
     assert prompt == (await ask(template, replace(MODEL, tool_parser="hermes"), **bare))[1]
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.anyio
 
 SEALED = ["reasoning.encrypted_content"]
 USER = {"role": "user", "content": "hi"}
+BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 SEALED_ELSEWHERE = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "encrypted_content": "g"}
 ENDLESS = {"type": "grammar", "syntax": "lark", "definition": 'start: "(" start ")"'}
 
@@ -55,6 +56,11 @@ HINTS: list[tuple[dict[str, Any], str, str]] = [
         {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
         "tools.web_search",
         "tool_choice.tools.0",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"} | BREAKPOINT]}]},
+        "input.content.prompt_cache_breakpoint",
+        "input.0.content.0.prompt_cache_breakpoint",
     ),
     ({"input": [SEALED_ELSEWHERE]}, "input.reasoning.encrypted_content", "input.0.encrypted_content"),
     *(({"tools": [*TOOLS, {"type": kind, "x": 1}]}, f"tools.{kind}", "tools.1.type") for kind in HOSTED),
