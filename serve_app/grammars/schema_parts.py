@@ -16,6 +16,16 @@ _UNWRITTEN = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
 """Annotations, which say nothing about a value, and make up most of a tool's schema."""
+_FORMATS = frozenset(
+    {
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+        *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+        *("uuid", "regex"),
+    }
+)
+"""The formats that JSON Schema defines. Any other is an annotation, such as pydantic's `path` and `password`."""
+_EMPTY: dict[str, Any] = {"uniqueItems": False, "dependentRequired": {}, "dependentSchemas": {}}
+"""Keywords that llguidance refuses, with the value that constrains nothing."""
 
 
 def subschemas(schema: Any) -> Iterator[Json]:
@@ -36,26 +46,40 @@ def _schemas_of(name: str, value: Any) -> Iterable[Any]:
 
 
 def bare(schema: Json) -> Json:
-    """Return the schema without its annotations, or unchanged if a reference leads into one."""
+    """Return the schema without what says nothing about a value. Its annotations stay if a reference leads into one."""
     references = [part["$ref"] for part in subschemas(schema) if isinstance(part.get("$ref"), str)]
-    if any(name in _UNWRITTEN for reference in references for name in reference.split("/")):
-        return schema
-    written: Json = _without_annotations(schema)
+    are_used = any(name in _UNWRITTEN for reference in references for name in reference.split("/"))
+    written: Json = _without(schema, frozenset() if are_used else _UNWRITTEN)
     return written
 
 
-def _without_annotations(schema: Any) -> Any:
+def _without(schema: Any, left_out: frozenset[str]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    return {name: _kept(name, value) for name, value in schema.items() if name not in _UNWRITTEN}
+    return {
+        name: _kept(name, value, left_out)
+        for name, value in schema.items()
+        if name not in left_out and not _is_idle(name, value)
+    }
 
 
-def _kept(name: str, value: Any) -> Any:
+def _kept(name: str, value: Any, left_out: frozenset[str]) -> Any:
     if name in _NAMED and isinstance(value, dict):
-        return {key: _without_annotations(entry) for key, entry in value.items()}
+        return {key: _without(entry, left_out) for key, entry in value.items()}
     if name in _MANY and isinstance(value, list):
-        return [_without_annotations(option) for option in value]
-    return _without_annotations(value) if name in _ONE else value
+        return [_without(option, left_out) for option in value]
+    return _without(value, left_out) if name in _ONE else value
+
+
+def _is_idle(name: str, value: Any) -> bool:
+    """Whether a keyword that llguidance would refuse constrains nothing with this value."""
+    if name == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    if name == "propertyNames":
+        return value is True or (isinstance(value, dict) and _without(value, _UNWRITTEN) in ({}, {"type": "string"}))
+    if name in ("unevaluatedProperties", "unevaluatedItems"):
+        return value is True or value == {}
+    return name in _EMPTY and type(value) is type(_EMPTY[name]) and value == _EMPTY[name]
 
 
 def dicts(value: Any) -> Iterator[Json]:

@@ -14,6 +14,7 @@ from serve_app.grammars.json_schema import checked, with_fragments
 from serve_app.grammars.lark_rules import Lark
 from serve_app.grammars.nested import nested_rules
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json, Specials, heads, lark, literal, quoted
+from serve_app.grammars.schema_parts import bare
 from serve_app.parsing.shared_rules import SharedRules
 
 
@@ -124,8 +125,8 @@ def string_rule(text: Lark) -> str:
 
 
 def arguments_schema(tool: CallableTool) -> Json:
-    """Return the schema of all arguments as one object. Every reference in it begins with `#`, or names another
-    document.
+    """Return the schema of all arguments as one object, without what says nothing about a value. Every reference in it
+    begins with `#`, or names another document.
 
     Raises:
         GrammarRefused: the schema is too large, or not that of an object.
@@ -137,6 +138,6 @@ def arguments_schema(tool: CallableTool) -> Json:
     if tool.parameters.get("type", "object") != "object":
         raise GrammarRefused("should be the schema of an object", f"{tool.place}.type")
     try:
-        return with_fragments(checked(tool.parameters | {"type": "object"}))
+        return bare(with_fragments(checked(tool.parameters | {"type": "object"})))
     except GrammarRefused as refused:
         raise GrammarRefused(refused.text, tool.place) from refused

@@ -148,7 +148,13 @@ def test_any_object_is_any_object(text: str, is_admitted: bool) -> None:
         ({"type": "array", "uniqueItems": True, "contains": {}}, '"contains", "uniqueItems"'),
         ({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, '"if", "then"'),
         ({"type": "str"}, "Invalid type: str"),
-        ({"type": "string", "format": "colour"}, "Unknown format: colour"),
+        ({"type": "string", "format": "idn-email"}, "Unknown format: idn-email"),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, '"propertyNames"'),
+        ({"type": "object", "propertyNames": {"type": "string", "minLength": 1}}, '"propertyNames"'),
+        ({"type": "object", "propertyNames": False}, '"propertyNames"'),
+        ({"type": "object", "propertyNames": {"type": "number"}}, '"propertyNames"'),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+        ({"type": "object", "unevaluatedProperties": False}, '"unevaluatedProperties"'),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"$ref": "#/$defs/a"}, "does not exist"),
         ({"$ref": "https://example.org/a.json"}, "not present"),
@@ -160,6 +166,34 @@ def test_what_cannot_be_kept_is_told_by_its_name(schema: dict[str, Any], told: s
     fault = find_fault(json_schema(schema).text())
     assert all(part in fault for part in told.split(", "))
     assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("kind", "idle"),
+    [
+        *(("string", {"format": name}) for name in ("path", "uuid4", "password", "binary", "base64", "colour")),
+        *(("object", {"propertyNames": names}) for names in (True, {}, {"type": "string", "description": "a key"})),
+        ("object", {"dependentRequired": {}, "dependentSchemas": {}, "unevaluatedProperties": True}),
+        ("array", {"uniqueItems": False, "unevaluatedItems": {}}),
+    ],
+    ids=str,
+)
+def test_a_keyword_that_constrains_nothing_is_not_refused(kind: str, idle: dict[str, Any]) -> None:
+    """pydantic, Zod and OpenAPI write them, and the whole request was refused."""
+    closed = {"type": "object", "required": ["a"], "additionalProperties": False}
+    for schema in ({"type": kind}, closed | {"properties": {"a": {"anyOf": [{"type": kind}]}}}):
+        told = json.loads(
+            json.dumps(schema).replace(f'"type": "{kind}"', f'"type": "{kind}", {json.dumps(idle)[1:-1]}')
+        )
+        assert json_schema(told).text() == json_schema(schema).text()
+
+
+def test_a_property_with_the_name_of_an_idle_keyword_stays() -> None:
+    named = {"format": {"const": "colour"}, "uniqueItems": {"const": False}}
+    schema = {"type": "object", "properties": named, "required": list(named), "additionalProperties": False}
+    (entry,) = json_schema(schema).entries
+    assert entry["json_schema"]["properties"] == named
+    assert WALKER.admits(json_schema(schema).text(), '{"format": "colour", "uniqueItems": false}')
 
 
 @pytest.mark.parametrize("place", ["properties", "$defs", "patternProperties"])

@@ -398,6 +398,15 @@ def test_a_reference_as_litellm_writes_it_is_one_to_the_schema_itself(family: st
     assert asked == schema(""), "the client's own is as it was"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_keyword_that_constrains_nothing_is_kept_by_every_family(family: str) -> None:
+    plain = {"properties": {"a": {"type": "string"}, "b": {"type": "object"}}}
+    told = {"properties": {"a": {"type": "string", "format": "path"}, "b": {"type": "object", "propertyNames": {}}}}
+    asked = grammar_or_refusal(family, [("f", told | {"propertyNames": {"type": "string"}})])
+    assert asked == grammar_or_refusal(family, [("f", plain)])
+    assert isinstance(asked, str)
+
+
 @pytest.mark.parametrize("kind", WALKERS)
 def test_a_call_of_harmony_may_have_its_recipient_on_either_side_and_follow_messages(kind: str) -> None:
     walker, grammars = WALKERS[kind], grammar_of("openai", WALKERS[kind], ONE)
