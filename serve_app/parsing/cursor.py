@@ -92,6 +92,12 @@ class Cursor:
             seen += character
         return seen
 
+    def follows(self, option: str) -> Steps[bool]:
+        """Whether this string comes next. It is not read."""
+        found = yield from self.literal(option)
+        self._unread(found)
+        return bool(found)
+
     def _unread(self, seen: str) -> None:
         if len(seen) <= self._at:
             self._at -= len(seen)

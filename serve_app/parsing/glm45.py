@@ -4,13 +4,14 @@ Never requires line breaks between the tags: GLM-4.7 writes none."""
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
 from serve_app.parsing.python_literals import dump_json
-from serve_app.parsing.tagged_values import TaggedValueToolParser
+from serve_app.parsing.tagged_values import Ahead, TaggedValueToolParser
 from serve_app.parsing.tool_parser import is_name
-from serve_app.parsing.typed_values import property_schema
+from serve_app.parsing.typed_values import property_names, property_schema
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -24,6 +25,7 @@ class Glm45ToolParser(TaggedValueToolParser):
     """A call is announced with its first key, or at its end. Text between the parameters of a call is content."""
 
     markers: ClassVar[tuple[str, ...]] = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
+    _next_call: ClassVar[str] = CALL
 
     def _parse(self) -> Steps[None]:
         while (yield from self._until(CALL)):
@@ -50,12 +52,18 @@ class Glm45ToolParser(TaggedValueToolParser):
         """Read up to the end of the call. `key`: the first key, with a value that begins here; empty at a call's
         end."""
         before, tag = "{", KEY if key else CALL_END
+        keys = property_names(schema)
         while tag != CALL_END:
             if key:
                 self._cursor.drop()
-                self._arguments(f"{before}{dump_json(key)}: ")
-                yield from self._value(property_schema(schema, key), VALUE_END)
-                before = ", "
+                after: str | None = key
+                while after:
+                    self._arguments(f"{before}{dump_json(after)}: ")
+                    keys.discard(after)
+                    after = yield from self._value(property_schema(schema, after), VALUE_END, keys)
+                    before = ", "
+                if after is not None:
+                    break
             else:
                 yield from self._not_a_key(tag)
             if not (yield from self._cursor.peek()):
@@ -66,6 +74,23 @@ class Glm45ToolParser(TaggedValueToolParser):
             key = (yield from self._key()) if tag == KEY else ""
         self._arguments("{}" if before == "{" else "}")
         self._cursor.drop()
+
+    def _ahead(self, keys: Collection[str], *, in_line: bool) -> Steps[Ahead]:
+        tag = yield from self._cursor.literal(CALL_END, KEY)
+        if tag == CALL_END:
+            return (yield from self._past_end(tag, in_line=in_line))
+        if not tag or in_line:
+            return Ahead(tag)
+        key = yield from self._cursor.run(_KEY_LETTERS)
+        text = tag + key
+        for expected in (KEY_END, VALUE):
+            found = yield from self._cursor.literal(expected)
+            text += found
+            if not found:
+                return Ahead(text)
+            if expected == KEY_END:
+                text += yield from self._cursor.run(SPACES)
+        return Ahead(text, key.strip() if key.strip() in keys else None)
 
     def _not_a_key(self, tag: str) -> Steps[None]:
         """Pass the held text, and what follows it up to a tag, on as content."""

@@ -1,16 +1,17 @@
 """Parses Qwen3-Coder's calls: `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
-Never ends a value except at `</parameter>`: code that is written to a file may contain the other tags."""
+Never ends a value at a tag that its text may contain, as long as the call can go on."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
 from serve_app.parsing.python_literals import dump_json
-from serve_app.parsing.tagged_values import TaggedValueToolParser
+from serve_app.parsing.tagged_values import Ahead, TaggedValueToolParser
 from serve_app.parsing.tool_parser import is_name
-from serve_app.parsing.typed_values import property_schema
+from serve_app.parsing.typed_values import property_names, property_schema
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -27,6 +28,7 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
     """
 
     markers: ClassVar[tuple[str, ...]] = (_CALL, _CALL_END)
+    _next_call: ClassVar[str] = f"{_CALL}\n{_FUNCTION}"
 
     def _parse(self) -> Steps[None]:
         while tag := (yield from self._until(_CALL, _FUNCTION)):
@@ -65,6 +67,7 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
     def _parameters(self, schema: Any) -> Steps[None]:
         """Read up to the end of the function."""
         before = "{"
+        keys = property_names(schema)
         while (yield from self._cursor.peek()):
             self._cursor.hold()
             yield from self._cursor.run(SPACES)
@@ -74,12 +77,33 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
                 self._cursor.drop()
                 return
             name = (yield from self._name()) if tag else ""
-            if name:
-                self._cursor.drop()
-                self._arguments(f"{before}{dump_json(name)}: ")
-                yield from self._value(property_schema(schema, name), _PARAMETER_END, frame="\n")
-                before = ", "
-            else:
+            if not name:
                 self._cursor.take(LETTER)
                 self._give_back()
                 self._content((yield from self._cursor.run(_NO_TAG)))
+                continue
+            self._cursor.drop()
+            key: str | None = name
+            while key:
+                self._arguments(f"{before}{dump_json(key)}: ")
+                keys.discard(key)
+                key = yield from self._value(property_schema(schema, key), _PARAMETER_END, keys, frame="\n")
+                before = ", "
+            if key is not None:
+                self._arguments("}")
+                return
+
+    def _ahead(self, keys: Collection[str], *, in_line: bool) -> Steps[Ahead]:
+        tag = yield from self._cursor.literal(_PARAMETER, _FUNCTION_END, _CALL_END)
+        if tag == _PARAMETER:
+            name = yield from self._cursor.run(_NAME_LETTERS)
+            closed = yield from self._cursor.literal(">")
+            is_next = closed and not in_line and name.strip() in keys
+            return Ahead(f"{tag}{name}{closed}", name.strip() if is_next else None)
+        if tag == _FUNCTION_END:
+            tag += yield from self._cursor.run(SPACES)
+            end = yield from self._cursor.literal(_CALL_END)
+            tag += end
+            if not end:
+                return Ahead(tag)
+        return (yield from self._past_end(tag, in_line=in_line)) if tag else Ahead("")

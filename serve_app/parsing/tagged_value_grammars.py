@@ -19,10 +19,12 @@ _ANY_NAME = r"/[^<>\s][^<>\n]{0,63}/"
 class _TaggedValueCallGrammar(TaggedCallGrammar):
     _end: ClassVar[str]
     _frame: ClassVar[str]
+    _never: ClassVar[str]
+    """A regex of what the parser takes for the end of a value that has no end tag."""
 
     def __init__(self, tools: Sequence[CallableTool], specials: Specials, *, parallel: bool) -> None:
         super().__init__(tools, specials, parallel=parallel)
-        self._values = ValueRules(self._end, self._frame, specials, self._shared)
+        self._values = ValueRules(self._end, self._frame, self._never, specials, self._shared)
 
     @abstractmethod
     def _head(self, name: str) -> str:
@@ -68,6 +70,7 @@ class Qwen3CoderCallGrammar(_TaggedValueCallGrammar):
     _tags: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
     _end: ClassVar[str] = "</parameter>"
     _frame: ClassVar[str] = "\n"
+    _never: ClassVar[str] = r"\n(<parameter=|(<\/function>[ \t\r\n]*)?<\/tool_call>[ \t\r\n]*<tool_call>\n<function=)"
 
     def _rules(self) -> str:
         end = self._literal("</tool_call>")
@@ -89,6 +92,7 @@ class Glm45CallGrammar(_TaggedValueCallGrammar):
     _tags: ClassVar[tuple[str, ...]] = (glm45.CALL,)
     _end: ClassVar[str] = glm45.VALUE_END
     _frame: ClassVar[str] = ""
+    _never: ClassVar[str] = r"\n(<arg_key>|<\/tool_call>[ \t\r\n]*<tool_call>)"
 
     def _rules(self) -> str:
         return "rest_0: function\n" + self._functions()

@@ -22,11 +22,13 @@ _SAFE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 class ValueRules:
-    """Writes rules. `frame`: the text that precedes and follows a value."""
+    """Writes rules. `frame`: the text that precedes and follows a value. `never`: a regex of what ends a value without
+    its end tag."""
 
-    def __init__(self, end: str, frame: str, specials: Specials, shared: SharedRules) -> None:
+    def __init__(self, end: str, frame: str, never: str, specials: Specials, shared: SharedRules) -> None:
         self._end = end
         self._frame = frame
+        self._besides = without(never)
         self._specials = specials
         self._shared = shared
 
@@ -57,8 +59,8 @@ class ValueRules:
         name, end, frame = rule.upper(), escaped(self._end), escaped(self._frame)
         if self._end in self._specials:
             closed = f"{rule}: {name}_TEXT {literal(self._end, self._specials)}\n"
-            return f"{closed}{name}_TEXT: /{text}{frame}/{without(end)}\n"
-        return f"{rule}[lazy]: {name}_END\n{name}_END: /{text}{frame}{end}/ & ~/(?s:.*){end}(?s:.+)/\n"
+            return f"{closed}{name}_TEXT: /{text}{frame}/{without(end)}{self._besides}\n"
+        return f"{rule}[lazy]: {name}_END\n{name}_END: /{text}{frame}{end}/ & ~/(?s:.*){end}(?s:.+)/{self._besides}\n"
 
     def _closing(self, text: str = "") -> str:
         return literal(f"{text}{self._frame}{self._end}", self._specials)

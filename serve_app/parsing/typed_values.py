@@ -21,6 +21,11 @@ def property_schema(schema: Any, name: str) -> Any:
     return resolved(properties.get(name), schema) if isinstance(properties, Mapping) else None
 
 
+def property_names(schema: Any) -> set[str]:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return set(properties) if isinstance(properties, Mapping) else set()
+
+
 def resolved(schema: Any, root: Any) -> Any:
     """Replace references to definitions in `root`, in the schema and its alternatives. Unknown references stay."""
     schema = _followed(schema, root)

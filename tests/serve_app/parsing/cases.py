@@ -329,6 +329,43 @@ QWEN3_CODER = [
         "",
         (("write_file", '{"text": "\\n  if a < \\"b\\":\\n</function></tool_call><parameter=x>\\n"}'),),
     ),
+    Case(
+        "no end of the last value",
+        f"{_CALL}get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n{_END}\n",
+        "",
+        (("get_weather", OSLO),),
+    ),
+    Case(
+        "no end of a value before another call",
+        f"{_CALL}write_file>\n<parameter=options>\n{{\n}}\n{_END}\n{_CALL}get_weather>\n<parameter=city>\nParis\n{_END}",
+        "",
+        (("write_file", '{"options": {\n}}'), ("get_weather", PARIS)),
+    ),
+    Case(
+        "no end of a value before the next parameter",
+        f"{_CALL}get_weather>\n<parameter=city>\nOslo\n<parameter=days>\n3\n</parameter>\n{_END}",
+        "",
+        (("get_weather", OSLO),),
+    ),
+    Case(
+        "no end of the only value, and none of the function",
+        f"{_CALL}get_weather>\n<parameter=city>\nParis\n</tool_call>",
+        "",
+        (("get_weather", PARIS),),
+    ),
+    Case(
+        "tags that begin a line of a value, and end no value",
+        f"{_CALL}get_weather>\n<parameter=city>\n</tool_call>\n<parameter=city>\n<parameter=x>\n</function>\n</para\n"
+        f"</tool_call>\n<tool_call>\nEnd\n</parameter>\n{_END}",
+        "",
+        (
+            (
+                "get_weather",
+                '{"city": "</tool_call>\\n<parameter=city>\\n<parameter=x>\\n</function>\\n</para\\n</tool_call>\\n'
+                '<tool_call>\\nEnd"}',
+            ),
+        ),
+    ),
     Case("a name that no tool has", f"{_CALL}rm>\n<parameter=n>1</parameter>{_END}", "", (("rm", '{"n": "1"}'),)),
     Case("no begin tag", "Yes.\n<function=now>\n</function>\n</tool_call>", "Yes.", (("now", "{}"),)),
     Case("no begin tag and no tool", "Yes. <function=x></function>", "Yes. <function=x></function>"),

@@ -153,6 +153,38 @@ def _glm(name: str, *parameters: tuple[str, str], line: str = "\n") -> str:
 
 
 GLM45 = [
+    Case(
+        "no end of the last value",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3\n</tool_call>\n",
+        "",
+        (("get_weather", OSLO),),
+    ),
+    Case(
+        "no end of a value before another call, or before the end",
+        f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris\n</tool_call>\n{_glm('now')}\n"
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</tool_call>",
+        "",
+        (("get_weather", PARIS), ("now", "{}"), ("get_weather", PARIS)),
+    ),
+    Case(
+        "no end of a value before the next key",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>",
+        "",
+        (("get_weather", OSLO),),
+    ),
+    Case(
+        "tags in a value that end no value",
+        _glm("get_weather", ("city", "a</tool_call><tool_call>\n</tool_call>b\n<arg_key>city</arg_key>\n<arg_key>x")),
+        "",
+        (
+            (
+                "get_weather",
+                '{"city": "a</tool_call><tool_call>\\n</tool_call>b\\n<arg_key>city</arg_key>\\n<arg_key>x"}',
+            ),
+        ),
+    ),
     Case("one call", _glm("get_weather", ("city", "Oslo"), ("days", "3")), "", (("get_weather", OSLO),)),
     Case("no lines", _glm("get_weather", ("city", "Oslo"), ("days", "3"), line=""), "", (("get_weather", OSLO),)),
     Case(

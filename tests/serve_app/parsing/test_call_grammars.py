@@ -407,6 +407,24 @@ def test_a_keyword_that_constrains_nothing_is_kept_by_every_family(family: str) 
     assert isinstance(asked, str)
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3_coder", "a\n<parameter=days>\n3"),
+        ("qwen3_coder", "a\n</tool_call>\n<tool_call>\n<function=now>"),
+        ("qwen3_coder", "a\n</function>\n</tool_call>\n<tool_call>\n<function=now>"),
+        ("glm45", "a\n<arg_key>days</arg_key>\n<arg_value>3"),
+        ("glm45", "a\n</tool_call>\n<tool_call>now"),
+    ],
+)
+def test_a_constrained_text_has_nothing_that_the_parser_would_end_it_at(family: str, text: str) -> None:
+    """The parser ends a text there if its own end tag was forgotten, and cannot know that it was not."""
+    walker = WALKERS["text"]
+    grammar = grammar_of(family, walker, ONE).calls().text()
+    assert walker.admits(grammar, OSLO[family].replace("Oslo", text.replace("\n", " ")))
+    assert not walker.admits(grammar, OSLO[family].replace("Oslo", text))
+
+
 @pytest.mark.parametrize("kind", WALKERS)
 def test_a_call_of_harmony_may_have_its_recipient_on_either_side_and_follow_messages(kind: str) -> None:
     walker, grammars = WALKERS[kind], grammar_of("openai", WALKERS[kind], ONE)
