@@ -98,7 +98,11 @@ class TaggedCallGrammar(CallGrammar):
     def lazy(self) -> Grammar:
         calls = " | ".join(f"head_{number} rest_{number}" for number in range(len(self._tags)))
         start = f"({calls})* TEXT" if self._parallel and self._goes_on else f"{calls} | TEXT"
-        return self._lark(f"start: {start}\n{heads(self._tags, self._specials)}{self._rules()}")
+        return self._lark(f"start: {start}\n{self._heads()}{self._rules()}")
+
+    def _heads(self) -> str:
+        """Write the rules of free text, and of free text up to each of the tags."""
+        return heads(self._tags, self._specials)
 
 
 def arguments_rule(tool: CallableTool, shared: SharedRules) -> str:

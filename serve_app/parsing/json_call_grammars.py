@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from serve_app.grammars.notation import Grammar, escaped, quoted, until, without
+from serve_app.grammars.notation import ANY, Grammar, escaped, quoted, until, without
 from serve_app.parsing.call_grammar import CallGrammar, TaggedCallGrammar, arguments_rule
+from serve_app.parsing.cursor import SPACES
 from serve_app.parsing.phi4_mini import TAG, TAG_END, WORD
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -81,6 +82,12 @@ class Phi4MiniCallGrammar(TaggedCallGrammar):
 
     _tags: ClassVar[tuple[str, ...]] = (f"{WORD}[", TAG)
     _goes_on: ClassVar[bool] = False
+
+    def _heads(self) -> str:
+        """The parser takes white space after the word, so a call begins after it, too."""
+        besides = without(escaped(TAG)) if TAG in self._specials else ""
+        word = f"head_0[lazy]: HEAD_0\nHEAD_0: /{ANY}{WORD}{SPACES.pattern}\\[/{besides}\n"
+        return f"TEXT: /{ANY}/{besides}\n{word}{until(TAG, self._specials, 'head_1', besides=besides)}"
 
     def _all(self) -> str:
         return f"{self._literal(TAG)} rest_1" if TAG in self._specials else f'"{WORD}[" rest_0'

@@ -454,6 +454,20 @@ def test_a_call_of_glm_may_have_a_line_for_each_tag_or_none(line: str) -> None:
     assert walker.admits(grammar, OSLO["glm45"].replace("\n", line))
 
 
+@pytest.mark.parametrize("space", ["", " ", "\n", " \t\r\n"])
+def test_a_call_of_phi_is_constrained_after_white_space_too(space: str) -> None:
+    """The parser reads `functools [` as a call, and the arguments of a strict tool, or the name of a tool that is not
+    allowed, were free there."""
+    walker = WALKERS["text"]
+    grammar = grammar_of("phi4_mini_json", walker, ONE).lazy().text()
+    call = OSLO["phi4_mini_json"].replace("functools", f"I use functools{space}")
+    assert [found.name for found in read("phi4_mini_json", call).calls] == ["weather"]
+    assert walker.admits(grammar, call)
+    for wrong in (call.replace("city", "town"), call.replace("weather", "now")):
+        assert not walker.admits(grammar, wrong)
+    assert walker.admits(grammar, f"functools{space}(x)")
+
+
 def test_a_call_of_phi_stands_between_tags_where_the_tokenizer_has_them() -> None:
     walker = WALKERS["special"]
     grammar = grammar_of("phi4_mini_json", walker, ONE).calls().text()
