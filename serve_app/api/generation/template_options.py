@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from serve_app.api.requests.effort import BUDGET, EFFORT, SWITCHES, THINKS, thinking_options, without_effect
+from serve_app.api.requests.effort import (
+    BUDGET,
+    EFFORT,
+    OVERRULED,
+    SWITCHES,
+    switch_of,
+    thinking_options,
+    without_effect,
+)
 from serve_app.api.requests.schema import ChatRequest
 from serve_app.api.requests.strict_model import UNSUPPORTED
 from serve_app.api.text.chat_template import CALLERS_NAMES
@@ -42,7 +50,8 @@ def template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedMo
 
 
 def _known_kwargs(kwargs: Mapping[str, Any], known: Collection[str], model: ServedModel) -> dict[str, Any]:
-    """Leave out options that only ask a model to think the way it does anyway.
+    """Give a switch the name that the template has for it, and leave out options that only ask a model to think the
+    way it does anyway.
 
     Raises:
         ApiError: a switch is not a boolean: the text `"false"` would switch a template on.
@@ -51,8 +60,24 @@ def _known_kwargs(kwargs: Mapping[str, Any], known: Collection[str], model: Serv
         if not isinstance(kwargs.get(name), bool | None):
             field = f"chat_template_kwargs.{name}"
             raise ApiError(400, f"{field}: should be true or false", param=field, code="invalid_value")
-    idle = {name for name in (EFFORT, THINKS, BUDGET) if name in kwargs and name not in known}
+    kwargs = _with_one_switch(kwargs, known)
+    idle = {name for name in (EFFORT, *SWITCHES, BUDGET) if name in kwargs and name not in known}
     for name in sorted(idle):
         if kwargs[name] not in (False, None, "none") or model.reasoning_parser is not None:
             without_effect(f"chat_template_kwargs.{name}")
     return {name: value for name, value in kwargs.items() if name not in idle}
+
+
+def _with_one_switch(kwargs: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Give the template's own switch the value that a switch of another name has. If both are set, its own wins."""
+    switch = switch_of(known)
+    spare = [name for name in SWITCHES if name in kwargs and name not in known]
+    if switch is None or not spare:
+        return dict(kwargs)
+    given = {name: value for name, value in kwargs.items() if name not in spare}
+    for name in spare:
+        if given.get(switch) is None:
+            given[switch] = kwargs[name]
+        elif kwargs[name] not in (None, given[switch]):
+            without_effect(f"chat_template_kwargs.{name}", OVERRULED)
+    return given

@@ -18,11 +18,14 @@ COMMON_EFFORTS = ("low", "medium", "high")
 """The efforts that every template with a variable for the effort knows."""
 EFFORT, THINKS, BUDGET = "reasoning_effort", "enable_thinking", "thinking_budget"
 """Names of chat templates' variables."""
-VALUE_HINTS = {
-    f"chat_template_kwargs.{name}": "If the chat template has no such variable." for name in (EFFORT, THINKS, BUDGET)
-}
 SWITCHES = (THINKS, "thinking")
-"""Two names of the same variable: DeepSeek's templates have the second."""
+"""Two names of the same variable: DeepSeek's templates have the second. A request may use either."""
+_NO_VARIABLE = "If the chat template has no such variable."
+_NO_SWITCH = "If the chat template has neither `enable_thinking` nor `thinking`, or the other is set to another value."
+VALUE_HINTS = {
+    **{f"chat_template_kwargs.{name}": _NO_VARIABLE for name in (EFFORT, BUDGET)},
+    **{f"chat_template_kwargs.{name}": _NO_SWITCH for name in SWITCHES},
+}
 
 Budget = Annotated[int | None, USED_IF_POSSIBLE]
 """The most tokens that thoughts may take."""
@@ -31,7 +34,7 @@ Value = TypeVar("Value", Effort, bool, int)
 _UNTAKEN = "the model's chat template does not take this from a request: it would change nothing"
 _NEVER_THINKS = "this model does not think"
 _ALWAYS_THINKS = "this model always thinks, because its chat template offers no choice"
-_OVERRULED = "another field of this request overrides it"
+OVERRULED = "another field of this request overrides it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class _Reader:
         self._thinks = thinks
         self._variables = template.variables if template is not None else frozenset()
         self._efforts = template.efforts if template is not None and EFFORT in self._variables else ()
-        self._switch = next((name for name in SWITCHES if name in self._variables), None)
+        self._switch = switch_of(self._variables)
 
     def decide(self, values: Mapping[str, Value], decide: Callable[[Value], str | None]) -> None:
         """Decide by the first value. Fields with the same value share its outcome; the others are overruled."""
@@ -118,7 +121,7 @@ class _Reader:
         first = next(iter(values.values()))
         fault = decide(first)
         for name, value in values.items():
-            if why := fault if value == first else _OVERRULED:
+            if why := fault if value == first else OVERRULED:
                 self.faults[name] = why
 
     def level(self, effort: Effort) -> str | None:
@@ -144,9 +147,14 @@ class _Reader:
 
     def _give(self, name: str, value: Any) -> str | None:
         if name in self._given:
-            return _OVERRULED
+            return OVERRULED
         self.options[name] = value
         return None
+
+
+def switch_of(variables: Collection[str]) -> str | None:
+    """Return the name of a template's variable for whether to think."""
+    return next((name for name in SWITCHES if name in variables), None)
 
 
 def _said(values: Mapping[str, Value | None]) -> dict[str, Value]:

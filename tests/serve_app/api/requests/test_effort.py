@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
-from serve_app.api.requests.effort import EFFORTS
+from serve_app.api.requests.effort import EFFORTS, SWITCHES
 from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.api.generation.test_tools import prompt_of, saying
@@ -257,3 +257,28 @@ async def test_a_template_gets_no_switch_that_is_neither_on_nor_off(source: str,
     """Templates compare the switch with `false`: given as text, that switched thoughts on."""
     answer, _ = await ask(source, "/v1/chat/completions", {"chat_template_kwargs": {name: value}})
     assert (answer.status, answer.error["param"]) == (400, f"chat_template_kwargs.{name}")
+
+
+@pytest.mark.parametrize("source", [SWITCH, OTHER_SWITCH], ids=["enable_thinking", "thinking"])
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("name", SWITCHES)
+async def test_an_option_of_either_name_is_the_templates_switch(source: str, wanted: bool, name: str) -> None:
+    """vLLM's and DeepSeek's clients send `thinking`, Qwen's send `enable_thinking`, and any model may be asked."""
+    own = "enable_thinking" if source == SWITCH else "thinking"
+    for options in ({name: wanted}, dict.fromkeys(SWITCHES, wanted), dict.fromkeys(SWITCHES) | {name: wanted}):
+        answer, given = await ask(source, "/v1/chat/completions", {"chat_template_kwargs": options})
+        assert (answer.status, given, HEADER in answer.headers) == (200, f" {own}={wanted}", False)
+
+
+@pytest.mark.parametrize(("source", "spare"), [(SWITCH, "thinking"), (OTHER_SWITCH, "enable_thinking")])
+async def test_of_two_options_that_contradict_each_other_the_templates_own_wins(source: str, spare: str) -> None:
+    own = "enable_thinking" if source == SWITCH else "thinking"
+    fields = {"chat_template_kwargs": {spare: True, own: False}}
+    answer, given = await ask(source, "/v1/chat/completions", fields)
+    assert (given, answer.headers[HEADER]) == (f" {own}=False", f"chat_template_kwargs.{spare}")
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+async def test_an_option_without_a_switch_is_a_hint(name: str) -> None:
+    answer, given = await ask(NONE, "/v1/chat/completions", {"chat_template_kwargs": {name: False}})
+    assert (answer.status, given, answer.headers[HEADER]) == (200, "", f"chat_template_kwargs.{name}")
