@@ -10,7 +10,7 @@ from collections.abc import Sequence as Sequences
 from serve_app.grammars.check import find_fault
 from serve_app.grammars.lark_rules import Choice, Lark, Matches, Node, Refers, Repeats, Sequence, refuse_anchors
 from serve_app.grammars.notation import GrammarRefused
-from serve_app.grammars.texts import regex, with_ascii_classes
+from serve_app.grammars.regexes import regex, with_ascii_classes
 
 MAX_REGEX_CHARS = 24 * 2**10
 MAX_NESTED_RULES = 64

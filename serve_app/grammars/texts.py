@@ -3,17 +3,21 @@ Never drops a part of one; what llguidance's notation lacks is refused by name."
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
-from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
+from serve_app.grammars.check import find_fault
+from serve_app.grammars.lark_rules import read_lark
 from serve_app.grammars.notation import Grammar, GrammarRefused, lark, quoted
+from serve_app.grammars.regexes import MAX_BYTES as MAX_BYTES
+from serve_app.grammars.regexes import check_size
+from serve_app.grammars.regexes import regex as regex
+from serve_app.grammars.regular import Expansion
 
-MAX_BYTES = 64 * 2**10
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARS = 1000
 MAX_GBNF_BYTES = 32 * 2**10
@@ -24,45 +28,11 @@ MAX_LARK_DEPTH = 1024
 """Limits the depth of all rules of a Lark grammar together, as if each were inside the brackets of the one before.
 llguidance recurses from rule to rule, and a stack overflow ends the process."""
 
+_OF_CONVERTER = "%llguidance {}\n"
 _LARK_RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^\n]*?:", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[\s\S])")
 _TEMPERATURE = re.compile(r"^[ \t]*[\w?!.]+\[[^\]\n]*\btemperature\b", re.MULTILINE)
-
-
-def regex(pattern: str) -> Grammar:
-    r"""Constrain the whole answer to the pattern. Its `\d` and `\w` are ASCII, as in a schema's patterns.
-
-    Raises:
-        GrammarRefused: it is too long, or ends too early.
-    """
-    _check_size(pattern)
-    if _ENDS_EARLY.search(pattern):  # llguidance would leave the backslash out
-        raise GrammarRefused("ends with a backslash that has nothing behind it")
-    (entry,) = json.loads(LLMatcher.grammar_from_regex(with_ascii_classes(pattern)))["grammars"]
-    return lark(entry["lark_grammar"])
-
-
-_ENDS_EARLY = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
-_CLASS_PARTS = re.compile(r"\\[\s\S]|\[\^?\]?|\]")
-_ASCII = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
-
-
-def with_ascii_classes(pattern: str) -> str:
-    r"""Make `\d` and `\w` ASCII. Rust's `\d` is a digit of any script, and a small model picks the oddest."""
-    depth = 0
-
-    def written(match: re.Match[str]) -> str:
-        nonlocal depth
-        part = match[0]
-        if not part.startswith("\\"):
-            depth = max(depth + (1 if part.startswith("[") else -1), 0)
-            return part
-        if (characters := _ASCII.get(part.lower())) is None or (part[1].isupper() and depth):
-            return part
-        return characters if depth else f"[{'^' * part[1].isupper()}{characters}]"
-
-    return _CLASS_PARTS.sub(written, pattern)
 
 
 def choice(texts: Sequence[str]) -> Grammar:
@@ -71,7 +41,7 @@ def choice(texts: Sequence[str]) -> Grammar:
     Raises:
         GrammarRefused: they are too long.
     """
-    _check_size("".join(texts))
+    check_size("".join(texts))
     return lark("start: " + " | ".join(quoted(text) for text in dict.fromkeys(texts)))
 
 
@@ -81,13 +51,23 @@ def grammar(text: str) -> Grammar:
     Raises:
         GrammarRefused: it is too long, or neither.
     """
-    _check_size(text)
+    check_size(text)
     if not is_lark_syntax(text):
-        return lark(_lark_of(text))
+        return _of_characters(_lark_of(text))
     if _TEMPERATURE.search(text):
         raise GrammarRefused("a rule's temperature is not supported")
     check_lark_depth(text)
     return lark(text)
+
+
+def _of_characters(rules: str) -> Grammar:
+    """Make the grammar of rules that came from GBNF, which reads characters, while Lark reads lexemes that take as much
+    as they can. One regex reads characters, too, so the grammar becomes one if it is regular and not too large."""
+    with suppress(GrammarRefused):
+        found = regex(Expansion(read_lark(rules.removeprefix(_OF_CONVERTER))).regex("start"))
+        if not find_fault(found.text()):
+            return found
+    return lark(rules)
 
 
 def check_lark_depth(text: str) -> None:
@@ -103,7 +83,7 @@ def check_lark_depth(text: str) -> None:
 
 
 def _lark_of(gbnf: str) -> str:
-    _check_size(gbnf, MAX_GBNF_BYTES)
+    check_size(gbnf, MAX_GBNF_BYTES)
     names = _GBNF_RULE.findall(gbnf)
     if not names:
         raise GrammarRefused("should be a grammar in Lark with a rule `start: ...`, or in GBNF with `root ::= ...`")
@@ -137,8 +117,3 @@ def _depth(text: str, opening: str = "(", closing: str = ")") -> int:
         depth += (character in opening) - (character in closing)
         deepest = max(deepest, depth)
     return deepest
-
-
-def _check_size(text: str, limit: int = MAX_BYTES) -> None:
-    if (size := len(text.encode())) > limit:
-        raise GrammarRefused(f"should have at most {limit} bytes, but it has {size}")

@@ -65,6 +65,35 @@ def test_gbnf_is_read(text: str, is_admitted: bool) -> None:
     assert WALKER.admits(texts.grammar(ARITHMETIC).text(), text) is is_admitted
 
 
+@pytest.mark.parametrize(
+    ("gbnf", "admitted", "refused"),
+    [
+        ('root ::= [a-z]+ "x"', ["abx", "xx", "axbx"], ["x", "ab"]),
+        ('root ::= "a" "b" | "abc" "d"', ["ab", "abcd"], ["abc", "abd"]),
+        ('root ::= "<" [a-z]+ ">" | "<tool>" [0-9]', ["<table>", "<tool>", "<tool>1", "<to>"], ["<tool>12"]),
+        ('root ::= "if" " " id\nid ::= [a-z]+', ["if if", "if x"], ["if "]),
+        ("root ::= [0-9]{2,3} [0-9]", ["123", "1234"], ["12"]),
+        ('root ::= a? "ab"\na ::= "a"', ["ab", "aab"], ["aaab"]),
+        ('root ::= .* "END"', ["fooEND", "ENDEND"], ["foo"]),
+        ('root ::= ("a" | "ab") ("c" | "bcd")', ["ac", "abc", "abcd", "abbcd"], ["ab"]),
+        (r"root ::= item+" "\n" r'item ::= "- " [^\n]+ "\n"', ["- a\n- b/c\n"], ["- a"]),
+    ],
+    ids=str,
+)
+def test_gbnf_reads_characters_and_goes_back(gbnf: str, admitted: list[str], refused: list[str]) -> None:
+    """llguidance's lexemes take as much as they can: with a common beginning, answers of one alternative were lost."""
+    grammar = texts.grammar(gbnf).text()
+    assert [text for text in admitted if not WALKER.admits(grammar, text)] == []
+    assert [text for text in refused if WALKER.admits(grammar, text)] == []
+
+
+def test_gbnf_that_would_be_too_large_a_regex_is_kept_as_rules() -> None:
+    doubled = "".join(f"r{place} ::= r{place + 1} r{place + 1}?\n" for place in range(12))
+    grammar = texts.grammar(f'root ::= r0\n{doubled}r12 ::= "abcdefgh"').text()
+    assert not find_fault(grammar)
+    assert WALKER.admits(grammar, "abcdefgh" * 3)
+
+
 def test_the_escapes_of_gbnf_are_the_characters_that_they_name() -> None:
     grammar = texts.grammar(r'root ::= "\u0041\u00e9\U0001F99C\x42\n\\u0041" [\u0061-\u0063]').text()
     assert WALKER.admits(grammar, "Aé🦜B\n\\u0041b")
