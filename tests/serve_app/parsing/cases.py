@@ -1,4 +1,4 @@
-"""Owns answers as models write them, family by family, with the content and the calls that each one has.
+"""Owns answers as models write them, family by family, with the content and calls of each. Long, because it is a table.
 Never written by the code under test: every expectation is written by hand."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Owns the contract between grammars and parsers: what a grammar of calls admits, its parser reads back as those calls.
+"""Owns the contract between grammars and parsers, family by family, and is long for their number:
+what a grammar of calls admits, its parser reads back as those calls.
 Never trusts a grammar's author: random walks are read by the parser, and validated by the tools' schemas."""
 
 from __future__ import annotations
