@@ -1,13 +1,14 @@
-"""Owns grammars that answers follow: compiled once, one matcher a live request, the token masks of a step's rows.
+"""Owns grammars that answers follow: compiled, a matcher a live request, the masks of a step. Long: each way to fail.
 Never sees a logit, and keeps no state that it could not make anew: what an answer holds comes with each row."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from time import thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,15 +32,21 @@ MAX_COMPILED = 128
 MAX_COMPILED_CHARS = 2**25
 """Longest total text of the grammars that are kept. One of 1,000 tools has half a million characters, and takes some
 30 MiB when it is compiled."""
+NOT_FILLED, ANY_TOKEN = 0, -1
+"""Words of a mask before it is filled, and of one that nothing depends on. No mask of the library is empty."""
+MAX_LEXER_STATES = 20_000
+"""A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB."""
+MOVE_TOKENS = 32
+"""An answer may move from one shared lexer to the next after so many tokens. Sooner, it gets a lexer of its own: the
+others would fill the next one, too."""
 
 
 def _parser_limits() -> llguidance.LLParserLimits:
-    """A state takes up to 2 kB; llguidance's own limit would let one grammar take 500 MB. Its others bound a
-    compilation to about 50 ms and a mask to 20 ms, but for long regexes, which `regex_size` bounds. Verbose errors
-    would show the whole state to a client."""
+    """llguidance's other limits bound a compilation to about 50 ms and a mask to 20 ms, but for long regexes, which
+    `regex_size` bounds. Verbose errors would show the whole state to a client."""
     import llguidance
 
-    return llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+    return llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
 class MaskLimits(NamedTuple):
@@ -56,9 +63,12 @@ DEFAULT_LIMITS = MaskLimits()
 
 @dataclass(slots=True, eq=False)
 class _Template:
-    """A compiled grammar. Its copies share a lock, which a mask holds while it is computed."""
+    """A compiled grammar. Its copies share a lexer: its states, which are limited and never dropped, its first error,
+    which ends all copies, and its lock, which a mask holds while it is computed."""
 
     matcher: llguidance.LLMatcher
+    num_copies: int = 0
+    """All that were ever made."""
     is_late: bool = False
     """A mask is no longer waited for, and may still be computed: no copy can be touched without a wait."""
 
@@ -72,6 +82,8 @@ class _Match:
     count: int = 0
     excess_s: float = 0.0
     """By how much the processor time of its recent tokens is above the average that they may take."""
+    moved_at: int = -MOVE_TOKENS
+    """How long the answer was when it moved to this lexer from another one."""
 
 
 class _LateError(Exception):
@@ -159,6 +171,14 @@ class Grammars:
             if known is not None and not known.is_late:
                 self._compiled.move_to_end(grammar)
                 return known
+        template = self._make(grammar)
+        with self._lock:
+            self._compiled[grammar] = template
+            while len(self._compiled) > 1 and self._keeps_too_much():
+                self._compiled.popitem(last=False)
+        return template
+
+    def _make(self, grammar: str) -> _Template:
         import llguidance
 
         check_regexes(grammar)
@@ -168,11 +188,7 @@ class Grammars:
                 made.compute_bitmask()  # the first step's, kept by every copy
         if made.is_error():
             raise GrammarError(_readable(made.get_error()))
-        with self._lock:
-            self._compiled[grammar] = template = _Template(made)
-            while len(self._compiled) > 1 and self._keeps_too_much():
-                self._compiled.popitem(last=False)
-        return template
+        return _Template(made)
 
     def _keeps_too_much(self) -> bool:
         return len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_CHARS
@@ -186,33 +202,65 @@ class Grammars:
         """
         from llguidance.numpy import allocate_token_bitmask
 
-        filled = allocate_token_bitmask(sum(1 + len(row.drafts) for row in rows), self._tokenizer.vocab_size)
-        jobs: dict[int, Job[None]] = {}
+        firsts = list(accumulate((1 + len(row.drafts) for row in rows), initial=0))
+        filled = allocate_token_bitmask(firsts[-1], self._tokenizer.vocab_size)
         failed: dict[int, RowFailure] = {}
-        first = 0
-        for number, row in enumerate(rows):
+        left = list(range(len(rows)))
+        while left:
+            filled, stuck, ended = self._fill(rows, left, firsts, filled)
+            left = [number for number in stuck if self._move(rows[number])]
+            failed |= ended | {number: why for number, why in stuck.items() if number not in left}
+        for number in failed:
+            filled[firsts[number] : firsts[number + 1]] = ANY_TOKEN
+        return filled, failed
+
+    def _fill(
+        self, rows: Sequence[GrammarRow], numbers: Iterable[int], firsts: Sequence[int], filled: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], dict[int, RowFailure], dict[int, RowFailure]]:
+        """Fill the masks of the rows `numbers`, each from its `firsts` on.
+
+        Returns:
+            (the masks; by row, why its matcher cannot go on, which may be the fault of other answers; by row, why its
+            answer has ended)
+        """
+        jobs: dict[int, Job[None]] = {}
+        stuck: dict[int, RowFailure] = {}
+        ended: dict[int, RowFailure] = {}
+        for number in numbers:
+            row = rows[number]
             try:
-                jobs[number] = self._job(self._caught_up(row), list(row.drafts), filled, first)
+                jobs[number] = self._job(self._caught_up(row), list(row.drafts), filled, firsts[number])
             except _LateError:
-                failed[number] = self._late()
+                ended[number] = self._late()
             except GrammarError as error:
-                failed[number] = _beyond_limits(str(error))
+                stuck[number] = _beyond_limits(str(error))
             except _LeftGrammarError as error:
-                failed[number] = RowFailure(str(error))
-            first += 1 + len(row.drafts)
+                stuck[number] = RowFailure(str(error))
         outcomes = dict(zip(jobs, self._workers.run(list(jobs.values())), strict=True))
+        for number, outcome in outcomes.items():
+            if outcome.is_late:
+                self._matches[rows[number].request_id].template.is_late = True
+                ended[number] = self._late()
         if any(outcome.is_late for outcome in outcomes.values()):
             filled = filled.copy()  # what was given up may still be written
         for number, outcome in outcomes.items():
-            if failure := self._failure(outcome, rows[number]):
-                failed[number] = failure
-        return filled, failed | self._exhausted(rows)
+            if outcome.is_late:
+                continue
+            row = rows[number]
+            match = self._matches[row.request_id]
+            self._charge(match, outcome.took_s, num_masks=1 + len(row.drafts))
+            if why := self._error(match, outcome, row.drafts, filled[firsts[number] : firsts[number + 1]]):
+                stuck[number] = _beyond_limits(why)
+            elif match.excess_s > EXCESS_MASKS * self._limits.timeout_s:
+                ended[number] = self._slow()
+        return filled, stuck, ended
 
     def _job(self, match: _Match, drafts: list[int], filled: NDArray[np.int32], first: int) -> Job[None]:
         """Fill the masks from `first` on: after the answer, and after each of the drafts."""
         from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
         matcher, limit_s = match.matcher, self._limits.timeout_s * (1 + len(drafts))
+        filled[first + 1 : first + 1 + len(drafts)] = NOT_FILLED
 
         def work() -> None:
             if drafts:
@@ -222,19 +270,31 @@ class Grammars:
 
         return Job(work, limit_s, match.template)
 
-    def _failure(self, outcome: Outcome[None], row: GrammarRow) -> RowFailure | None:
-        if outcome.is_late:
-            self._matches[row.request_id].template.is_late = True
-            return self._late()
-        if outcome.error is None:
-            match = self._matches[row.request_id]
-            self._charge(match, outcome.took_s, num_masks=1 + len(row.drafts))
-            return self._slow() if match.excess_s > EXCESS_MASKS * self._limits.timeout_s else None
+    def _error(
+        self, match: _Match, outcome: Outcome[None], drafts: Sequence[int], masks: NDArray[np.int32]
+    ) -> str | None:
+        """Return why `masks`, after the answer and after each of the drafts, are not to be trusted."""
         try:
             with _panics_told():
-                raise outcome.error
+                if outcome.error is not None:
+                    raise outcome.error
         except GrammarError as error:
-            return _beyond_limits(str(error))
+            return str(error)
+        if not match.template.is_late and (text := match.matcher.get_error()):
+            return text
+        return self._broken_off(drafts, masks)
+
+    def _broken_off(self, drafts: Sequence[int], masks: NDArray[np.int32]) -> str | None:
+        """Return why masks are missing behind a draft that may come. The library stops at a draft that it cannot take,
+        and does not say whether the grammar forbids it or another thread has just filled the lexer."""
+        missing = [number for number in range(len(drafts)) if not masks[number + 1].any()]
+        if not missing:
+            return None
+        masks[np.array(missing) + 1] = ANY_TOKEN
+        draft = drafts[missing[0]]
+        if draft in self._tokenizer.eos_tokens or not masks[missing[0]][draft // 32] >> draft % 32 & 1:
+            return None
+        return f"the lexer cannot take token {draft}, which its mask allows"
 
     def _late(self) -> RowFailure:
         return _too_slow(f"{self._limits.timeout_s:g} s of a processor (grammar_mask_timeout_s)")
@@ -246,26 +306,35 @@ class Grammars:
         """Masks that are each below their limit would hold up step after step, as long as an answer is."""
         match.excess_s = max(0.0, match.excess_s + took_s - num_masks * self._limits.average_s)
 
-    def _exhausted(self, rows: Sequence[GrammarRow]) -> dict[int, RowFailure]:
-        """Rows whose mask was more work than the limits allow, by number."""
-        matches = [self._matches.get(row.request_id) for row in rows]
-        errors = {
-            number: match.matcher.get_error()
-            for number, match in enumerate(matches)
-            if match is not None and not match.template.is_late
-        }
-        return {number: _beyond_limits(error) for number, error in errors.items() if error}
-
     def _caught_up(self, row: GrammarRow) -> _Match:
         """The request's match, after its whole answer: new tokens are consumed, after a preemption all of them."""
         match = self._matches.get(row.request_id)
         if match is None:
-            template = self._template(row.grammar)
-            match = self._matches[row.request_id] = _Match(template, template.matcher.deep_copy())
+            match = self._matches[row.request_id] = _match_of(self._template(row.grammar))
         if match.template.is_late:
             raise _LateError
         self._consume(match, row.answer[match.count :])
         return match
+
+    def _move(self, row: GrammarRow) -> bool:
+        """Give the answer another lexer, where it begins anew. Return False if no other answer had a part in the state
+        of the last one: it would end there again."""
+        match = self._matches.get(row.request_id)
+        if match is None:
+            return False
+        with self._lock:
+            if self._compiled.get(row.grammar) is match.template:
+                del self._compiled[row.grammar]  # nobody is to begin with it
+        if match.template.num_copies == 1:
+            return False
+        make = self._template if len(row.answer) - match.moved_at >= MOVE_TOKENS else self._make
+        try:
+            moved = _match_of(make(row.grammar))
+        except GrammarError:  # a panic: it was compiled before
+            return False
+        moved.excess_s, moved.moved_at = match.excess_s, len(row.answer)
+        self._matches[row.request_id] = moved
+        return True
 
     def _consume(self, match: _Match, tokens: Sequence[int]) -> None:
         with _panics_told():
@@ -296,6 +365,11 @@ class Grammars:
 
     def forget(self, request_id: str) -> None:
         self._matches.pop(request_id, None)
+
+
+def _match_of(template: _Template) -> _Match:
+    template.num_copies += 1
+    return _Match(template, template.matcher.deep_copy())
 
 
 def _readable(error: str) -> str:

@@ -103,6 +103,12 @@ def test_masks_follow_the_answer_and_the_drafts_and_allow_the_end_only_where_the
     assert allowed(grammars, row) == [set(b"bc"), {ord("d"), FAKE_EOS_TOKEN_ID}]
 
 
+def test_masks_behind_the_end_of_the_answer_are_nobodys_concern() -> None:
+    grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
+    row = GrammarRow("a", 'start: "ab"', tuple(b"a"), (ord("b"), *[FAKE_EOS_TOKEN_ID] * 3))
+    assert allowed(grammars, row)[:2] == [set(b"b"), {FAKE_EOS_TOKEN_ID}]
+
+
 def test_a_forgotten_answer_is_replayed() -> None:
     """Preemption and migration rely on this: the matcher is rebuilt from the answer's tokens."""
     grammars = Grammars.of_bytes(FAKE_VOCAB_SIZE, FAKE_EOS_TOKEN_ID)
