@@ -98,30 +98,35 @@ class Answers:
         """Failures of rows that continue from a token which was never sampled. Call this before `keep`."""
         return {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self.newest)}
 
-    def keep(self, plan: StepPlan, output: StepOutput, *, limited: bool) -> StepOutput:
+    def keep(self, plan: StepPlan, output: StepOutput, *, limited: bool, forgotten: Container[str] = ()) -> StepOutput:
         """Note the newest tokens, and add the tokens that grammars force to follow. limited: whether grammars limit any
-        row.
+        row. forgotten: requests that were forgotten since the step was launched. One with the same id may run by now.
 
         For a failed row nothing is noted, so that the next step cannot continue from an older token.
         """
         if limited:
             begun = time.perf_counter()
-            drafts = self._forced(plan, output)
+            drafts = self._forced(plan, output, forgotten)
             waited_s, self._waited_s = self._waited_s + time.perf_counter() - begun, 0.0
             output = replace(output, drafts=drafts, grammar_s=waited_s)
-        for number, _ in output.failed:
-            self.newest.pop(plan.rows[number].request_id, None)
-        for row, tokens in zip(plan.rows, output.sampled, strict=True):
+        failed = {number for number, _ in output.failed}
+        for number, (row, tokens) in enumerate(zip(plan.rows, output.sampled, strict=True)):
+            if row.request_id in forgotten:
+                continue
             if tokens:
                 self.newest[row.request_id] = tokens[-1]
+            elif number in failed:
+                self.newest.pop(row.request_id, None)
         return output
 
-    def _forced(self, plan: StepPlan, output: StepOutput) -> dict[int, tuple[int, ...]]:
+    def _forced(self, plan: StepPlan, output: StepOutput, forgotten: Container[str]) -> dict[int, tuple[int, ...]]:
         assert self.grammars is not None
         return {
             number: forced
             for number, row in grammar_rows(plan, self.newest)
-            if output.sampled[number] and (forced := self.grammars.forced(row.request_id, output.sampled[number]))
+            if row.request_id not in forgotten
+            and output.sampled[number]
+            and (forced := self.grammars.forced(row.request_id, output.sampled[number]))
         }
 
     # --- requests that are gone ---------------------------------------------------------------------------------------

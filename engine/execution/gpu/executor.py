@@ -284,9 +284,7 @@ class DeviceExecutor:
         scores = self._read_scores(launched, parts)
         failed = {**launched.without_mask, **self._answers.lost(plan), **without_state}
         output = make_output(plan, tokens, logprobs, scores, pooled, failed)
-        output = self._answers.keep(plan, output, limited=launched.limited)
-        for request_id in launched.forgotten:
-            self._answers.newest.pop(request_id, None)
+        output = self._answers.keep(plan, output, limited=launched.limited, forgotten=launched.forgotten)
         output = replace(output, graph=launched.graph)
         launched.output = output if launched.order is None else in_plan_order(output, launched.order)
 

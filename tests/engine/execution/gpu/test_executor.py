@@ -1,5 +1,4 @@
-"""Owns the contract of the executor for devices: the outputs of the plain one, step for step, without waiting for the
-device.
+"""Owns the contract of the executor for devices: the plain one's outputs, without a wait. Long: each way to end a row.
 Never needs a device: a fake one runs on the CPU what is queued on it."""
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ from engine.step import (
     Capabilities,
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
+    LogitControls,
+    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
@@ -320,6 +321,57 @@ def test_a_request_that_is_forgotten_in_flight_leaves_no_token_behind(executor: 
     assert executor._answers.newest == {}
     executor.launch(StepPlan(1, (decode("a", PENDING_TOKEN, 5, BLOCKS),)))
     assert executor.collect().failed == ((0, LOST_TOKEN),)
+
+
+def with_grammar(row: ScheduledRequest, grammar: str = DIGITS) -> ScheduledRequest:
+    assert row.sampling is not None
+    return row._replace(sampling=dataclasses.replace(row.sampling, controls=LogitControls(grammar=grammar)))
+
+
+def test_a_request_with_a_grammar_that_is_forgotten_in_flight_disturbs_nobody(executor: DeviceExecutor) -> None:
+    """Regression: its matcher was gone when the step was read, and every other request of the step failed with it."""
+    rows = (with_grammar(chunk("a", TOKENS[:5], 0, 5, BLOCKS)), chunk("b", TOKENS[:9], 0, 9, OTHER_BLOCKS))
+    executor.launch(StepPlan(0, rows))
+    executor.forget(["a"])
+    output = executor.collect()
+    assert output.sampled[1] == tuple(greedy_text(plain(executor), TOKENS[:9], OTHER_BLOCKS, 1))
+    assert not output.failed
+    assert executor._answers.newest.keys() == {"b"}
+
+
+def test_a_request_id_that_comes_again_is_not_told_the_tokens_of_the_one_in_flight(executor: DeviceExecutor) -> None:
+    row = with_grammar(chunk("a", TOKENS[:5], 0, 5, BLOCKS), 'start: "yes, sure"')
+    executor.launch(StepPlan(0, (row,)))
+    executor.forget(["a"])
+    executor.launch(StepPlan(1, (row,)))
+    assert executor.collect().sampled == ((ord("y"),),)
+    assert executor._answers.newest == {}
+    output = executor.collect()
+    assert output.sampled == ((ord("y"),),)
+    assert output.drafts == {0: tuple(b"es, sure")}
+
+
+def test_an_abort_in_flight_ends_no_other_stream(model: Path) -> None:
+    executor, resolved = make(model, overlap=True)
+    core = EngineCore(executor, resolved)
+    events: list[Event] = []
+
+    def send(name: str, first: int, **sampling: Any) -> None:
+        params = SamplingParams(temperature=0, max_tokens=12, **sampling)
+        submission = Submission(name, tuple(TOKENS[first : first + 9]), params)
+        events.extend(core.submit(create_request(submission, resolved, first)))
+
+    send("a", 0)
+    for _ in range(4):
+        events.extend(core.step())
+    send("b", 20, grammar=DIGITS)
+    events.extend(core.step())
+    assert "b" in {row.request_id for row in executor._launched[-1].plan.rows}
+    events.extend(core.abort("b"))
+    while core.has_work:
+        events.extend(core.step())
+    assert not [event for event in events if isinstance(event, Failed)]
+    assert sum(isinstance(event, Token) and event.request_id == "a" for event in events) == 12
 
 
 def test_without_memory_for_a_step_it_says_so_and_goes_on_with_a_smaller_one(
