@@ -29,6 +29,9 @@ class ConfigError(ValueError):
     """A setting is out of range or contradicts another. The message names field, rule and value."""
 
 
+DAY_MS = 24 * 60 * 60 * 1000
+
+
 def setting(default: Any, description: str, *, expert: bool = False, **bounds: float) -> Any:
     """A documented field. Bounds (`ge`, `gt`, `le`, `lt`) are checked by `check_bounds`, and by pydantic in YAML.
 
@@ -237,6 +240,7 @@ class SchedulerConfig:
         "computed prompt that has not advanced for this long continues first. If every request waits longer than this, "
         "only the order of arrival counts, so raise it to keep priorities under overload.",
         ge=0,
+        le=365 * DAY_MS,
     )
     state_snapshot_tokens: int = setting(
         0,
@@ -501,6 +505,7 @@ class Targets:
         "in streams; raise it for earlier first tokens of long prompts and more throughput. Unset: the number of "
         "tokens alone limits a step.",
         gt=0,
+        le=DAY_MS,
     )
     ttft_ms: float | None = setting(
         None,
@@ -508,6 +513,7 @@ class Targets:
         "and a tenant, short prompts go before long ones that arrived a little earlier, and those that can no longer "
         "be in time go after those that can. Unset: prompts go in the order of arrival.",
         gt=0,
+        le=DAY_MS,
     )
 
     def __post_init__(self) -> None:

@@ -69,6 +69,8 @@ class RequestRejected(EngineError):
         self.value = value
 
 
+MAX_TARGET_MS = 24 * 60 * 60 * 1000
+"""The longest target that a request or an engine may have. Times are ordered in whole microseconds."""
 SURELY_LATE = 2.0
 """A deadline that the predicted time exceeds by this factor cannot be met: predictions are not that wrong."""
 
@@ -200,7 +202,7 @@ class Submission:
     """One request to the engine: token ids in, token ids out. `request_id` is unique among live requests.
 
     Raises:
-        RequestRejected: a timeout is not a positive number, or the spans are not in order.
+        RequestRejected: a timeout or a target is not a positive number, or the spans are not in order.
     """
 
     request_id: str
@@ -252,6 +254,7 @@ class Submission:
         for name, target in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
             if target is not None:
                 _require(math.isfinite(target) and target > 0, name, "a positive number of milliseconds", target)
+                _require(target <= MAX_TARGET_MS, name, f"at most {MAX_TARGET_MS} milliseconds, a day", target)
         _check_spans("atomic_spans", self.atomic_spans, num_tokens)
         _check_spans("inputs", [(span.start, span.end) for span in self.inputs], num_tokens)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
+from engine.protocol import MAX_TARGET_MS
 from serve_app.api.admin import activity
 from serve_app.api.admin.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from serve_app.api.admin.control import AbortRequest
@@ -26,7 +27,7 @@ from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.schema import ChatRequest, CompletionRequest
 from serve_app.api.requests.session import HEADER as SESSION_HEADER
 from serve_app.api.requests.session import PATTERN
-from serve_app.api.requests.targets import MAX_TARGET_MS, TPOT_HEADER, TTFT_HEADER
+from serve_app.api.requests.targets import TPOT_HEADER, TTFT_HEADER
 from serve_app.api.requests.text_schema import DetokenizeRequest, TokenizeRequest
 
 Parameter = Mapping[str, Any]

@@ -10,7 +10,7 @@ import pydantic_core
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.protocol import MAX_LOGPROBS
+from engine.protocol import MAX_LOGPROBS, MAX_TARGET_MS
 from serve_app.api.requests import foreign_fields as foreign
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.requests.json_finite import check_finite
@@ -22,7 +22,6 @@ from serve_app.api.requests.session import MAX_CHARS
 from serve_app.api.requests.stop_schema import Stop
 from serve_app.api.requests.strict_model import UNSUPPORTED, StrictModel, Unsupported
 from serve_app.api.requests.structured import ResponseFormat, StructuredOutputs, TextFormat, Written
-from serve_app.api.requests.targets import MAX_TARGET_MS
 from serve_app.api.requests.thinking_fields import ReasoningRequest, ThinkingFields
 from serve_app.api.requests.token_fields import AllowedTokenIds, BadWords, LogitBias, PromptLogprobs, StopTokenIds
 from serve_app.api.requests.tool_choice import NamedFunction, ToolChoice, must_call, names_of

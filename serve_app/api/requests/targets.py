@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 
 from engine.config import Targets
+from engine.protocol import MAX_TARGET_MS
 from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.errors.api_error import ApiError, clip
 
 TPOT_HEADER, TTFT_HEADER = "X-SLO-TPOT-Ms", "X-SLO-TTFT-Ms"
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{0,20})?")
-MAX_TARGET_MS = 24 * 60 * 60 * 1000
 
 
 def targets_of(headers: Mapping[str, str], request: BaseModel, served: Targets) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ConfigError, EngineConfig, SchedulerConfig, Targets
-from engine.protocol import ErrorCode, Failed, Finished, RequestRejected, Token
+from engine.protocol import MAX_TARGET_MS, ErrorCode, Failed, Finished, RequestRejected, Token
 from engine.scheduling.step_time import StepCosts
 from engine.step import PaddedSizes, RowKind, StepPlan
 from tests.support.engines import RecordingCore, TimedCore, answer_alone, policy
@@ -158,11 +159,27 @@ def test_the_shortest_target_among_the_streams_counts() -> None:
     ({"tpot_ms": 20.0}, "tpot_ms must be >= 50, this server's own target, but it is 20"),
     ({"ttft_ms": 900.0}, "ttft_ms is 900, but this server schedules by no such target"),
     ({"tpot_ms": 0.0}, "tpot_ms must be a positive number of milliseconds, but it is 0.0"),
+    ({"tpot_ms": 1e308}, "tpot_ms must be at most 86400000 milliseconds, a day, but it is 1e[+]308"),
+    ({"ttft_ms": 1e308}, "ttft_ms must be at most 86400000 milliseconds, a day, but it is 1e[+]308"),
 ])  # fmt: skip
 def test_a_target_that_the_engine_cannot_keep_for_one_request_is_refused(targets: dict[str, float], error: str) -> None:
     core = core_with(tpot_ms=50)
     with pytest.raises(RequestRejected, match=error):
         core.send("mine", PROMPT[:20], **targets)
+
+
+def test_the_longest_times_can_be_ordered() -> None:
+    """Regression: a target of 1e306 ms was infinite in microseconds, and ended the engine."""
+    longest = policy(priority_age_ms=365 * MAX_TARGET_MS)
+    core = core_with(ttft_ms=MAX_TARGET_MS, tpot_ms=MAX_TARGET_MS, scheduler=longest)
+    core.send("mine", PROMPT[:20], max_tokens=2, ttft_ms=float(MAX_TARGET_MS), timeout_s=sys.float_info.max)
+    core.run()
+    assert len(core.tokens("mine")) == 2
+    for field in ("ttft_ms", "tpot_ms"):
+        with pytest.raises(ConfigError, match=f"{field} must be <= 86400000"):
+            Targets(**{field: 1e306})
+    with pytest.raises(ConfigError, match="priority_age_ms must be <= 31536000000"):
+        policy(priority_age_ms=1e306)
 
 
 def test_prompts_advance_even_if_streams_alone_take_longer_than_their_target() -> None:
