@@ -48,9 +48,12 @@ class Keys:
         """Read `keys_file`, if there is one, once.
 
         Raises:
-            KeysFileError: the file cannot be used.
+            KeysFileError: the file cannot be used, or there is no key although a file is set: such a server would be
+                open to everybody.
         """
         listed = () if settings.keys_file is None else _read(Path(settings.keys_file))
+        if settings.keys_file is not None and not (settings.keys or listed):
+            raise KeysFileError(f"auth.keys_file: {settings.keys_file} has no keys: everybody could use the server")
         try:
             return cls((*settings.keys, *listed), settings.admin_sha256)
         except ValueError as error:
@@ -152,7 +155,8 @@ def _unauthorized(what: str) -> ApiError:
 
 def _read(path: Path) -> tuple[ApiKey, ...]:
     try:
-        return TypeAdapter(tuple[ApiKey, ...]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or ())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return TypeAdapter(tuple[ApiKey, ...]).validate_python(() if content is None else content)
     except OSError as error:
         raise KeysFileError(f"auth.keys_file: {path}: {error.strerror}") from None
     except UnicodeDecodeError:

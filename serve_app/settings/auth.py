@@ -39,7 +39,7 @@ class AuthSettings(BaseModel):
     keys_file: str | None = Field(
         default=None,
         description="File with further API keys, a YAML or JSON list. Every ingress replica reads it on its own "
-        "machine when it starts.",
+        "machine when it starts. A file without keys is refused if `keys` has none either.",
     )
     admin_sha256: _Sha256 | None = Field(
         default=None, description="SHA-256 of the admin key, in hexadecimal. Unset: the admin routes are closed."

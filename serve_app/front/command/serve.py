@@ -44,8 +44,6 @@ def main(arguments: Sequence[str], prog: str) -> int:
             return BAD_INPUT
         if made and (problems := find_problems(path).problems):
             return _refuse([*in_options(problems, path)])
-        if options.api_keys is not None and not _has_keys(options.api_keys):
-            return _refuse([f"--api-keys: {options.api_keys} has no keys: everybody could use the server"])
         if options.write_config is not None:
             return _write(path, options.write_config)
         from serve_app.front.cli import serve
@@ -125,13 +123,6 @@ def _only_application(parser: Parser, config: dict[str, Any]) -> dict[str, Any]:
         parser.error("the config has several models, and options are for one: edit its entries")
     ours[0]["args"] = args
     return args
-
-
-def _has_keys(path: Path) -> bool:
-    from serve_app.auth.keys import Keys
-    from serve_app.settings.auth import AuthSettings
-
-    return Keys.load(AuthSettings(keys_file=str(path))).are_needed
 
 
 def _write(path: Path, to: Path) -> int:

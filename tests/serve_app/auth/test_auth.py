@@ -199,6 +199,9 @@ async def test_keys_of_a_file_are_added_to_those_of_the_config(tmp_path: Path, d
         ("[sk-secret: {", "neither YAML nor JSON"),
         ("[" * 100_000, "neither YAML nor JSON"),
         ("sk-secret\xff", "is not text in UTF-8"),
+        ("# sk-secret\n", "has no keys: everybody could use the server"),
+        ("[]", "has no keys: everybody could use the server"),
+        ("{}", "valid tuple"),
         (None, "No such file"),
     ],
 )
@@ -212,6 +215,11 @@ def test_a_keys_file_that_cannot_be_used_is_refused_without_showing_it(
         Keys.load(AuthSettings(keys_file=str(path)))
     assert reason in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_a_keys_file_without_keys_may_stand_beside_keys_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").touch()
+    assert Keys.load(AuthSettings(keys=(entry("ann", ANNS),), keys_file=str(tmp_path / "keys.yaml"))).are_needed
 
 
 def test_what_is_no_path_of_a_keys_file_is_refused() -> None:

@@ -53,6 +53,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda c: args(c).update(auth={"keys_file": "/no/keys"}),
         "args.auth.keys_file: /no/keys: No such file or directory",
     ),
+    "a file of keys without any": (
+        lambda c: args(c).update(auth={"keys_file": "/dev/null"}),
+        "args.auth.keys_file: /dev/null has no keys: everybody could use the server",
+    ),
     "an unknown model": (lambda c: args(c).update(model="/no/model"), "args.model: No model '/no/model': expected an"),
     "a GGUF file that is not there": (
         lambda c: args(c).update(model="/no/x.gguf"),
