@@ -32,7 +32,7 @@ def main(
     key = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
     sha256 = digest(key.encode())
     print(f"key, shown only now:       {key}")
-    print(f"entry of auth.keys:        {json.dumps({'tenant': tenant, 'sha256': sha256})}")
+    print(f"entry of auth.keys:        - {json.dumps({'tenant': tenant, 'sha256': sha256})}")
     print(f"or, for the admin routes:  admin_sha256: {sha256}")
     return 0
 

@@ -164,7 +164,10 @@ def _read(path: Path) -> tuple[ApiKey, ...]:
     except (yaml.YAMLError, RecursionError):
         raise KeysFileError(f"auth.keys_file: {path} is neither YAML nor JSON.") from None
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        reasons = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" if item["loc"] else "expected a list of entries"
+            for item in error.errors()
+        )
         raise KeysFileError(f"auth.keys_file: {path}: {reasons}") from None
     except ValueError:  # a path with a null character
         raise KeysFileError(f"auth.keys_file: expected the path of a file, not {str(path)!r}.") from None

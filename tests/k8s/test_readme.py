@@ -49,9 +49,9 @@ def test_the_files_that_a_command_for_a_cluster_names_are_there(command: str) ->
 
 
 def test_the_key_command_prints_an_entry_for_the_file_of_keys() -> None:
-    entry = re.search(r"\{.*\}|- .*", output(RUN_HERE[0]))
+    entry = re.search(r"- .*", output(RUN_HERE[0]))
     assert entry is not None
-    (read,) = [yaml.safe_load(entry[0])] if entry[0].startswith("{") else yaml.safe_load(entry[0])
+    (read,) = yaml.safe_load(entry[0])
     assert ApiKey.model_validate(read).tenant == "ann"
 
 

@@ -194,14 +194,14 @@ async def test_keys_of_a_file_are_added_to_those_of_the_config(tmp_path: Path, d
     [
         ("[{tenant: ann, sha256: sk-secret}]", "0.sha256: String should match pattern"),
         ("[{tenant: ann, key: sk-secret, sha256: x}]", "0.key: Extra inputs are not permitted"),
-        ("sk-secret", "valid tuple"),
+        ("sk-secret", "expected a list of entries"),
         ("[sk-secret]", "0: Input should be a valid dictionary"),
         ("[sk-secret: {", "neither YAML nor JSON"),
         ("[" * 100_000, "neither YAML nor JSON"),
         ("sk-secret\xff", "is not text in UTF-8"),
         ("# sk-secret\n", "has no keys: everybody could use the server"),
         ("[]", "has no keys: everybody could use the server"),
-        ("{}", "valid tuple"),
+        ("{tenant: ann, sha256: sk-secret}", "expected a list of entries"),
         (None, "No such file"),
     ],
 )
@@ -259,11 +259,14 @@ def test_a_key_that_was_written_into_the_config_is_refused_and_not_shown(tmp_pat
 # --- making keys ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_key_and_the_entry_that_lets_it_in() -> None:
+def test_the_command_prints_a_key_and_the_entry_that_lets_it_in(tmp_path: Path) -> None:
+    """The entry alone is a valid file of keys, as the pages for Compose and Kubernetes have it."""
     command = [sys.executable, "-m", "serve_app.auth", "ann"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     key, listed, admin = (line.partition(":")[2].strip() for line in lines)
-    keys = Keys([ApiKey(**yaml.safe_load(listed))], yaml.safe_load(admin)["admin_sha256"])
+    (tmp_path / "keys.yaml").write_text(listed)
+    admin_sha256 = yaml.safe_load(admin)["admin_sha256"]
+    keys = Keys.load(AuthSettings(keys_file=str(tmp_path / "keys.yaml"), admin_sha256=admin_sha256))
     scope = {"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode())]}
     assert keys.tenant(scope).name == "ann"
     keys.check_admin(scope)
