@@ -61,10 +61,10 @@ def services(*added: Path, **variables: str) -> dict[str, Doc]:
 
 
 def _merged(below: Any, above: Any, name: str = "") -> Any:
-    """Maps are merged and lists are joined. Everything else is replaced, and so are commands and checks."""
+    """Maps are merged and lists are joined. All else is replaced, and so are commands, entrypoints and checks."""
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: _merged(below.get(key), value, key) for key, value in above.items()}
-    if isinstance(below, list) and isinstance(above, list) and name not in ("command", "test"):
+    if isinstance(below, list) and isinstance(above, list) and name not in ("command", "entrypoint", "test"):
         return below + above
     return above
 

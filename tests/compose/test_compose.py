@@ -158,7 +158,7 @@ def signals_as_before() -> Iterator[None]:
 
 def served(service: Doc, scratch: Path) -> Doc:
     """Return the config that a service's command serves, checked as `chunkserve check` does."""
-    program, command, *words = service["command"]
+    program, command, *words = [*service["entrypoint"], *service.get("command", [])]
     assert (program, command) == ("chunkserve", "serve")
     here = {target: str(ROOT / source) for source, target, *_ in mounts(service)}
     here["/run/secrets/api-keys"] = str(scratch / "api-keys.yaml")
@@ -183,14 +183,19 @@ def test_the_servers_command_serves_the_projects_own_config_to_the_other_service
 
 
 @pytest.mark.usefixtures("signals_as_before")
-def test_with_keys_the_server_reads_the_mounted_file_of_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [(KEYS,), (GPU, KEYS), (KEYS, GPU)], ids=["keys", "gpu+keys", "keys+gpu"])
+def test_with_keys_the_server_reads_the_mounted_file_of_keys(files: tuple[Path, ...], tmp_path: Path) -> None:
+    """Each file once replaced the other's command: the GPU's image served the CPU's config, or the server was open."""
     (tmp_path / "api-keys.yaml").write_text(yaml.safe_dump([{"tenant": "ann", "sha256": digest(b"k")}]))
-    added = project(KEYS, CHUNKSERVE_API_KEY="k")
+    added = project(*files, CHUNKSERVE_API_KEY="k")
     service = added["services"]["chunkserve"]
     (ours,) = served(service, tmp_path)["applications"]
     assert ours["args"]["auth"]["keys_file"] == str(tmp_path / "api-keys.yaml")
     assert service["command"][-1] == f"/run/secrets/{service['secrets'][0]}"
-    assert service["command"][: len(SERVER["command"])] == SERVER["command"]
+    del ours["args"]["auth"]
+    (tmp_path / "open").mkdir()
+    without = services(*(file for file in files if file != KEYS))["chunkserve"]
+    assert served(without, tmp_path / "open")["applications"] == [ours], "the keys are the only difference"
     assert added["secrets"].keys() == set(service["secrets"])
     assert added["services"]["open-webui"]["environment"]["OPENAI_API_KEY"] == "k"
 

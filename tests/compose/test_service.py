@@ -58,7 +58,7 @@ def running() -> Iterator[Running]:
     temp = Path(tempfile.mkdtemp(prefix="cc", dir="/tmp"))
     here = {target: str(ROOT / source) for source, target, *_ in mounts(SERVER) if source.startswith(".")}
     here["/etc/chunkserve/config.yaml"] = str(config_with_every_panel(temp / "config.yaml"))
-    port, command = free_port(), [here.get(word, word) for word in SERVER["command"]]
+    port, command = free_port(), [here.get(word, word) for word in SERVER["entrypoint"]]
     command[0] = str(Path(sys.executable).with_name(command[0]))
     command[command.index("0.0.0.0")] = "127.0.0.1"
     (usage,) = re.findall(r"RAY_USAGE_STATS_ENABLED=\d", DOCKERFILE)
