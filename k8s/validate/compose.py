@@ -23,6 +23,8 @@ RULES = DIRECTORY / "rules.yaml"
 SCHEMA = "compose-spec.json"
 _JOBS = {"chunkserve/chunkserve-head": "ray"}
 """Jobs that the alerts name -> what they are called here. An alert for a job that nobody has would always fire."""
+_NAMESPACE = ', namespace="chunkserve"'
+"""What the alerts ask of targets in Kubernetes. Here targets have no namespace."""
 _HEAD = "# Written by `make render-k8s` from k8s/monitoring/alerts.yaml, which has the comments.\n"
 
 
@@ -31,7 +33,7 @@ def rules_text() -> str:
     text: str = yaml.safe_dump(alerts.rules()["spec"], sort_keys=False, width=1000)
     for theirs, ours in _JOBS.items():
         text = text.replace(f'job="{theirs}"', f'job="{ours}"')
-    return _HEAD + text
+    return _HEAD + text.replace(_NAMESPACE, "")
 
 
 def render() -> None:

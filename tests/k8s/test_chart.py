@@ -126,6 +126,20 @@ def test_the_chart_makes_the_monitoring_objects() -> None:
 
 
 @needs_helm
+def test_in_another_namespace_the_alerts_ask_for_the_targets_that_are_scraped_there() -> None:
+    """ChunkserveHeadDown asked for the job of the namespace chunkserve, and paged for ever in any other."""
+    made = chart.template_with([chart.VALUES / "monitoring.yaml"], "--namespace", "elsewhere")
+    (rules,), (scrape,) = of_kind(made, "PrometheusRule"), of_kind(made, "ScrapeConfig")
+    text = " ".join(rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"])
+    pods = {f"elsewhere/{doc['metadata']['name']}" for doc in of_kind(made, "PodMonitor")}
+    jobs = set(re.findall(r'job="([^"]+)"', text))
+    assert "elsewhere/chunkserve-head" in jobs
+    assert jobs <= {*pods, scrape["spec"]["jobName"]}
+    assert set(re.findall(r'namespace="([^"]+)"', text)) == {"elsewhere"}
+    assert scrape["spec"]["staticConfigs"][0]["labels"] == {"namespace": "elsewhere"}
+
+
+@needs_helm
 def test_what_an_overlay_has_and_the_chart_has_not_is_found() -> None:
     made = chart.template_with(chart.values_of("gpu"))
     changed = wanted("gpu")
