@@ -182,7 +182,7 @@ SERVING = Dashboard(
     (
         Panel(
             "Requests by outcome",
-            "`error` includes the mistakes of clients.",
+            "`server_error`: the server failed. `error`: refusals, and the mistakes of clients.",
             "reqps",
             ((_rate("chunkserve:requests_total", "outcome"), "{{outcome}}"),),
         ),
@@ -203,7 +203,7 @@ SERVING = Dashboard(
         ),
         Panel(
             "First token",
-            "Time from the arrival at the ingress.",
+            "Time from the arrival at the ingress, of those that came.",
             "s",
             _quantiles("chunkserve:time_to_first_token_seconds", 0.5, 0.95, 0.99),
         ),
@@ -249,9 +249,13 @@ SERVING = Dashboard(
         ),
         Panel(
             "Deadlines missed",
-            "Requests without a complete answer at their deadline.",
+            "Requests without a complete answer at their deadline, and requests that ended without a first token after "
+            "more than 2.5 s.",
             "ops",
-            ((_rate("chunkserve:deadline_misses_total"), "missed"),),
+            (
+                (_rate("chunkserve:deadline_misses_total"), "missed"),
+                (_rate("chunkserve:first_tokens_missed_total"), "no first token"),
+            ),
         ),
         Panel(
             "Replicas that do not answer",
@@ -360,7 +364,7 @@ SLO = Dashboard(
     (
         Panel(
             "Good requests",
-            "Neither interrupted nor refused for lack of room; the objective is 99.5 %.",
+            "Neither failed, interrupted nor refused for lack of room; the objective is 99.5 %.",
             "percentunit",
             (
                 ("1 - chunkserve:bad_requests:ratio_rate5m", "5 minutes"),
@@ -380,7 +384,7 @@ SLO = Dashboard(
         ),
         Panel(
             "First tokens in time",
-            "Within 2.5 s; the objective is 95 %.",
+            "Within 2.5 s, of those that came and those that had not come by then; the objective is 95 %.",
             "percentunit",
             (
                 ("1 - chunkserve:late_first_tokens:ratio_rate5m", "5 minutes"),

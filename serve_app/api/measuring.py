@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.http.asgi import ClientGone
 from serve_app.api.request_facts import EndedRequest, RequestFacts, Trace
+from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.timing.recent import PATIENCE_S, RecentTimes
 from serve_app.api.timing.split import EndedTimes
 from serve_app.auth.keys import tenant_of
@@ -55,8 +56,9 @@ class MeasuresRequests:
         self._ended(request, "complete" if request.times.is_answered else "incomplete")
 
     def _ended(self, request: _Request, outcome: Outcome, error: Exception | None = None) -> None:
-        (request.facts.recorder or self._recorder).ended(request.times, outcome, error)
         facts, now = request.facts, request.times.now()
+        has_tokens = not isinstance(facts.request, EmbeddingRequest)
+        (facts.recorder or self._recorder).ended(request.times, outcome, error, has_tokens=has_tokens)
         record, leader = (None, None) if facts.choices is None else facts.choices.last_records
         ended = EndedTimes(facts.answer_id, request.scope[REQUEST_ID], outcome, request.times, now, record, leader)
         self._recent.add(ended, tenant_of(request.scope).name)

@@ -247,8 +247,9 @@ INGRESS = (
     _ingress_gauge(NUM_WAITING_AT_GATE, "Requests that are waiting at the gate, in front of the engines."),
     _ingress_counter(
         "chunkserve:requests",
-        "Requests for generated text, by outcome. `complete`: a whole answer. `error`: an error status. "
-        "`incomplete`: an error inside a stream. `client_gone`: the client left.",
+        "Requests for generated text, by outcome. `complete`: a whole answer. `server_error`: a status of 500 or more, "
+        "503 excepted. `error`: any other error status. `incomplete`: an error inside a stream. `client_gone`: the "
+        "client left.",
         ("outcome",),
     ),
     _ingress_counter(
@@ -258,6 +259,11 @@ INGRESS = (
         "chunkserve:ignored_fields", "Requests with a hint that had no effect, by the hint's name.", ("field",)
     ),
     _ingress_counter("chunkserve:deadline_misses", "Requests that had no complete answer at their deadline."),
+    _ingress_counter(
+        "chunkserve:first_tokens_missed",
+        "Requests that ended without a first token after more than 2.5 s: the client left, the deadline passed, or the "
+        "server failed. `chunkserve:time_to_first_token_seconds` does not have them.",
+    ),
     _ingress_histogram(
         "chunkserve:time_to_first_token_seconds",
         "From a request's arrival in the ingress to its first token; for a stream, until that token was sent.",

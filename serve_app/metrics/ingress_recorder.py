@@ -18,9 +18,13 @@ from serve_app.metrics.values import Histogram, Sample
 from serve_app.settings.engine_names import ENGINE
 
 Outcome = Literal["complete", "error", "incomplete", "client_gone"]
-_OUTCOMES: tuple[Outcome, ...] = ("complete", "error", "incomplete", "client_gone")
+_OUTCOMES = ("complete", "error", "server_error", "incomplete", "client_gone")
+"""Those that are counted. An error is counted as one of the server's, or as one that it is not to blame for."""
 _REFUSALS = ("queue_full", "rate_limit_exceeded", "draining", "engine_dead")
 """The codes of 429 and 503 whose series exist from the start."""
+_REFUSED = (429, 503)
+LATE_FIRST_TOKEN_S = 2.5
+"""From here on a first token is late, as the alerts have it."""
 
 
 class IngressRecorder:
@@ -40,6 +44,7 @@ class IngressRecorder:
         self._refusals: Counter[str] = Counter(dict.fromkeys(_REFUSALS, 0))
         self._ignored: Counter[str] = Counter()
         self._deadline_misses = 0
+        self._first_tokens_missed = 0
         # Only engine metrics have buckets that depend on the model's length.
         self._histograms = {m.name: Histogram(m.bounds(0)) for m in INGRESS if m.kind == "histogram"}
 
@@ -47,12 +52,18 @@ class IngressRecorder:
         """Count the hints of one request that had no effect."""
         self._ignored.update(names)
 
-    def ended(self, times: RequestTimes, outcome: Outcome, error: Exception | None = None) -> None:
-        """Count a request that is over. `error`: the client got it instead of an answer."""
-        self._outcomes[outcome] += 1
+    def ended(
+        self, times: RequestTimes, outcome: Outcome, error: Exception | None = None, *, has_tokens: bool = True
+    ) -> None:
+        """Count a request that is over. `error`: the client got it instead of an answer. `has_tokens`: its answer would
+        have had tokens."""
+        failed = error is not None and _is_failure(error)
+        self._outcomes["server_error" if failed else outcome] += 1
         self._deadline_misses += times.missed_deadline()
-        if isinstance(error, ApiError) and error.status in (429, 503):
+        if isinstance(error, ApiError) and error.status in _REFUSED:
             self._refusals[error.code or "none"] += 1
+        if has_tokens and (failed or outcome in ("incomplete", "client_gone")) and _waited_in_vain(times):
+            self._first_tokens_missed += 1
         if times.first_token is not None and outcome != "error":
             self._observe("time_to_first_token_seconds", times.first_token - times.arrived)
         if outcome == "complete":
@@ -82,6 +93,7 @@ class IngressRecorder:
             "num_requests_live": gate.num_live,
             "num_requests_waiting": gate.num_waiting,
             "deadline_misses": self._deadline_misses,
+            "first_tokens_missed": self._first_tokens_missed,
             "migrations": channel.migrations,
             "migrations_failed": channel.failed_migrations,
             "channel_frames": channel.frames,
@@ -95,3 +107,16 @@ class IngressRecorder:
             "responses_store_hits": self._store.hits,
         }
         return [Sample(f"chunkserve:{name}", (), value) for name, value in values.items()]
+
+
+def _is_failure(error: Exception) -> bool:
+    """Whether the server is to blame. A refusal is counted by its code instead."""
+    return not isinstance(error, ApiError) or (error.status >= 500 and error.status not in _REFUSED)
+
+
+def _waited_in_vain(times: RequestTimes) -> bool:
+    """Whether a first token was late already when the request ended without one. A client that sends its body slowly
+    waits for itself."""
+    if times.first_token is not None or times.read_at is None:
+        return False
+    return times.now() - times.arrived > LATE_FIRST_TOKEN_S

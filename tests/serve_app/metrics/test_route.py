@@ -4,8 +4,10 @@ Never goes through Ray; the engine is a real one in this process, over the fake 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +21,12 @@ from serve_app.admission.gate import Gate
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.auth.keys import Keys
+from serve_app.errors.api_error import ApiError
 from serve_app.metrics.catalogue import INGRESS
 from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.exposition import Scrape
 from serve_app.metrics.ingress_recorder import IngressRecorder
+from serve_app.metrics.request_times import RequestTimes
 from serve_app.metrics.values import ReplicaSamples
 from serve_app.settings.auth import ApiKey
 from serve_app.settings.limits import GatePolicy, Limits
@@ -212,7 +216,7 @@ async def test_a_stream_that_breaks_is_incomplete_and_a_refusal_before_it_an_err
     assert (await post(app, COMPLETIONS, PROMPT | {"stream": True})).status == 200
     assert (await post(app, COMPLETIONS, PROMPT)).status == 500
     found = await scrape(app)
-    assert found.of("chunkserve:requests_total") == {"incomplete": 1, "error": 1}
+    assert found.of("chunkserve:requests_total") == {"incomplete": 1, "server_error": 1}
     assert found["chunkserve:e2e_request_latency_seconds_count"] == 0
     assert found["chunkserve:time_to_first_token_seconds_count"] == 1  # of the one that had been sent a token
 
@@ -247,7 +251,80 @@ async def test_a_request_without_its_whole_answer_at_the_deadline_has_missed_it(
         assert answer.status == (200 if stream else 504)
     found = await scrape(app)
     assert found["chunkserve:deadline_misses_total"] == 1
-    assert found.of("chunkserve:requests_total") == {"incomplete" if stream else "error": 1}
+    assert found.of("chunkserve:requests_total") == {"incomplete" if stream else "server_error": 1}
+    assert found["chunkserve:first_tokens_missed_total"] == 0, "it had one"
+
+
+@pytest.mark.parametrize(("waited_s", "missed"), [(4, 1), (1, 0)])
+async def test_a_client_that_leaves_without_a_token_has_missed_it_if_it_was_late_by_then(
+    waited_s: float, missed: int
+) -> None:
+    """During an outage all clients left, and no first token was late because none came."""
+    with pytest.MonkeyPatch.context() as patch:
+        waiting = asyncio.Event()
+        script = [scheduled()], make_time_pass(waited_s, patch), waiting.set, asyncio.Event()
+        app, _ = measured(ScriptedClient(*script))
+        exchange = Exchange(app, "POST", COMPLETIONS, json.dumps(PROMPT | {"stream": True}).encode())
+        await asyncio.wait_for(waiting.wait(), TIMEOUT_S)
+        exchange.disconnect()
+        await asyncio.wait_for(exchange.task, TIMEOUT_S)
+    found = await scrape(app)
+    assert found.of("chunkserve:requests_total") == {"client_gone": 1}
+    assert found["chunkserve:first_tokens_missed_total"] == missed
+    assert found["chunkserve:time_to_first_token_seconds_count"] == 0
+
+
+async def test_who_leaves_without_an_embedding_has_missed_no_token() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        waiting, recorder = asyncio.Event(), IngressRecorder(Gate())
+        client = ScriptedClient([scheduled()], make_time_pass(4, patch), waiting.set, asyncio.Event())
+        app = create_app(client, Tokenizer.byte_level(), replace(MODEL, pooling="mean"), recorder=recorder)
+        body = json.dumps({"model": MODEL.id, "input": "hi"}).encode()
+        exchange = Exchange(app, "POST", "/v1/embeddings", body)
+        await asyncio.wait_for(waiting.wait(), TIMEOUT_S)
+        exchange.disconnect()
+        await asyncio.wait_for(exchange.task, TIMEOUT_S)
+    counted = {sample.name: sample.value for sample in recorder.samples() if sample.labels in ((), ("client_gone",))}
+    assert counted["chunkserve:requests"] == 1
+    assert counted["chunkserve:first_tokens_missed"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_that_passes_before_the_first_token_has_missed_it(stream: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serve_app.api.generation.live.GRACE_S", 0)
+        app, _ = measured(ScriptedClient([scheduled()], make_time_pass(5, patch), asyncio.Event()))
+        await post(app, COMPLETIONS, PROMPT | {"timeout_ms": 5000, "stream": stream})
+    found = await scrape(app)
+    assert found["chunkserve:first_tokens_missed_total"] == 1
+
+
+async def ended_after(waited_s: float, error: Exception | None, *, has_tokens: bool = True, sent: bool = True) -> Any:
+    """Return what an ingress replica counts of one request that ends so, without a token."""
+    times, recorder = RequestTimes(), IngressRecorder(Gate())
+    begun = times.arrived
+    times.now = lambda: begun + waited_s
+    if sent:
+        times.has_body()
+    recorder.ended(times, "client_gone" if error is None else "error", error, has_tokens=has_tokens)
+    counted = {sample.name: sample.value for sample in recorder.samples() if not sample.labels}
+    outcomes = [s.labels[0] for s in recorder.samples() if s.name == "chunkserve:requests" and s.value]
+    return outcomes, counted["chunkserve:first_tokens_missed"]
+
+
+async def test_only_failures_of_the_server_are_server_errors() -> None:
+    """A refusal is counted by its reason, and a mistake of a client is none of the server's."""
+    for status in (400, 404, 429, 503):
+        assert await ended_after(9, ApiError(status, "no")) == (["error"], 0)
+    for failure in (ApiError(500, "no"), ApiError(504, "late"), RuntimeError("a bug")):
+        assert await ended_after(9, failure) == (["server_error"], 1)
+        assert await ended_after(1, failure) == (["server_error"], 0)
+
+
+async def test_a_client_that_waits_for_itself_or_for_no_token_misses_none() -> None:
+    assert await ended_after(9, None) == (["client_gone"], 1)
+    assert await ended_after(9, None, sent=False) == (["client_gone"], 0)
+    assert await ended_after(9, None, has_tokens=False) == (["client_gone"], 0)
 
 
 async def test_a_request_that_meets_its_deadline_or_has_none_has_not_missed_it() -> None:
