@@ -189,7 +189,7 @@ class Driver:
     def _send(self, request: Ask) -> HTTPSocketPoolResponse:
         client = self._slow_client if request.read_pause_s else self._client
         body = json.dumps({"model": self._target.model, **request.body})
-        return client.request("POST", request.path, body, self._headers(request))
+        return client.request("POST", self._target.prefix + request.path, body, self._headers(request))
 
     def _read(self, response: HTTPSocketPoolResponse, request: Ask, lines: Lines) -> tuple[str, str | None]:
         if response.status_code == 200:

@@ -7,6 +7,7 @@ import json
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 _TIMEOUT_S = 30.0
 
@@ -20,6 +21,11 @@ class Target:
     timeout_s: float
     keys: dict[str, str]
     """API keys by tenant. Requests without a tenant use the first."""
+
+    @property
+    def prefix(self) -> str:
+        """The URL's path, which every request's path follows: a server may stand behind a route prefix."""
+        return urlsplit(self.url).path
 
     def key_of(self, tenant: str | None) -> str | None:
         return next(iter(self.keys.values()), None) if tenant is None else self.keys[tenant]

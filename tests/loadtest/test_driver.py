@@ -53,7 +53,7 @@ async def driving(server: Scripted | FakeServer, **given: Any) -> AsyncIterator[
         )
         try:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"url": url, **given}).encode() + b"\n")
+            process.stdin.write(json.dumps({"url": url + given.pop("prefix", ""), **given}).encode() + b"\n")
             yield process
         finally:
             if process.returncode is None:
@@ -208,6 +208,18 @@ async def test_an_answer_that_never_ends_is_given_up() -> None:
 
     found = await drive(Scripted(answer), requests=1, tokens=9, timeout_s=0.3)
     assert found["errors"] == {"no end within 0.3 s": 1}
+
+
+async def test_a_request_goes_to_its_path_behind_that_of_the_url() -> None:
+    """The model was asked for under the prefix, and the load was sent to whatever is at the root."""
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + WORD + usage(4, 1))
+
+    for prefix in ("", "/some/prefix"):
+        server = Scripted(answer)
+        assert (await drive(server, requests=1, tokens=1, prefix=prefix))["figures"]["ok"] == 1
+        assert [head.split()[1].decode() for head in server.heads] == [f"{prefix}/v1/completions"]
 
 
 async def test_a_tenants_key_is_sent() -> None:
