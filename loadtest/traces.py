@@ -10,6 +10,7 @@ import io
 import json
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +24,9 @@ BLOCK_TOKENS = 512
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 PLAIN_COLUMNS = ["arrival_s", "prompt_tokens", "answer_tokens"]
 """Columns of a plain trace in CSV, and keys of one in JSON lines: seconds from any moment on, and tokens."""
+
+_MOST_TOKENS = 2**53
+"""More than any model takes; a larger number is none that a float has, and lengths are scaled by floats."""
 
 
 class BadTrace(ValueError):
@@ -84,7 +88,7 @@ def read_trace(path: Path) -> Trace:
         stream = io.TextIOWrapper(binary, encoding="utf-8", newline="")
         try:
             rows = list(read(stream))
-        except (BadTrace, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as bad:
+        except (BadTrace, UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as bad:
             raise BadTrace(f"{path}: {bad}") from bad
     if not rows:
         raise BadTrace(f"{path}: no requests")
@@ -94,6 +98,13 @@ def read_trace(path: Path) -> Trace:
 
 def _csv(stream: TextIO) -> Iterator[tuple[float, Row]]:
     lines = csv.reader(stream)
+    try:
+        yield from _csv_rows(lines)
+    except csv.Error as bad:  # of the reader itself, such as a field that is too long
+        raise BadTrace(f"line {lines.line_num}: {bad}") from bad
+
+
+def _csv_rows(lines: Iterator[list[str]]) -> Iterator[tuple[float, Row]]:
     head = next(lines, [])
     if head not in (_AZURE_COLUMNS, PLAIN_COLUMNS):
         known = " or ".join(", ".join(columns) for columns in (PLAIN_COLUMNS, _AZURE_COLUMNS))
@@ -117,7 +128,7 @@ def _json_lines(stream: TextIO) -> Iterator[tuple[float, Row]]:
         try:
             found = json.loads(line)
             yield _plain(found) if PLAIN_COLUMNS[0] in found else _mooncake(found)
-        except (ValueError, KeyError, TypeError) as bad:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as bad:
             raise BadTrace(f"line {number}: {bad!r}") from bad
 
 
@@ -141,6 +152,8 @@ def _seconds(at: float) -> float:
 
 
 def _row(prompt: int, output: int, blocks: tuple[int, ...] = ()) -> Row:
+    if max(prompt, output) > _MOST_TOKENS:
+        raise BadTrace(f"a length of more than {_MOST_TOKENS} tokens")
     if prompt < 0 or output < 0:
         raise BadTrace(f"lengths of {prompt} and {output} tokens")
     return Row(0.0, prompt, output, blocks)
@@ -157,7 +170,8 @@ def scaled(
     """Adapt a trace to what the server at hand can take.
 
     Args:
-        rate: mean requests a second; all gaps are stretched or squeezed alike, so that bursts stay bursts.
+        rate: mean requests a second, of those that are not left out; all gaps are stretched or squeezed alike, so that
+            bursts stay bursts.
         lengths: factor for all prompts, answers and blocks, so that shared prefixes stay shared.
         longest: limit in tokens of prompt and answer together; longer requests are left out and counted.
         seconds: length of the trace after stretching; later requests are dropped.
@@ -172,18 +186,17 @@ def scaled(
     kept = [row for row in rows if longest is None or row.prompt_tokens + row.output_tokens <= longest]
     if not kept:
         raise ValueError(f"every request of the trace is longer than {longest} tokens; scale the lengths")
-    stretch = _stretch(trace, rate)
-    begin = kept[0].at_s
+    stretch, begin = _stretch(kept, rate), kept[0].at_s
     moved = [dataclasses.replace(row, at_s=(row.at_s - begin) * stretch) for row in kept]
     moved = [row for row in moved if seconds is None or row.at_s < seconds]
     block_tokens = max(round(trace.block_tokens * lengths), 1)
     return Trace(tuple(moved), block_tokens, trace.left_out + len(rows) - len(kept))
 
 
-def _stretch(trace: Trace, rate: float | None) -> float:
-    if rate is None or len(trace.rows) < 2 or not trace.seconds:
-        return 1.0
-    return (len(trace.rows) - 1) / trace.seconds / rate
+def _stretch(rows: list[Row], rate: float | None) -> float:
+    """Return the factor of all gaps. `rows`: those that are sent, since the rate is theirs."""
+    seconds = rows[-1].at_s - rows[0].at_s
+    return 1.0 if rate is None or not seconds else (len(rows) - 1) / seconds / rate
 
 
 def _scaled_row(row: Row, lengths: float) -> Row:

@@ -77,11 +77,25 @@ def test_a_packed_trace_is_the_same(sample: Path, tmp_path: Path) -> None:
         ("a.jsonl", "{\n", "line 1"),
         ("a.jsonl", '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}\n', "1 hash_ids"),
         ("a.csv.gz", HEAD, "a.csv.gz"),
+        ("p.jsonl", '{"arrival_s": 0, "prompt_tokens": 1e400, "answer_tokens": 1}\n', "line 1: OverflowError"),
+        ("p.jsonl", f'{{"arrival_s": {10**400}, "prompt_tokens": 1, "answer_tokens": 1}}\n', "line 1: OverflowError"),
+        ("p.jsonl", f'{{"arrival_s": 0, "prompt_tokens": {10**400}, "answer_tokens": 1}}\n', "line 1: .* more than"),
+        ("p.jsonl", "[" * 100_000, "line 1: RecursionError"),
+        ("p.csv", PLAIN + f"0,1,{10**400}\n", "line 2: a length of more than"),
+        ("p.csv", PLAIN + f"0,1,1\n1,1,{'1' * 200_000}\n", "line 3: field larger than field limit"),
     ],
 )
 def test_a_file_that_is_no_trace_is_named_with_the_line(tmp_path: Path, name: str, contents: str, reason: str) -> None:
     with pytest.raises(BadTrace, match=reason):
         trace_of(tmp_path, name, contents)
+
+
+def test_a_packed_trace_that_is_damaged_inside_is_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(AZURE.read_bytes()))
+    packed[12:200] = b"\xff" * 188
+    (tmp_path / "a.csv.gz").write_bytes(packed)
+    with pytest.raises(BadTrace, match=r"a\.csv\.gz: Error -3"):
+        read_trace(tmp_path / "a.csv.gz")
 
 
 # --- scaling --------------------------------------------------------------------------------------------------------
@@ -92,6 +106,13 @@ def test_a_rate_stretches_all_gaps_alike_so_that_bursts_stay_bursts() -> None:
     after = scaled(before, rate=10.0)
     assert (len(after.rows) - 1) / after.seconds == pytest.approx(10.0)
     assert cv_of([row.at_s for row in after.rows]) == pytest.approx(cv_of([row.at_s for row in before.rows]))
+
+
+def test_a_rate_is_that_of_the_requests_that_are_sent() -> None:
+    """A trace of which half was too long was once sent at half the rate."""
+    after = scaled(read_trace(AZURE), rate=10.0, longest=800)
+    assert after.left_out
+    assert (len(after.rows) - 1) / after.seconds == pytest.approx(10.0)
 
 
 def test_what_is_longer_than_the_server_takes_is_left_out_and_counted() -> None:
