@@ -38,7 +38,9 @@ MADE = [command for command in COMMANDS if command.startswith("make ")]
 LOADS = [command for command in MADE if command.split()[1] in ("load", "find-rate", "simulate")]
 COMPOSE = [command for command in COMMANDS if command.startswith("docker compose ")]  # see tests/compose
 ON_A_CLUSTER = [
-    command for command in COMMANDS if command.startswith(("docker ", "helm ", "kubectl ")) and command not in COMPOSE
+    command
+    for command in COMMANDS
+    if command.startswith(("docker ", "helm ", "kind ", "kubectl ")) and command not in COMPOSE
 ]
 PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/python -m ")]
 

@@ -17,10 +17,11 @@ from serve_app.settings.auth import ApiKey
 
 README = (K8S / "README.md").read_text()
 CHART = (K8S / "chart" / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorials" / "first-cluster.md").read_text()
 COMMANDS = [
     line for block in re.findall(r"```bash\n(.*?)```", README + CHART, re.DOTALL) for line in block.splitlines()
 ]
-CLUSTER = ("kubectl ", "helm ", "docker ")
+CLUSTER = ("kubectl ", "helm ", "docker ", "kind ")
 RUN_HERE = (".venv/bin/python -m serve_app.auth ann", ".venv/bin/python -m k8s.drain --help")
 MADE = ("make validate-k8s",)
 
@@ -33,6 +34,17 @@ def output(command: str) -> str:
 def test_every_command_is_run_here_or_needs_a_cluster() -> None:
     others = [command for command in COMMANDS if not command.startswith(CLUSTER)]
     assert sorted(others) == sorted(RUN_HERE + MADE)
+
+
+@pytest.mark.parametrize("page", [README, CHART, TUTORIAL], ids=["k8s", "chart", "tutorial"])
+def test_what_a_command_needs_is_there_before_it(page: str) -> None:
+    """Helm knows no repository by itself, and a cluster on a laptop has none of Docker's images."""
+    lines = page.splitlines()
+    installed = next(line for line in lines if re.match(r"helm install \S+ kuberay/", line))
+    assert any(line.startswith("helm repo add kuberay ") for line in lines[: lines.index(installed)])
+    (image,) = set(re.findall(r"--tag (\S+) \.", README))
+    deployed = next(line for line in lines if "cpu-demo" in line and line.startswith(("kubectl apply", "helm install")))
+    assert f"kind load docker-image {image}" in lines[: lines.index(deployed)]
 
 
 def test_the_targets_that_are_named_are_in_the_makefile() -> None:
