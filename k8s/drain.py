@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 1.0
@@ -127,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _say(log: Path | None, what: str) -> None:
     print(f"drain: {what}", file=sys.stderr, flush=True)
     if log is not None:
-        with log.open("a") as file:
+        with suppress(OSError), log.open("a") as file:  # the pod is held, whether or not anybody reads why
             file.write(f"drain: {what}\n")
 
 

@@ -119,6 +119,16 @@ def test_without_a_head_the_pod_is_held_all_the_same(
     assert log.read_text() == capsys.readouterr().err
 
 
+def test_a_log_that_cannot_be_written_does_not_let_the_pod_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drain, "announce", lambda *_: "n1")
+    monkeypatch.setattr(drain, "hold", lambda deadline_s: [REPLICA])
+    arguments = ["--deadline-s", "960", "--address", "head:6379", "--node-ip", "10.0.0.1"]
+    assert drain.main([*arguments, "--log", str(tmp_path / "none" / "log")]) == 1
+    assert capsys.readouterr().err == f"drain: node n1 drains\ndrain: left at the deadline: {REPLICA}\n"
+
+
 CLUSTER = """
 import json, sys, time
 import ray
