@@ -176,9 +176,10 @@ def _images(doc: Doc) -> _Problems:
 
 
 def _model(doc: Doc, docs: list[Doc], settings: AppSettings) -> _Problems:
-    """Check that the models that are awaited and downloaded are those that are served, and that engines only read
-    them."""
-    models = [model.model for model in settings.each_model()]
+    """Check that the models that are awaited and downloaded are those that are served, drafts' models included, and
+    that engines only read them."""
+    each = [(model.model, model.engine.speculative.model) for model in settings.each_model()]
+    models = [name for names in each for name in names if name is not None]
     served = ", ".join(models)
     for group in groups(doc)[1:]:
         path = f"{group.path}.template.spec"

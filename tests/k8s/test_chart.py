@@ -261,6 +261,24 @@ def test_each_of_several_models_is_downloaded_awaited_and_served(tmp_path: Path)
 
 
 @needs_helm
+def test_a_draft_model_is_downloaded_and_awaited(tmp_path: Path) -> None:
+    """Engines that start from the cache alone, without it, would never start."""
+    values = tmp_path / "draft.yaml"
+    engine = {"speculative": {"method": "draft_model", "model": "org/small"}}
+    values.write_text(yaml.safe_dump({"args": {"model": "org/large", "engine": engine}}))
+    made = chart.template_with([values])
+    assert check_build(made) == []
+    (service,), (job,) = of_kind(made, "RayService"), of_kind(made, "Job")
+    worker = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    for containers in (worker["initContainers"], job["spec"]["template"]["spec"]["containers"]):
+        assert [one["command"][-1] for one in containers] == ["org/large", "org/small"]
+        del containers[1]
+    found = " ".join(map(str, check_build(made)))
+    assert "nothing waits for org/small, which is served" in found
+    assert "has org/small, which Job/model-cache-fill does not download" in found
+
+
+@needs_helm
 def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go() -> None:
     def notes(*names: str) -> str:
         files = [option for name in names for option in ("--values", chart.VALUES / f"{name}.yaml")]

@@ -325,6 +325,13 @@ MUTANTS = {
     "several models that only fit one by one": Mutant(
         "args.models", twice(min_replicas=2), "with the fewest engines need 4 GPUs, the workers have 2", at=SERVE
     ),
+    "a draft model that nobody downloads": Mutant(
+        f"{WORKER_POD}.initContainers",
+        served(f"{ARGS}.engine.speculative", {"method": "draft_model", "model": "org/small"}),
+        "nothing waits for org/small",
+        overlay="cpu-demo",
+        at=SERVE,
+    ),
     "an engine that fits no node": Mutant(
         "args.autoscaling.max_replicas", served(f"{ARGS}.engine_num_cpus", 20), "hold 0 engines", at=SERVE
     ),

@@ -54,11 +54,12 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end }}
 
-{{/* The models that are downloaded and served: that of `args`, or those of `args.models`, each once. */}}
+{{/* The models that are downloaded and served: that of `args`, or those of `args.models`, with their drafts', each once. */}}
 {{- define "chunkserve.models" -}}
 {{- $models := list }}
 {{- range .Values.args.models | default (list .Values.args) }}
 {{- $models = append $models (.model | default "smollm2-135m-instruct") }}
+{{- with dig "engine" "speculative" "model" "" . }}{{ $models = append $models . }}{{ end }}
 {{- end }}
 {{- $models | uniq | toJson }}
 {{- end }}
