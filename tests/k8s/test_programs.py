@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from k8s.validate import __main__ as validate
 from k8s.validate import tools
+from k8s.validate.builds import rendered
+from k8s.validate.manifests import of_kind
 
 
 @pytest.fixture
@@ -35,6 +40,36 @@ def test_promtool_cannot_be_had_where_there_is_no_debian(capsys: pytest.CaptureF
         tools.ToolMissing, match=r"promtool cannot be downloaded: .*no apt-get here: put promtool on the"
     ):
         tools.fetch("promtool")
+
+
+def redis_config(password: str, scratch: Path) -> subprocess.CompletedProcess[str]:
+    """Run the container's script with a program in Redis' place that shows what it is given."""
+    (container,) = [
+        container
+        for doc in of_kind(rendered("gcs-fault-tolerance"), "StatefulSet")
+        for container in doc["spec"]["template"]["spec"]["containers"]
+    ]
+    (scratch / "redis-server").write_text("#!/bin/sh\nexec cat\n")
+    (scratch / "redis-server").chmod(0o755)
+    environment = {"PATH": f"{scratch}:{os.environ['PATH']}", "REDIS_PASSWORD": password}
+    command = [*container["command"], *container["args"]]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("password", ["plain", "two words", 'a"b', "it's", "back\\slash\\", "#$HOME`id`$(id)", "\\x41"])
+def test_any_password_reaches_redis_as_it_is(password: str, tmp_path: Path) -> None:
+    """One with a space or a quote ended Redis at its start. Between double quotes, Redis and POSIX shells read the two
+    characters that are escaped here alike."""
+    config = redis_config(password, tmp_path).stdout.splitlines()
+    assert shlex.split(config[-1]) == ["requirepass", password]
+
+
+def test_redis_does_not_start_without_a_password(tmp_path: Path) -> None:
+    """With an empty one in its config, it would let everybody in."""
+    done = redis_config("", tmp_path)
+    assert done.returncode
+    assert "REDIS_PASSWORD: is empty" in done.stderr
+    assert not done.stdout
 
 
 def test_a_program_in_our_directory_goes_before_the_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
