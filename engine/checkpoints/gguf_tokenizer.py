@@ -27,6 +27,13 @@ _SPECIAL_IDS = {
     "eos_token_id": ("eos_token_id", "eot_token_id", "eom_token_id"),
     "pad_token_id": ("padding_token_id",),
 }
+# Control tokens that end an answer by their texts, as in llama.cpp: many files name only one of a model's end tokens.
+_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>"),
+        *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>"),
+    )
+)
 
 
 def special_token_ids(gguf: GGUFFile) -> dict[str, list[int]]:
@@ -35,7 +42,14 @@ def special_token_ids(gguf: GGUFFile) -> dict[str, list[int]]:
         name: [i for key in keys if (i := gguf.get(f"tokenizer.ggml.{key}", int)) is not None]
         for name, keys in _SPECIAL_IDS.items()
     }
+    found["eos_token_id"] += _ends(gguf)
     return {name: list(dict.fromkeys(ids)) for name, ids in found.items() if ids}
+
+
+def _ends(gguf: GGUFFile) -> list[int]:
+    tokens, types = gguf.get("tokenizer.ggml.tokens", list, []), gguf.get("tokenizer.ggml.token_type", list, [])
+    kinds = zip(tokens or (), types or (), strict=False)  # files without types are refused where that matters
+    return [i for i, (token, kind) in enumerate(kinds) if kind == _CONTROL and token in _ENDS]
 
 
 def write_tokenizer(gguf: GGUFFile, directory: Path) -> None:
@@ -53,8 +67,9 @@ def write_tokenizer(gguf: GGUFFile, directory: Path) -> None:
     else:
         raise ModelError(f"{gguf.path}: metadata tokenizer.ggml.model is {kind!r}; expected gpt2 or llama.")
     specials = _special_tokens(gguf, tokens)
-    # llama.cpp adds the first token if a sentencepiece vocabulary does not say otherwise.
-    if gguf.get("tokenizer.ggml.add_bos_token", bool, kind == "llama") and "bos_token" in specials:
+    # llama.cpp adds the first token if the file does not say otherwise.
+    adds_bos = kind == "llama" or gguf.get("tokenizer.ggml.pre", str) in _LLAMA3
+    if gguf.get("tokenizer.ggml.add_bos_token", bool, adds_bos) and "bos_token" in specials:
         bos = specials["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, tokens.index(bos))]
@@ -81,8 +96,11 @@ def _tokenizer_config(gguf: GGUFFile, specials: dict[str, str]) -> dict[str, Any
         "model_max_length": gguf.require(f"{gguf.require('general.architecture', str)}.context_length", int),
         **specials,
     }
-    template = gguf.get("tokenizer.chat_template", str)
-    return config if template is None else {**config, "chat_template": template}
+    template, with_tools = (gguf.get(f"tokenizer.chat_template{name}", str) for name in ("", ".tool_use"))
+    if template is None:
+        return config
+    named = [{"name": "default", "template": template}, {"name": "tool_use", "template": with_tools}]
+    return {**config, "chat_template": template if with_tools is None else named}
 
 
 def _byte_level_tokenizer(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
@@ -135,4 +153,11 @@ def _sentencepiece_tokenizer(gguf: GGUFFile) -> Tokenizer:
         converted = PreTrainedTokenizerFast.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelError(f"{gguf.path}: transformers cannot convert its sentencepiece vocabulary: {error}") from error
-    return converted.backend_tokenizer  # type: ignore[no-any-return]
+    tokenizer: Tokenizer = converted.backend_tokenizer
+    if not gguf.get("tokenizer.ggml.add_space_prefix", bool, True):  # transformers does not read it
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]  # and no Strip of a first space
+        )
+    return tokenizer
