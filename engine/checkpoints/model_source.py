@@ -3,13 +3,28 @@ Never converts anything, and never returns a directory without checking its cont
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from engine.checkpoints.model_cache import ModelError
+from engine.checkpoints.model_cache import ModelError, NotMadeError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+# Files in subdirectories are the same weights in other formats (onnx/, original/), and so are Mistral's consolidated
+# files beside the usual ones: gigabytes that nothing reads.
+_CONSOLIDATED = "consolidated*.safetensors"
+_USUAL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+# Faults of the cache's file system, which another try or another repository would meet again.
+_LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit, so that a garbage file is not read into memory
+
+
+class _FilesMissingError(ModelError):
+    """A directory lacks files, and those that are there are not at fault."""
 
 
 def check_shape_directory(directory: Path) -> Path:
@@ -37,7 +52,7 @@ def check_model_directory(directory: Path) -> Path:
     if not weights:
         missing.append("*.safetensors")
     if missing:
-        raise ModelError(
+        raise _FilesMissingError(
             f"{directory} is not a model directory: it has no {', '.join(missing)}. Expected config.json, "
             f"tokenizer.json and *.safetensors; found {', '.join(found[:12]) or 'nothing'}."
         )
@@ -61,7 +76,7 @@ def _check_safetensors(path: Path) -> None:
     """Compare the file's size with its header. Finds truncated downloads and Git LFS pointers without reading the
     file."""
     if not path.is_file():
-        raise ModelError(f"{path} is missing: model.safetensors.index.json lists it.")
+        raise _FilesMissingError(f"{path} is missing: model.safetensors.index.json lists it.")
     found_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -81,9 +96,10 @@ def download_from_hub(repo: str, revision: str | None, progress: bool) -> Path:
     """Download a hub repository's weights, configuration and tokenizer into Hugging Face's own cache.
 
     The hub's list of files is checked before gigabytes are fetched. If the hub cannot be reached, a cached snapshot is
-    used.
+    used if it is whole.
 
     Raises:
+        NotMadeError: the hub's cache cannot be written.
         ModelError: the hub cannot be reached or refuses the id, or the repository holds nothing that can be served.
     """
     from huggingface_hub import HfApi  # takes 0.2 s, and is needed only here
@@ -92,52 +108,95 @@ def download_from_hub(repo: str, revision: str | None, progress: bool) -> Path:
 
     if not progress:
         disable_progress_bars()
+    wanted: list[str] = []
     try:
         siblings = HfApi().model_info(repo, revision=revision).siblings or []
-        _check_hub_files(repo, [sibling.rfilename for sibling in siblings])
-        return check_model_directory(_snapshot(repo, revision, cached_only=False))
+        names = [sibling.rfilename for sibling in siblings]
+        _check_hub_files(repo, names)
+        wanted = _wanted(names)
+        return check_model_directory(_snapshot(repo, revision, wanted))
     except ModelError:
         raise
     except (HfHubHTTPError, ValueError) as error:
         raise ModelError(f"The hub refused {repo} at revision {revision or 'main'}: {error}") from error
     except Exception as error:  # noqa: BLE001 - a failed connection has another type in each release (httpx, httpx2)
-        return check_model_directory(_cached_snapshot(repo, revision, error))
+        return _cached_snapshot(repo, revision, wanted, error)
 
 
 def snapshot_in_cache(repo: str, revision: str | None) -> Path | None:
-    """Return what an earlier download of a hub repository left, without asking the hub. None: there is nothing.
+    """Return what an earlier download of a hub repository left, without asking the hub. None: there is nothing,
+    or only a part of the files.
 
     Raises:
         ModelError: the hub's library does not take the id, or what is there cannot be served.
     """
     try:
-        directory = _snapshot(repo, revision, cached_only=True)
+        directory = _snapshot(repo, revision)
     except OSError:
         return None
     except ValueError as error:
         raise ModelError(f"{repo} at revision {revision or 'main'} is no hub id: {error}") from error
-    return check_model_directory(directory)
+    try:
+        return check_model_directory(directory)
+    except _FilesMissingError:
+        return None
 
 
-def _snapshot(repo: str, revision: str | None, cached_only: bool) -> Path:
+def _wanted(names: Sequence[str]) -> list[str]:
+    """Return which of a repository's files are downloaded."""
+    usual = any(name in names for name in _USUAL_WEIGHTS)
+
+    def takes(name: str) -> bool:
+        if "/" in name or (usual and fnmatchcase(name, _CONSOLIDATED)):
+            return name == _TOOL_TEMPLATE
+        return any(fnmatchcase(name, pattern) for pattern in _HUB_FILES)
+
+    return [name for name in names if takes(name)]
+
+
+def _snapshot(repo: str, revision: str | None, wanted: Sequence[str] | None = None) -> Path:
+    """Download files, or with None look for an earlier download. Raises OSError and what the hub's library raises."""
     from huggingface_hub import snapshot_download
 
-    # Files in subdirectories are the same weights in other formats (onnx/, original/): gigabytes that nothing reads.
+    if wanted is not None:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(name) for name in wanted]))
     return Path(
         snapshot_download(
-            repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns="*/*", local_files_only=cached_only
+            repo,
+            revision=revision,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=["*/*", _CONSOLIDATED],
+            local_files_only=True,
         )
     )
 
 
-def _cached_snapshot(repo: str, revision: str | None, cause: Exception) -> Path:
+def _cached_snapshot(repo: str, revision: str | None, wanted: Sequence[str], cause: Exception) -> Path:
+    """Return an earlier download, if it is whole: an interrupted one leaves some of its files. wanted: their names, if
+    the hub has told them."""
     try:
-        return _snapshot(repo, revision, cached_only=True)
+        directory = _snapshot(repo, revision)
+        absent = [name for name in wanted if not (directory / name).is_file()]
+        if not absent:
+            return check_model_directory(directory)
+        left = f"{directory} lacks {', '.join(absent[:12])}."
+    except ModelError as error:
+        left = f"what is cached cannot be served: {error}"
     except OSError:
-        raise ModelError(
-            f"The hub cannot be reached for {repo} at revision {revision or 'main'} ({cause}), and no earlier download "
-            f"is cached. If a local directory was meant: there is none at {Path(repo).absolute()}."
+        left = (
+            f"no earlier download is cached whole. If a local directory was meant: there is none at "
+            f"{Path(repo).absolute()}."
+        )
+    what = f"{repo} at revision {revision or 'main'}"
+    if isinstance(cause, OSError) and cause.errno in _LOCAL_FAULTS:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        raise NotMadeError(
+            f"Cannot download {what} into the hub's cache {HF_HUB_CACHE}: {cause}. "
+            "Expected a writable directory with space for the model; set HF_HOME to one."
         ) from cause
+    failed = f"The download of {what} failed" if wanted else f"The hub cannot be reached for {what}"
+    raise ModelError(f"{failed} ({cause}), and {left}") from cause
 
 
 def _check_hub_files(repo: str, names: list[str]) -> None:

@@ -87,6 +87,8 @@ def test_a_hub_id_is_ready_if_an_earlier_download_is_cached(gguf_path: Path, tmp
     (repository / "refs" / "main").write_text(commit)
     assert asked("org/tiny", tmp_path / "hf") == str(repository / "snapshots" / commit)
     assert asked("org/tiny@other", tmp_path / "hf") == "None"
+    (repository / "snapshots" / commit / "model.safetensors").unlink()
+    assert asked("org/tiny", tmp_path / "hf") == "None", "a download that was interrupted is not ready"
 
 
 def test_what_the_hubs_library_takes_for_no_id_is_refused() -> None:

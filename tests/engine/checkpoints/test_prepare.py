@@ -4,6 +4,7 @@ Never touches the shared cache, apart from the packaged default, which is prepar
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,16 +12,18 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import HfApi
 from tokenizers import Tokenizer
 
-from engine.checkpoints import default_model, gguf_convert
-from engine.checkpoints.model_cache import MARKER, cache_root
+from engine.checkpoints import default_model, gguf_convert, model_source
+from engine.checkpoints.model_cache import MARKER, NotMadeError, cache_root
 from engine.checkpoints.prepare import ModelError, main, prepare_model
 from engine.config import DEFAULT_MODEL
 from kernels.cpu import processor
@@ -274,6 +277,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _HubHandler)
         self.files: dict[str, bytes] = {}
         self.downloaded: list[str] = []
+        self.cut: str | None = None
+        """The file whose connection is lost in its middle."""
 
 
 class _HubHandler(BaseHTTPRequestHandler):
@@ -295,6 +300,9 @@ class _HubHandler(BaseHTTPRequestHandler):
             content = self.server.files[name]
             if self.command == "GET":
                 self.server.downloaded.append(name)
+                if name == self.server.cut:
+                    self._lose(content)
+                    return
             self._answer(content, {"ETag": f'"{_etag(content)}"', "X-Repo-Commit": self.server.commit})
         else:
             self.send_response(404)
@@ -309,6 +317,15 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
+
+    def _lose(self, body: bytes) -> None:
+        """Send half of the body and close the connection."""
+        self.send_response(200)
+        self.send_header("ETag", f'"{_etag(body)}"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2])
+        self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: pytest's output is for pytest."""
@@ -353,6 +370,60 @@ def test_a_hub_id_is_downloaded_without_the_files_that_are_not_served(model: str
     served = [name for name in PREPARED if name != MARKER]
     assert names(Path(answer.stdout.strip())) == served
     assert sorted(hub.downloaded) == served
+
+
+def test_a_template_for_tools_is_downloaded_and_weights_in_a_second_form_are_not(hub: Hub, ask_hub: Ask) -> None:
+    extra = {"consolidated.safetensors": b"gigabytes", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    hub.files |= extra | {"additional_chat_templates/rag.jinja": b""}
+    answer = ask_hub("org/tiny")
+    assert answer.returncode == 0, answer.stderr
+    got = {*hub.downloaded} - {*PREPARED}
+    assert got == {"additional_chat_templates/tool_use.jinja"}
+    assert (Path(answer.stdout.strip()) / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    hub.shutdown()
+    hub.server_close()
+    again = ask_hub("org/tiny")
+    assert (again.returncode, again.stdout) == (0, answer.stdout), again.stderr
+
+
+def test_consolidated_weights_are_downloaded_if_there_are_no_others(hub: Hub, ask_hub: Ask) -> None:
+    hub.files["consolidated.safetensors"] = hub.files.pop("model.safetensors")
+    assert ask_hub("org/tiny").returncode == 0
+    assert "consolidated.safetensors" in hub.downloaded
+
+
+@pytest.mark.parametrize("cut", ["model.safetensors", "generation_config.json"])
+def test_a_connection_that_was_lost_is_the_reported_cause_and_no_half_download_is_served(
+    cut: str, hub: Hub, ask_hub: Ask
+) -> None:
+    hub.cut = cut
+    answer = ask_hub("org/tiny")
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert "error: The download of org/tiny at revision main failed (" in answer.stderr
+    assert "is not a model directory" not in answer.stderr
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+def test_a_cache_that_cannot_be_written_is_named_with_its_fault_unless_it_has_the_whole_model(
+    fault: int, local_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk was reported as a repository without weights."""
+    left = tmp_path / "snapshot"
+    left.mkdir()
+    shutil.copy(local_model / "config.json", left)
+
+    def snapshot(repo: str, revision: str | None, wanted: Sequence[str] | None = None) -> Path:
+        if wanted is not None:
+            raise OSError(fault, os.strerror(fault))
+        return left
+
+    siblings = [SimpleNamespace(rfilename=name) for name in names(local_model)]
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=siblings))
+    monkeypatch.setattr(model_source, "_snapshot", snapshot)
+    with pytest.raises(NotMadeError, match=f"Cannot download org/tiny at .* cache .*{os.strerror(fault)}.*set HF_HOME"):
+        prepare_model("org/tiny", progress=False)
+    shutil.copytree(local_model, left, dirs_exist_ok=True)
+    assert prepare_model("org/tiny", progress=False) == left
 
 
 def test_a_hub_that_went_away_is_not_missed_once_the_snapshot_is_there(hub: Hub, ask_hub: Ask) -> None:
