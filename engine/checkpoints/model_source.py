@@ -67,7 +67,10 @@ def _indexed_shards(directory: Path) -> set[str]:
     if not index.is_file():
         return set()
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
+        names = json.loads(index.read_text())["weight_map"].values()
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file's name is no string")
+        return set(names)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is not a safetensors index: expected JSON with a weight_map.") from error
 

@@ -26,6 +26,7 @@ from engine.models.packing import BYTES, FP8, INT8, SHAPE, Gguf, Packing, Unpack
 from engine.models.quantization import Quantization
 from engine.models.stored_matrix import StoredMatrix
 from engine.models.stored_parts import Part, widened
+from engine.models.tensor_files import TensorFiles
 from kernels.cpu.native.grouped import Form, Rows, fitting
 from kernels.forward import Linear
 
@@ -45,13 +46,13 @@ class Stored:
 
     @classmethod
     @contextmanager
-    def open(cls, files: Sequence[Path], device: torch.device) -> Iterator[Stored]:
+    def open(cls, files: TensorFiles, device: torch.device) -> Iterator[Stored]:
         """Open all files. Raises CheckpointError if one is not a readable safetensors file."""
         found: dict[str, tuple[Path, Any]] = {}
         with ExitStack() as opened:
-            for file in files:
+            for file, names in files.items():
                 tensors = _reading(file, partial(safe_open, file, framework="pt", device=str(device)))
-                names: list[str] = opened.enter_context(tensors).keys()
+                opened.enter_context(tensors)
                 found |= dict.fromkeys(names, (file, tensors))
             yield cls(found)
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import CheckpointError as CheckpointError
-from engine.models.config import ModelConfig, read_json
+from engine.models.config import ModelConfig
 from engine.models.cuts import ALL, Cuts, cuts_of
 from engine.models.matrix_counts import matrices
 from engine.models.narrow import INT8, NARROW_PARTS, InBlocks, Keep, Kept, Narrow, round_by_output
@@ -32,13 +32,14 @@ from engine.models.parameters import (
 )
 from engine.models.registry import FAMILIES
 from engine.models.stored_forms import form_of
+from engine.models.tensor_files import TensorFiles, equal_tensors, some, tensor_files
 from kernels.cpu.native.grouped import fitting
 from kernels.forward import Linear
 
-INDEX_FILE = "model.safetensors.index.json"
 DUMMY_SEED = 0
 CPU = torch.device("cpu")
 NO_OTHERS: Mapping[str, Tensor] = MappingProxyType({})
+_HEAD = "lm_head.weight"
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
@@ -64,7 +65,8 @@ def load_weights(
     Raises:
         CheckpointError: a shard or tensor is missing, left over, corrupt, or of another shape or kind.
     """
-    files, taken = _weight_files(model_dir), frozenset[str]()
+    files, taken = tensor_files(model_dir), frozenset[str]()
+    names = _own_names(files, config, dtype)
     cuts, shapes = cuts_of(config), _whole_shapes(config, dtype)
     if config.quantization is None:
         weights = allocate(config, dtype, device, Kept(rounded=rounded))
@@ -77,11 +79,11 @@ def load_weights(
             missing = checkpoint_table(config, weights) | dict(others)
             taken = fill_packed(stored, packed, kept.modules, missing, cuts, shapes)
     elsewhere = _modules_elsewhere(config)
-    for file in files:
-        _load_file(file, config, missing, stacked_table(config, weights), device, taken, cuts, shapes, elsewhere)
+    for file, held in names.items():
+        _load_file(file, held, config, missing, stacked_table(config, weights), device, taken, cuts, shapes, elsewhere)
     if missing:
         raise CheckpointError(
-            f"{model_dir}: {_some(missing)} missing from {', '.join(file.name for file in files)}; "
+            f"{model_dir}: {some(missing)} missing from {', '.join(file.name for file in files)}; "
             f"{config.architecture} with this config.json needs them."
         )
     settle(config, weights)
@@ -134,7 +136,7 @@ def _described(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, 
     """Return what load_weights would, without memory."""
     kept = Kept()
     if model_dir is not None and config.quantization is not None and keep is not Keep.NOTHING:
-        with Stored.open(_weight_files(model_dir), CPU) as stored:
+        with Stored.open(tensor_files(model_dir), CPU) as stored:
             kept = _kept(stored, find_packed(stored, config.quantization), cuts_of(config), keep)
     return allocate(config, dtype, torch.device("meta"), kept)
 
@@ -260,31 +262,40 @@ def fill_randomly(tensors: Mapping[str, Tensor], seed: int = DUMMY_SEED) -> None
             tensor.copy_(torch.empty(tensor.shape).normal_(0.0, std, generator=generator))
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
-    index = model_dir / INDEX_FILE
-    if index.exists():
-        return _indexed_files(index)
-    whole = model_dir / "model.safetensors"
-    files = [whole] if whole.exists() else sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{model_dir} holds no *.safetensors file: expected the weights there.")
-    return files
+def _own_names(files: TensorFiles, config: ModelConfig, dtype: torch.dtype) -> dict[Path, dict[str, str]]:
+    """Return the tensors to be read from each file, and their names in the family's table."""
+    names = {file: {stored: _own_name(stored, config) for stored in held} for file, held in files.items()}
+    if config.tie_word_embeddings:
+        _tie_stored_head(names, config, dtype)
+    return names
 
 
-def _indexed_files(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index} has no weight_map: expected tensor names and the files that hold them.")
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.exists():
-            lost = [name for name, shard in weight_map.items() if shard == file.name]
-            raise CheckpointError(f"{file} is missing: {index.name} says that it holds {_some(lost)}.")
-    return files
+def _tie_stored_head(names: dict[Path, dict[str, str]], config: ModelConfig, dtype: torch.dtype) -> None:
+    """Remove a tied LM head that is stored, too. If the embedding is not stored, the head is taken for it: safetensors'
+    save_model leaves out one of two that share memory.
+
+    Raises:
+        CheckpointError: both are stored, and differ. transformers 5 does not tie them then.
+    """
+    places = {own: (file, stored) for file, held in names.items() for stored, own in held.items()}
+    if _HEAD not in places:
+        return
+    (file, stored), module = places[_HEAD], embedding_name(config)
+    embedding = f"{module}.weight"
+    if not any(own.rpartition(".")[0] == module for own in places):
+        names[file][stored] = embedding
+    elif embedding in places and equal_tensors(places[_HEAD], places[embedding], dtype):
+        del names[file][stored]
+    else:
+        raise CheckpointError(
+            f"{file}: {stored} differs from {embedding}, but config.json ties them: set tie_word_embeddings to false "
+            f"in config.json to use both, or remove {stored}."
+        )
 
 
 def _load_file(
     file: Path,
+    names: Mapping[str, str],
     config: ModelConfig,
     missing: dict[str, Tensor],
     stacked: Mapping[str, tuple[Linear, tuple[str, ...]]],
@@ -294,14 +305,15 @@ def _load_file(
     shapes: Mapping[str, tuple[int, ...]],
     elsewhere: frozenset[str],
 ) -> None:
-    """Fill the tensors that `file` holds, and remove them from `missing`. stacked: see stacked_table. taken: tensors
-    that were read already. shapes: of those that are cut. elsewhere: modules that other ranks have."""
+    """Fill the tensors that `file` holds, and remove them from `missing`. names: see _own_names. stacked: see
+    stacked_table. taken: tensors that were read already. shapes: of those that are cut. elsewhere: modules that other
+    ranks have."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                if stored in taken or _own_name(stored, config).rpartition(".")[0] in elsewhere:
+            for stored, name in names.items():
+                if stored in taken or name.rpartition(".")[0] in elsewhere:
                     continue
-                found, name = tensors.get_slice(stored), _own_name(stored, config)
+                found = tensors.get_slice(stored)
                 place, parts = stacked.get(name) or (
                     Linear(missing.get(name), scales=missing.get(f"{name}_scale")),
                     (name,),
@@ -337,12 +349,5 @@ def _own_name(stored: str, config: ModelConfig) -> str:
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor may be ignored. Old checkpoints store RoPE frequencies; tied ones may store lm_head,
-    although it is the embedding."""
-    frequencies, tied = name.endswith("rotary_emb.inv_freq"), name == "lm_head.weight" and config.tie_word_embeddings
-    return frequencies or tied or name.startswith(FAMILIES[config.architecture].unused)
-
-
-def _some(names: Mapping[str, object] | list[str]) -> str:
-    first = list(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+    """Return whether a tensor may be ignored. Old checkpoints store RoPE frequencies."""
+    return name.endswith("rotary_emb.inv_freq") or name.startswith(FAMILIES[config.architecture].unused)

@@ -265,6 +265,12 @@ def test_a_shard_that_the_index_lists_must_be_there(local_model: Path) -> None:
         prepare_model(str(local_model), progress=False)
 
 
+def test_an_index_whose_map_names_no_files_is_refused(local_model: Path) -> None:
+    (local_model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 1}}))
+    with pytest.raises(ModelError, match=r"index\.json is not a safetensors index"):
+        prepare_model(str(local_model), progress=False)
+
+
 # hub ids, against a hub on the loopback interface
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save_model as save_shared
+from transformers import LlamaForCausalLM
 
 from engine.models.config import read_model_config
 from engine.models.parameters import DecoderWeights, checkpoint_table
 from engine.models.registry import FAMILIES
-from engine.models.weights import INDEX_FILE, CheckpointError, dummy_weights, load_weights
+from engine.models.tensor_files import INDEX_FILE
+from engine.models.weights import CheckpointError, dummy_weights, load_weights
 from tests.support.tiny_models import KINDS, edit_config, edit_tensors, save_model
 
 
@@ -83,6 +86,28 @@ def test_a_sharded_checkpoint_loads_like_a_whole_one(checkpoint: Path, tmp_path:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["llama", "packed"])
+def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_names(kind: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path, max_shard_size="60KB")
+    weight_map = json.loads((tmp_path / INDEX_FILE).read_text())["weight_map"]
+    name = "model.layers.2.input_layernorm.weight"
+    for shard in sorted({*weight_map.values()} - {weight_map[name]}):
+        save_file(load_file(tmp_path / shard) | {name: torch.zeros(48)}, tmp_path / shard)
+    if kind == "packed":  # opens all files at once, although none of the matrices is packed
+        edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 16})
+    want = load_file(tmp_path / weight_map[name])[name]
+    assert torch.equal(load(tmp_path).layers[2].input_norm, want)
+
+
+def test_a_tensor_in_two_files_without_an_index_is_refused_with_both_files(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    save_file(tensors, checkpoint / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, checkpoint / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"b\.safetensors: model\.norm\.weight is in a\.safetensors, too"):
+        load(checkpoint)
+
+
 def test_weights_are_cast_to_the_type_asked_for(checkpoint: Path) -> None:
     weights = load(checkpoint, torch.bfloat16)
     assert weights.layers[1].gate_up.weight.dtype == torch.bfloat16
@@ -118,9 +143,45 @@ def test_known_harmless_left_overs_are_ignored(tmp_path: Path) -> None:
     edit_tensors(
         tmp_path,
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
-        lm_head__weight=torch.ones(211, 48),
+        lm_head__weight=load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"],
     )
     load(tmp_path)
+
+
+def test_a_tied_head_that_differs_from_the_stored_embedding_is_refused_and_loaded_once_it_is_not_tied(
+    tmp_path: Path,
+) -> None:
+    """It was passed over, and transformers does not tie the two then: the model was another one."""
+    save_model("llama_tied", tmp_path)
+    edit_tensors(tmp_path, lm_head__weight=torch.ones(211, 48))
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*set tie_word"
+    ):
+        load(tmp_path)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    ours = load(tmp_path)
+    assert torch.equal(ours.lm_head.weight, theirs.lm_head.weight)
+    assert torch.equal(ours.embedding, theirs.model.embed_tokens.weight)
+
+
+def test_a_tied_head_is_compared_in_the_type_that_is_loaded(tmp_path: Path) -> None:
+    save_model("llama_tied", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(tmp_path, lm_head__weight=stored.bfloat16())
+    load(tmp_path, torch.bfloat16)
+    with pytest.raises(CheckpointError, match="differs"):
+        load(tmp_path)
+
+
+def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path: Path) -> None:
+    """As safetensors' save_model leaves it."""
+    model = save_model("llama_tied", tmp_path)
+    save_shared(model, str(tmp_path / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
+    weights = load(tmp_path)
+    assert torch.equal(weights.embedding, model.get_input_embeddings().weight)
+    assert weights.lm_head.weight.data_ptr() == weights.embedding.data_ptr()
 
 
 def test_a_text_decoder_that_was_taken_out_of_a_larger_model_is_the_same_model(tmp_path: Path) -> None:
@@ -182,8 +243,9 @@ def test_a_missing_shard_is_named_with_what_it_held(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_index_without_a_map_is_refused(checkpoint: Path) -> None:
-    (checkpoint / INDEX_FILE).write_text(json.dumps({"metadata": {}}))
+@pytest.mark.parametrize("index", [{"metadata": {}}, {"weight_map": {"model.norm.weight": 1}}])
+def test_an_index_without_a_map_is_refused(index: dict[str, Any], checkpoint: Path) -> None:
+    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="has no weight_map"):
         load(checkpoint)
 
