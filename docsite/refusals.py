@@ -22,8 +22,9 @@ MOST_CHARS = 400
 """Longer messages are cut: readers search for the beginning."""
 
 _KINDS = {
-    "ConfigError", "ModelError", "NotMadeError", "CheckpointError", "AdapterError", "ConfigRefused", "StartFailed",
-    "HAProxyUnusable", "HAProxyMisconfigured", "KeysFileError", "EdgeError", "refused", "TraceMissingError",
+    "ConfigError", "ModelError", "FilesMissingError", "NotMadeError", "CheckpointError", "AdapterError",
+    "ConfigRefused", "StartFailed", "HAProxyUnusable", "HAProxyMisconfigured", "KeysFileError",
+    "EdgeError", "refused", "TraceMissingError",
 }  # fmt: skip
 
 

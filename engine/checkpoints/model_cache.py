@@ -24,6 +24,10 @@ class ModelError(ValueError):
     """A model cannot be prepared. The message names the file (and tensor), what was found and what was expected."""
 
 
+class FilesMissingError(ModelError):
+    """A directory lacks files. Those that are there are not at fault."""
+
+
 class NotMadeError(ModelError):
     """A directory cannot be made here and now: no network, no space, or a cache that is only read. What the model
     consists of is not at fault, and no directory was found damaged."""

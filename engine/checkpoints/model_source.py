@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from engine.checkpoints.model_cache import ModelError, NotMadeError
+from engine.checkpoints.model_cache import FilesMissingError, ModelError, NotMadeError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 # Files in subdirectories are the same weights in other formats (onnx/, original/), and so are Mistral's consolidated
@@ -21,10 +21,6 @@ _TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 # Faults of the cache's file system, which another try or another repository would meet again.
 _LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit, so that a garbage file is not read into memory
-
-
-class _FilesMissingError(ModelError):
-    """A directory lacks files, and those that are there are not at fault."""
 
 
 def check_shape_directory(directory: Path) -> Path:
@@ -52,7 +48,7 @@ def check_model_directory(directory: Path) -> Path:
     if not weights:
         missing.append("*.safetensors")
     if missing:
-        raise _FilesMissingError(
+        raise FilesMissingError(
             f"{directory} is not a model directory: it has no {', '.join(missing)}. Expected config.json, "
             f"tokenizer.json and *.safetensors; found {', '.join(found[:12]) or 'nothing'}."
         )
@@ -79,7 +75,7 @@ def _check_safetensors(path: Path) -> None:
     """Compare the file's size with its header. Finds truncated downloads and Git LFS pointers without reading the
     file."""
     if not path.is_file():
-        raise _FilesMissingError(f"{path} is missing: model.safetensors.index.json lists it.")
+        raise FilesMissingError(f"{path} is missing: model.safetensors.index.json lists it.")
     found_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -141,7 +137,7 @@ def snapshot_in_cache(repo: str, revision: str | None) -> Path | None:
         raise ModelError(f"{repo} at revision {revision or 'main'} is no hub id: {error}") from error
     try:
         return check_model_directory(directory)
-    except _FilesMissingError:
+    except FilesMissingError:
         return None
 
 
@@ -186,10 +182,7 @@ def _cached_snapshot(repo: str, revision: str | None, wanted: Sequence[str], cau
     except ModelError as error:
         left = f"what is cached cannot be served: {error}"
     except OSError:
-        left = (
-            f"no earlier download is cached whole. If a local directory was meant: there is none at "
-            f"{Path(repo).absolute()}."
-        )
+        left = "no earlier download is cached whole."
     what = f"{repo} at revision {revision or 'main'}"
     if isinstance(cause, OSError) and cause.errno in _LOCAL_FAULTS:
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -198,8 +191,12 @@ def _cached_snapshot(repo: str, revision: str | None, wanted: Sequence[str], cau
             f"Cannot download {what} into the hub's cache {HF_HUB_CACHE}: {cause}. "
             "Expected a writable directory with space for the model; set HF_HOME to one."
         ) from cause
-    failed = f"The download of {what} failed" if wanted else f"The hub cannot be reached for {what}"
-    raise ModelError(f"{failed} ({cause}), and {left}") from cause
+    if wanted:
+        raise ModelError(f"The download of {what} failed ({cause}), and {left}") from cause
+    raise ModelError(
+        f"The hub cannot be reached for {what} ({cause}), and {left} If a local directory was meant: there is none at "
+        f"{Path(repo).absolute()}."
+    ) from cause
 
 
 def _check_hub_files(repo: str, names: list[str]) -> None:

@@ -220,10 +220,11 @@ def _group_size(found: Fields, where: str, key: str) -> int | None:
 
 
 def _block(found: Any, where: str) -> tuple[int, int]:
-    sizes = re.findall(r"\d+", found) if isinstance(found, str) else found  # "128x128" in old checkpoints
-    if not isinstance(sizes, list) or len(sizes) != 2 or any(int(size) < 1 for size in sizes):
+    # "128x128" in old checkpoints
+    sizes = [int(size) for size in re.findall(r"\d+", found)] if isinstance(found, str) else found
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"quantization_config ({where} is {found!r}): expected two positive integers.")
-    return int(sizes[0]), int(sizes[1])
+    return sizes[0], sizes[1]
 
 
 def _one_of(found: Fields, where: str, key: str, *supported: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.models.values import integer, number, numbers, section
 
+_MOST_POSITIONS = 2**31 - 1
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -44,12 +45,28 @@ class RopeConfig:
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError if the fields do not fit heads of this size."""
+        if self.rotated > 1:
+            raise ValueError(f"partial_rotary_factor is {self.rotated:g}: expected at most 1.")
         size = self.rotated_size(head_dim)
         if size % 2 or not size:
             raise ValueError(f"partial_rotary_factor {self.rotated:g} of {head_dim} is {size}: expected an even size.")
         for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
             if self.rope_type == "longrope" and len(factors) != size // 2:
                 raise ValueError(f"{name} has {len(factors)} entries: expected {size // 2}, one for each rotated pair.")
+        if not self._is_finite(head_dim):
+            raise ValueError(
+                f"RoPE type {self.rope_type!r} has no finite frequencies with rope_theta {self.theta:g}, factor "
+                f"{self.factor:g}, beta_fast {self.beta_fast:g}, beta_slow {self.beta_slow:g}, low_freq_factor "
+                f"{self.low_freq_factor:g}, high_freq_factor {self.high_freq_factor:g}, attention_factor "
+                f"{self.attention_factor:g}."
+            )
+
+    def _is_finite(self, head_dim: int) -> bool:
+        try:
+            found = inverse_frequencies(self, head_dim, self.original_max_position)
+        except (ArithmeticError, ValueError):  # a logarithm or a quotient of what no checkpoint has
+            return False
+        return math.isfinite(self.attention_factor) and bool(found.isfinite().all())
 
     def default_length(self, max_position_embeddings: int) -> int:
         """Number of positions served unless the config asks for more. Extending `dynamic` and `longrope` costs quality
@@ -91,6 +108,13 @@ def read_rope(
         key = "original_max_position_embeddings"  # transformers prefers the value outside the RoPE parameters
         original = integer(spec, key, max_position_embeddings) if config.get(key) is None else integer(config, key)
     factor = number(spec, "factor", max_position_embeddings / original if rope_type in ("yarn", "longrope") else 1.0)
+    most = max(1.0, _MOST_POSITIONS / max(original, max_position_embeddings))
+    if not 1 / most <= factor <= most:
+        raise ValueError(
+            f"factor is {factor:g}: expected at most {most:g}, so that there are at most {_MOST_POSITIONS} positions."
+            if factor > 1
+            else f"factor is {factor:g}: expected at least {1 / most:g}."
+        )
     return RopeConfig(
         rope_type=rope_type,
         theta=number(spec, "rope_theta", theta),
@@ -141,6 +165,8 @@ def _attention_factor(rope_type: str, spec: Mapping[str, Any], factor: float, or
     if spec.get("attention_factor") is not None:
         return number(spec, "attention_factor")
     if rope_type == "longrope":
+        if original == 1:
+            raise ValueError("original_max_position_embeddings is 1: expected more for RoPE type 'longrope'.")
         return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
     def temperature(mscale: float) -> float:

@@ -3,18 +3,19 @@ Never knows what a field is for: its callers do."""
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Fields = Mapping[str, Any]
+_LARGEST_INTEGER = 2**63 - 1  # larger ones are no sizes, and cannot be divided as floats
 
 
 def integer(raw: Fields, key: str, default: int | None = None) -> int:
     """Read a positive integer. Raises ValueError if the field is not one."""
     value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_INTEGER:
         raise ValueError(f"{key} is {value!r}: expected a positive integer.")
     return value
 
@@ -23,7 +24,7 @@ def number(raw: Fields, key: str, default: float | None = None) -> float:
     """Read a positive, finite number. Raises ValueError if the field is not one."""
     value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{key} is {value!r}: expected a positive number.")
     return float(value)
 

@@ -27,8 +27,11 @@ def _windows(raw: Fields) -> Windows:
     """Return the layers' windows. Most configs have a window that is switched off. If it is on, it applies from layer
     `max_window_layers` on."""
     window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
-    first = integer(raw, "num_hidden_layers") if window is None else raw.get("max_window_layers", 28)
-    kinds = [FULL if number < first else SLIDING for number in range(integer(raw, "num_hidden_layers"))]
+    num_layers = integer(raw, "num_hidden_layers")
+    first = num_layers if window is None else raw.get("max_window_layers", 28)
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ValueError(f"max_window_layers is {first!r}: expected a number of layers, 0 or more.")
+    kinds = [FULL if number < first else SLIDING for number in range(num_layers)]
     return windows_by_kind(raw, kinds, window)
 
 

@@ -64,6 +64,14 @@ MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "hidden_activation": "gelu_pytorch_tanh"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+FP8 = {"quant_method": "fp8"}
+_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [None, None]}
+IN_BLOCKS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _BLOCKS}},
+}
 PHI_SCALING = {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"]}
 QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "head_dim": 16}
@@ -109,6 +117,37 @@ QWEN3_5_VL = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
         (QWEN3_5_VL | {"text_config": BASE | {"hidden_act": "gelu"}}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
         ({"hidden_size": None}, "hidden_size is None: expected a positive integer"),
+        ({"vocab_size": 10**30}, "vocab_size is 10+: expected a positive integer"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 10+: expected a positive number"),
+        (
+            QWEN2_WINDOW | {"use_sliding_window": True, "max_window_layers": None},
+            "max_window_layers is None: expected a number of layers",
+        ),
+        (QWEN2_WINDOW | {"use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers is '1'"),
+        *(
+            ({"rope_scaling": YARN | {"rope_type": kind, "factor": 1e308}}, r"factor is 1e\+308: expected at most")
+            for kind in ("yarn", "linear", "dynamic")
+        ),
+        (GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 1e-308}}, "factor is 1e-308: expected at least"),
+        ({"rope_scaling": YARN | {"beta_fast": 1e308}}, r"'yarn' has no finite frequencies .*beta_fast 1e\+308"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "'yarn' has no finite frequencies with rope_theta 1, factor 2"),
+        (
+            PHI3 | {"rope_scaling": PHI_SCALING | {"original_max_position_embeddings": 1}},
+            "original_max_position_embeddings is 1: expected more",
+        ),
+        (PHI3 | {"partial_rotary_factor": 1e308}, r"partial_rotary_factor is 1e\+308: expected at most 1"),
+        (PHI3 | {"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2: expected at most 1"),
+        *(
+            (
+                {"quantization_config": FP8 | {"weight_block_size": size}},
+                "weight_block_size is .* two positive integers",
+            )
+            for size in ([None, 128], ["a", 128], [1.5, 128], [True, 128], [[], 128], [0, 128], {})
+        ),
+        (
+            {"quantization_config": IN_BLOCKS},
+            "block_structure is .* two positive integers",
+        ),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "6 attention heads, 4 KV heads"),
     ],
 )
