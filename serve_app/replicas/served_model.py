@@ -66,12 +66,13 @@ def served_model(settings: AppSettings, text: TextSide, resolved: ResolvedConfig
     Raises:
         ValueError: the settings have limits of images, and the model takes none.
     """
-    template = text.tokenizer.chat_template.source if text.tokenizer.chat_template else None
+    found = (text.tokenizer.template_for(tools=tools) for tools in (False, True))
+    template, tool_template = (None if one is None else one.source for one in found)
     return ServedModel(
         id=settings.model_id,
         max_model_len=text.longest if resolved is None else resolved.max_request_tokens,
         created=text.created,
-        tool_parser=chosen_parser("tool_parser", settings.tool_parser, template, suggest_tool_parser),
+        tool_parser=chosen_parser("tool_parser", settings.tool_parser, tool_template, suggest_tool_parser),
         pooling=None if settings.pooling == "none" else settings.pooling,
         reasoning_parser=chosen_parser(
             "reasoning_parser", settings.reasoning_parser, template, suggest_reasoning_parser

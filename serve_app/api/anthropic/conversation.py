@@ -46,7 +46,9 @@ def as_chat(
     Raises:
         ApiError: no chat request has the same answer.
     """
-    template = tokenizer.chat_template
+    choice = request.tool_choice
+    may_call = bool(_offered_tools(request)) and (choice is None or choice.type != "none")
+    template = tokenizer.template_for(tools=may_call)
     fields = _conversation(request, seal, drop_billing_header) | _thinking(request, template, model, seal)
     if isinstance(request, MessagesRequest):
         fields |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stream")}

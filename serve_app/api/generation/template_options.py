@@ -32,7 +32,8 @@ def template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedMo
     if request.may_call and model.tool_parser is None:
         text = "This model does not call tools: its chat template shows no format for calls that the server knows."
         raise ApiError(400, text, param="tools", code=UNSUPPORTED)
-    known = tokenizer.chat_template.variables if tokenizer.chat_template else CALLERS_NAMES
+    template = tokenizer.template_for(tools=request.may_call)
+    known = template.variables if template else CALLERS_NAMES
     kwargs = _known_kwargs(request.chat_template_kwargs or {}, known, model)
     given = {"tools": request.may_call, "documents": bool(request.documents)}
     ignored = [name for name, is_given in given.items() if is_given and name not in known]
@@ -41,7 +42,7 @@ def template_options(request: ChatRequest, tokenizer: Tokenizer, model: ServedMo
         text = f"The model's chat template takes no {clip(ignored[0], 50)} from a request: it would change nothing."
         raise ApiError(400, text, param=ignored[0], code=UNSUPPORTED)
     thinks = model.reasoning_parser is not None
-    kwargs |= thinking_options(request.thinking_wishes, tokenizer.chat_template, kwargs, thinks=thinks).options
+    kwargs |= thinking_options(request.thinking_wishes, template, kwargs, thinks=thinks).options
     return kwargs | {
         "documents": request.documents,
         "add_generation_prompt": request.add_generation_prompt is not False,

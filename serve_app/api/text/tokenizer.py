@@ -35,6 +35,7 @@ _BYTE_LEVEL_TEMPLATE = (
     "{% endfor %}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # names of templates
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte
 
 
@@ -59,12 +60,15 @@ class Tokenizer:
         chat_template: ChatTemplate | None,
         eos_token_id: int | None,
         bos_token_id: int | None = None,
+        *,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         # A tokenizer.json saved during training can contain a truncation, which would silently cut prompts.
         core.no_truncation()
         core.no_padding()
         self._core = core
         self._chat_template = chat_template
+        self._tool_template = tool_template
         self.eos_token_id = eos_token_id
         self.bos_token_id = bos_token_id
         self.vocab_size = max(core.get_vocab().values()) + 1
@@ -90,10 +94,9 @@ class Tokenizer:
         core = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
         config = _read_json(root / "tokenizer_config.json")
         specials = _special_tokens(_read_json(root / "special_tokens_map.json") | config)
-        source = _template_source(root, config)
-        template = None if source is None else ChatTemplate(source, specials)
+        templates = {name: ChatTemplate(source, specials) for name, source in _template_sources(root, config).items()}
         eos, bos = (core.token_to_id(specials.get(name, "")) for name in ("eos_token", "bos_token"))
-        return cls(core, template, eos, bos)
+        return cls(core, templates.get(_DEFAULT), eos, bos, tool_template=templates.get(_TOOL_USE))
 
     @classmethod
     def byte_level(cls, *, images: bool = False) -> Tokenizer:
@@ -134,9 +137,10 @@ class Tokenizer:
             TemplateFailed: there is no template, or it refuses these messages.
             TooManyTokens: as in `encode`.
         """
-        if self._chat_template is None:
+        template = self.template_for(tools=bool(options.get("tools")))
+        if template is None:
             raise TemplateFailed("This model has no chat template; use /v1/completions.")
-        text = self._chat_template.render(messages, **options)
+        text = template.render(messages, **options)
         return self.encode(text, add_special_tokens=add_special_tokens, most=most)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -154,7 +158,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> ChatTemplate | None:
+        """The template of conversations without tools."""
         return self._chat_template
+
+    def template_for(self, *, tools: bool) -> ChatTemplate | None:
+        """Return the template of a conversation with tools, or of one without. Few models have one of their own for
+        tools."""
+        return self._tool_template or self._chat_template if tools else self._chat_template
 
     def detokenizer(self, *, skip_special_tokens: bool = True, shown: Sequence[str] = ()) -> Detokenizer:
         """Make the detokenizer of an answer. `shown`: the texts of special tokens that are shown in any case."""
@@ -208,17 +218,27 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
-    """Read the template. chat_template.jinja wins over tokenizer_config.json, which may have several named
-    templates."""
-    if (root / "chat_template.jinja").is_file():
-        return (root / "chat_template.jinja").read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        source = {item["name"]: item["template"] for item in source}.get("default")
-    if source is not None and not isinstance(source, str):
+def _template_sources(root: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Read the default template and that for tools, by name. chat_template.jinja wins over tokenizer_config.json, which
+    may have several; beside the file, further templates are files, too."""
+    default = root / "chat_template.jinja"
+    found = {_DEFAULT: default.read_text(encoding="utf-8")} if default.is_file() else _named_templates(config)
+    for_tools = root / "additional_chat_templates" / f"{_TOOL_USE}.jinja"
+    if for_tools.is_file():
+        found[_TOOL_USE] = for_tools.read_text(encoding="utf-8")
+    return {name: found[name] for name in (_DEFAULT, _TOOL_USE) if name in found}
+
+
+def _named_templates(config: Mapping[str, Any]) -> dict[str, str]:
+    found = config.get("chat_template")
+    entries = [] if found is None else [{"name": _DEFAULT, "template": found}] if isinstance(found, str) else found
+    if not isinstance(entries, list) or not all(_is_named_template(entry) for entry in entries):
         raise ValueError("chat_template in tokenizer_config.json must be a string or a list of named templates.")
-    return source
+    return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 def _partial_bytes(piece: str | None) -> bytes | None:

@@ -15,7 +15,7 @@ from engine.checkpoints.prepare import prepare_model
 from engine.config import EngineConfig
 from serve_app.app import build
 from serve_app.replicas.deployment import log_as_serve_does
-from serve_app.replicas.served_model import read_text_side
+from serve_app.replicas.served_model import read_text_side, served_model
 from serve_app.settings.application import AppSettings
 from serve_app.settings.scaling import AutoscalingSettings
 from serve_app.settings.several import ModelEntry
@@ -50,6 +50,16 @@ def test_a_gguf_file_was_created_when_it_was_written_whichever_form_a_replica_re
     for quantize in forms:
         text = read_text_side(AppSettings(model=file, engine=EngineConfig(quantize=quantize)))
         assert text.created == 1_700_000_000
+
+
+def test_the_template_for_tools_chooses_the_parser_of_calls_and_the_default_that_of_thoughts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHUNKSERVE_CACHE", str(tmp_path / "cache"))
+    templates = {"tokenizer__chat_template": "<think></think>", "tokenizer__chat_template.tool_use": "[TOOL_CALLS]"}
+    settings = AppSettings(model=str(write_gguf(tmp_path / "tiny.gguf", **templates)))
+    model = served_model(settings, read_text_side(settings), None)
+    assert (model.tool_parser, model.reasoning_parser) == ("mistral", "qwen3")
 
 
 def test_failed_starts_give_up_a_server_and_never_a_model_that_sleeps() -> None:

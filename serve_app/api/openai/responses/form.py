@@ -76,7 +76,8 @@ class ResponseReader:
         toolbox = open_toolbox(given.tools or (), self.model)
         seal = of_tenant(self.seal, tenant)
         seals = pass_over_hints(given, seal=seal if self.model.reasoning_parser else None)
-        given, options = with_effort(given, self.tokenizer, self.model)
+        may_call = bool(toolbox.offers) and given.tool_choice != "none"
+        given, options = with_effort(given, self.tokenizer.template_for(tools=may_call), self.model)
         turns, own = Turns(toolbox, seal), list(whole_input(given, earlier))
         before = [("previous_response_id", item) for item in earlier.conversation]
         request = as_chat(given, turns.messages([*before, *own]), toolbox, options)

@@ -13,7 +13,7 @@ from serve_app.api.openai.responses.toolbox import hosted
 from serve_app.api.requests.effort import ThinkingWishes, thinking_options
 from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.api.requests.strict_model import UNSUPPORTED
-from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.engines.engine_client import ServedModel
 from serve_app.errors.api_error import ApiError
 
@@ -52,7 +52,7 @@ def pass_over_hints(request: ResponsesRequest, *, seal: Seal | None) -> Seal | N
 
 
 def with_effort(
-    request: ResponsesRequest, tokenizer: Tokenizer, model: ServedModel
+    request: ResponsesRequest, template: ChatTemplate | None, model: ServedModel
 ) -> tuple[ResponsesRequest, Json | None]:
     """Return the request with the effort that applies, and the chat template's options for it.
 
@@ -62,5 +62,5 @@ def with_effort(
     if request.reasoning is None or request.reasoning.effort is None:
         return request, None
     asked = ThinkingWishes(efforts={"reasoning.effort": request.reasoning.effort})
-    told = thinking_options(asked, tokenizer.chat_template, (), thinks=model.reasoning_parser is not None)
+    told = thinking_options(asked, template, (), thinks=model.reasoning_parser is not None)
     return request.model_copy(update={"reasoning": None}) if told.ignored else request, told.options or None

@@ -258,6 +258,24 @@ async def test_what_the_template_would_ignore_is_refused_by_name(fields: dict[st
     assert not client.submissions
 
 
+async def test_a_conversation_with_tools_is_rendered_by_the_template_for_tools() -> None:
+    tokenizer = Tokenizer.byte_level()
+    tokenizer._chat_template = ChatTemplate("plain{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    tokenizer._tool_template = ChatTemplate(TEMPLATE, {})
+    for fields, prompt in (
+        (
+            {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}},
+            f"T{json.dumps(TOOLS)}[user:hi]><think>",
+        ),
+        ({"tools": TOOLS, "tool_choice": "none"}, "plainhi"),
+        ({}, "plainhi"),
+    ):
+        client = saying("x")
+        answer = await post(create_app(client, tokenizer, CALLER), "/v1/chat/completions", CHAT | fields)
+        assert answer.status == 200, answer
+        assert prompt_of(client).startswith(prompt)
+
+
 async def test_tools_for_a_model_that_calls_none_are_refused() -> None:
     answer = await ask(saying("x"), replace(CALLER, tool_parser=None))
     assert (answer.status, answer.error["param"]) == (400, "tools")

@@ -60,6 +60,37 @@ def test_the_template_file_wins_and_named_templates_give_the_default(tmp_path: P
     assert Tokenizer.from_dir(root).encode_chat(MESSAGES) == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "in_config", [None, "a", [("default", "a")], [("tool_use", "b"), ("default", "a"), ("rag", "b b b")]]
+)
+@pytest.mark.parametrize("files", [(), ("chat_template",), ("chat_template", "additional_chat_templates/tool_use")])
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+def test_a_template_for_tools_renders_conversations_with_tools_as_in_transformers(
+    in_config: Any, files: tuple[str, ...], tools: Any, tmp_path: Path
+) -> None:
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    named = [{"name": name, "template": text} for name, text in in_config] if isinstance(in_config, list) else in_config
+    root = write_model(tmp_path, tokenizer_class="PreTrainedTokenizerFast", chat_template=named)
+    for number, name in enumerate(files):
+        (root / f"{name}.jinja").parent.mkdir(exist_ok=True)
+        (root / f"{name}.jinja").write_text("hi " + "a " * number)
+    theirs, ours = AutoTokenizer.from_pretrained(root), Tokenizer.from_dir(root)
+    if theirs.chat_template is None:
+        assert not ours.has_chat_template
+        return
+    want = theirs.get_chat_template(tools=tools)
+    template = ours.template_for(tools=tools is not None)
+    assert template is not None
+    assert template.source == want
+    assert ours.encode_chat(MESSAGES, tools=tools) == ours.encode(want, add_special_tokens=False)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    for found in ({"default": "a"}, [{"name": "default"}], ["a"], [{"name": 1, "template": "a"}]):
+        with pytest.raises(ValueError, match="must be a string or a list of named templates"):
+            Tokenizer.from_dir(write_model(tmp_path, chat_template=found))
+
+
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(TemplateFailed, match="no chat template"):
         Tokenizer.from_dir(write_model(tmp_path)).encode_chat(MESSAGES)
