@@ -80,7 +80,12 @@ GROUPS = (
         "GPU",
         "`device: auto` serves from the CPU if there is no GPU. For memory lower `gpu_memory_utilization`, "
         "`max_num_batched_tokens` or the number of captured sizes.",
-        ("engine/build/gpu.py", "engine/execution/device.py", "engine/execution/gpu/[!c]*.py"),
+        (
+            "engine/build/gpu.py",
+            "engine/build/batch_invariance.py",
+            "engine/execution/device.py",
+            "engine/execution/gpu/[!c]*.py",
+        ),
     ),
     Group(
         "Several ranks",

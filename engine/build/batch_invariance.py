@@ -15,7 +15,7 @@ from engine.execution.gpu.model import DeviceModel
 from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
 
 TOKENS = 1500
-"""Of the text: attention has two units of its keys, and products have more than one tile of its rows."""
+"""Its length, so that attention has two units of keys, and products have several tiles of rows."""
 CHUNKS = (1, 18, 83, 1024, 1100)
 """Where chunks end if the text has many: with fewer rows than each tile, with more, and at a unit's end."""
 OTHERS, OTHER_TOKENS = 8, 70

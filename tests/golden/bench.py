@@ -12,7 +12,6 @@ from engine.core.core import EngineCore
 from engine.execution.executor import TorchExecutor
 from engine.protocol import Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
-from tests.golden.models import tokenized_prompts
 
 
 class Bench:
@@ -22,8 +21,11 @@ class Bench:
         self, executor: TorchExecutor, resolved: ResolvedConfig, prompts: list[list[int]] | None = None
     ) -> None:
         """Without `prompts`, take texts as the default model's tokenizer reads them."""
-        self.executor, self.resolved = executor, resolved
-        self.prompts = tokenized_prompts()[:6] if prompts is None else prompts
+        if prompts is None:
+            from tests.golden.models import tokenized_prompts  # a machine with a GPU may lack what these need
+
+            prompts = tokenized_prompts()[:6]
+        self.executor, self.resolved, self.prompts = executor, resolved, prompts
         self.cached: dict[str, int] = {}
         self.logprobs: list[list[float]] = []
         self.preemptions = self.steps = 0

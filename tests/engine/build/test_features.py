@@ -302,6 +302,7 @@ NOT_OF_FEATURES = {
     "engine/execution/gpu/memory.py check_adapters_fit": 1,
     "engine/execution/gpu/memory.py kv_blocks_that_fit": 1,
     "engine/execution/gpu/memory.py check_blocks_fit": 1,
+    "engine/build/batch_invariance.py check_batch_invariance": 1,
     "engine/build/gpu.py GpuStart._load": 1,
     "engine/build/gpu.py GpuStart._attach": 1,
     "engine/build/gpu.py GpuStart._captures_fit": 1,
