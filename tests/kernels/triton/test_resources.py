@@ -25,10 +25,10 @@ from tests.kernels.triton.resources import (
 from tests.kernels.triton.test_compiled import every
 
 DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-OVER_8_BITS = "attend over 8 bits"
+OVER_8_BITS, BY_SPANS = "attend over 8 bits", "multiply by spans"
 SPILLS = {
     **{"_scan": 1400, "attend": 160, OVER_8_BITS: 6100, "multiply": 10, "multiply_fp8": 10, "filter_row": 12},
-    **{"sample_row": 10, "gate_up": 50, "down": 340, "few_rows": 6},
+    **{BY_SPANS: 110, "sample_row": 10, "gate_up": 50, "down": 340, "few_rows": 6},
 }
 """The kernels that use local memory in some variant, and how often at most in its code."""
 PRODUCTS = {"8.0": {"mma"}, "9.0": {"wgmma"}, "10.0": {"tcgen05"}}
@@ -41,8 +41,11 @@ def rows(capability: str, name: str = "") -> dict[str, dict[str, Any]]:
 
 
 def spilling(variant: str) -> str:
-    """Return a variant's name in SPILLS: of K and V in 8 bits, tiles of 128 queries by 128 keys spill on Ampere."""
+    """Return a variant's name in SPILLS. On Ampere, tiles of 128 queries by 128 keys spill with K and V in 8 bits, and
+    those of 128 rows by 128 outputs with weights in 4 bits and sums of spans, which only batch-invariant ones have."""
     name, _, types = variant.partition("(")
+    if name == "multiply" and " SPANS=1 " not in types:
+        return BY_SPANS
     return OVER_8_BITS if name == "attend" and not types.startswith("bf16,bf16,") else name
 
 
