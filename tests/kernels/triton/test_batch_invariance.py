@@ -83,7 +83,8 @@ CUTS = [[1, UNIT - 1, UNIT, UNIT + 1, 2 * UNIT + 5, LENGTH - 2, LENGTH - 1, LENG
 @pytest.mark.parametrize(
     ("dtype", "window", "partials"),
     [
-        (torch.bfloat16, 90, 1),
+        (torch.float32, 90, 1),  # in 16 bits, rounding hides most of what differs
+        slow(torch.bfloat16, 90, 1),
         slow(torch.float32, None, 40),
         *(slow(torch.float32, 5, partials) for partials in (1, 40, 10_000)),
         slow(torch.float16, None, 10_000),
@@ -205,13 +206,13 @@ def test_a_row_has_the_same_product_among_any_number_of_rows(
     )
 
 
-@pytest.mark.parametrize("least_span", [slow(128), 512], ids=["split inputs", "whole inputs"])
+@pytest.mark.parametrize("least_span", [128, slow(512)], ids=["split inputs", "whole inputs"])
 def test_a_row_has_the_same_gated_product_among_any_number_of_rows(
     least_span: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(few_rows, "LEAST_SPAN", least_span)
     generator = seeded_generator()
-    x, weight = (torch.randn(n, 272, generator=generator).to(torch.bfloat16) for n in (200, 80))
+    x, weight = (torch.randn(n, 272, generator=generator) for n in (200, 80))
     assert BATCH_INVARIANT.gated_linear is not None
     want = check_rows(lambda rows: BATCH_INVARIANT.gated_linear(rows, Linear(weight)), x)  # type: ignore[misc]
     both = reference.silu_and_mul(BATCH_INVARIANT.linear(x, Linear(weight)))  # type: ignore[misc]
