@@ -70,5 +70,7 @@ def test_bits_are_the_same_after_a_migration(bench: Bench, params: SamplingParam
 def test_batch_invariance_is_refused_where_the_kernels_do_not_keep_it(
     shallow_model: Path, params: SamplingParams
 ) -> None:
-    with pytest.raises(ConfigError, match="batch_invariant is true, but kernels is torch_cpu: only the native kernels"):
+    with pytest.raises(
+        ConfigError, match="batch_invariant is true, but kernels is torch_cpu: on a CPU, only the native"
+    ):
         create_executor(shallow_model, EngineConfig(batch_invariant=True, kernels="torch_cpu"))

@@ -159,7 +159,8 @@ async def test_a_hopeless_request_is_ended_before_it_waits_or_reaches_an_engine(
     assert "its prompt takes about 50.0 s, and its deadline is 1 s" in answer.error["message"]
     assert answer.headers["x-should-retry"] == "false"
     assert client.submissions == []
-    errors = [one.value for one in recorder.samples() if (one.name, one.labels) == ("chunkserve:requests", ("error",))]
+    outcome = ("chunkserve:requests", ("server_error",))
+    errors = [one.value for one in recorder.samples() if (one.name, one.labels) == outcome]
     assert errors == [1], "as one that an engine has refused"
 
 

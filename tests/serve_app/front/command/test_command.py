@@ -202,7 +202,8 @@ def test_a_package_that_is_not_there_is_said_to_be_missing() -> None:
 
 def test_keys_prints_a_key_and_its_entry() -> None:
     key, entry, _ = (line.partition(":  ")[2].strip() for line in chunkserve("keys", "ann").stdout.splitlines())
-    read = ApiKey.model_validate(yaml.safe_load(entry))
+    (of_list,) = yaml.safe_load(entry)
+    read = ApiKey.model_validate(of_list)
     assert (read.tenant, read.sha256) == ("ann", digest(key.encode()))
 
 
