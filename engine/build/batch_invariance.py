@@ -15,7 +15,7 @@ from engine.execution.gpu.model import DeviceModel
 from engine.step import RowKind, RowSampling, ScheduledRequest, StepPlan
 
 TOKENS = 1500
-"""Its length, so that attention has two units of keys, and products have several tiles of rows."""
+"""How long the text is: attention has two units of its keys, and products several tiles of its rows."""
 CHUNKS = (1, 18, 83, 1024, 1100)
 """Where chunks end if the text has many: with fewer rows than each tile, with more, and at a unit's end."""
 OTHERS, OTHER_TOKENS = 8, 70

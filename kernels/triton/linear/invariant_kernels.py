@@ -76,7 +76,6 @@ MANY_CONFIGS = _configs((128, 64, 8, 4), (128, 64, 8, 3))
 FLOAT32_CONFIGS = _configs((64, 16, 4, 3))
 _KEY = ["INPUTS", "OUTPUTS", "TILE"]
 
-
 many_rows_of_16_bits = fixed(MANY_CONFIGS, _KEY)(many_rows)
 many_rows_of_32_bits = fixed(FLOAT32_CONFIGS, _KEY)(many_rows)
 
