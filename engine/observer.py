@@ -27,7 +27,8 @@ class ComputedStep:
     num_waiting: int
     """Requests that waited in the engine when the step was read back."""
     duration_s: float
-    """Time in the executor, from the launch until the step was read back."""
+    """Time in the executor, from the launch until the step was read back; without the wait for the step before, which
+    an overlapped step is launched beside."""
     num_encoded: int = 0
     """Tokens of inputs, such as images, that were encoded before the rows."""
     predicted_s: float | None = None

@@ -4,6 +4,7 @@ Never blocks on anything but the executor, and never knows who reads its events.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,7 @@ class EngineCore:
         self._proposal: _Proposal | None = None
         self._in_flight: _Launched | None = None  # with overlap: launched, but not read back yet
         self._only_launched: float | None = None  # when the last call began, if it read nothing back
+        self._read_back_at = -math.inf  # by time.perf_counter: when the last step ended
         self._drafts_in_turn = config.overlap and config.num_speculative_tokens > 0  # rows may stand aside
         self._num_steps = 0
         self._num_preemptions = 0
@@ -516,7 +518,9 @@ class EngineCore:
             if output.graph is not None:
                 self._graph_uses[output.graph.hit, output.graph.name] += 1
             self.last_step.grammar_s += output.grammar_s
-            duration_s = time.perf_counter() - launched.started
+            # With overlap, it was launched while the step before ran, and waited for that one.
+            now = time.perf_counter()
+            duration_s, self._read_back_at = now - max(launched.started, self._read_back_at), now
             predicted_s = self._step_times.now.seconds(launched.work) if self._step_times else None
             if self._tiers is not None:
                 prefills = launched.plan.rows[-1].kind is not RowKind.DECODE

@@ -25,7 +25,7 @@ class StepActivity:
     """The tokens of each prefill chunk in the step."""
     waiting: int
     ms: float
-    """The time from the step's launch until its results were read back."""
+    """The time from the step's launch until its results were read back, without a wait for the step before."""
     age_ms: float
     """The time since its results were read back, at the moment of the answer."""
     predicted_ms: float | None = None

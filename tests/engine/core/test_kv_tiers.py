@@ -3,6 +3,7 @@ Never uses a model: the scripted executor checks every KV slot that a row builds
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from engine.protocol import Finished, SamplingParams, Scheduled, TimeCause, Toke
 from engine.scheduling.request import Request
 from engine.scheduling.tier_index import LEAST_LOADING
 from engine.scheduling.tier_rates import TierRates
+from engine.step import StepOutput, StepPlan
 from tests.support.engines import RecordingCore, prompt_only
 from tests.support.oracle import answer_of
 
@@ -546,3 +548,29 @@ def test_short_rests_of_prompts_do_not_hide_what_prefill_costs() -> None:
         rates.note_step(8, 0.020, prefills=True)
         rates.note_step(8192, 0.4, prefills=True)
     assert rates.prefill_s(8200) == pytest.approx(0.42, rel=0.1)
+
+
+def test_a_step_that_waited_for_the_step_before_counts_only_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overlap, a step is launched while the one before it runs. Prompts seemed to take twice their time, and
+    loads were made that took longer than the prompts."""
+    now, ends = 0.0, {-1: 0.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    engine = core(tiers(), num_kv_blocks=64, overlap=True)
+    launch, collect = engine._executor.launch, engine._executor.collect
+
+    def timed_launch(step: StepPlan) -> None:
+        launch(step)
+        ends[step.step_id] = max(now, ends[step.step_id - 1]) + 1.0  # a device computes one step after another
+
+    def timed_collect() -> StepOutput:
+        nonlocal now
+        output = collect()
+        now = max(now, ends[output.step_id])
+        return output
+
+    engine._executor.launch = timed_launch  # type: ignore[method-assign]
+    engine._executor.collect = timed_collect  # type: ignore[method-assign]
+    engine.send("a", LONG, max_tokens=8, ignore_eos=True)
+    settle(engine)
+    assert engine._tiers is not None
+    assert engine._tiers.rates.step_s == pytest.approx(1.0)
