@@ -71,6 +71,10 @@ class EncoderCache:
             self.num_tokens -= self._sizes.pop(digest, 0)
             self._dropped.append(digest)
 
+    def drop_again(self, digests: Iterable[bytes]) -> None:
+        """Have the next step drop contents that a failed step may not have dropped, unless they are kept again."""
+        self._dropped += [digest for digest in digests if digest not in self._sizes]
+
     def take_dropped(self) -> tuple[bytes, ...]:
         dropped, self._dropped = tuple(dict.fromkeys(self._dropped)), []
         return dropped
@@ -114,8 +118,9 @@ class EncodedInputs(Resource):
                 self.cache.let_go(placed.digest, request.request_id)
 
     def lose(self, step: StepPlan) -> None:
-        """Forget what the step should have encoded: it may or may not exist."""
+        """Forget what the step should have encoded: it may or may not exist. So may what it should have dropped."""
         self.cache.lose(job.digest for job in step.encodes)
+        self.cache.drop_again(step.dropped)
 
     def release(self, request: Request) -> None:
         for placed in _placed(request):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.scheduling.encoder_cache import EncoderCache
+from engine.scheduling.encoder_cache import EncodedInputs, EncoderCache
+from engine.step import StepPlan
 
 A, B, C = b"a", b"b", b"c"
 
@@ -64,3 +65,21 @@ def test_a_lost_content_is_dropped_even_if_it_is_encoded_again_at_once() -> None
     assert (kept(cache), cache.num_tokens) == (set(), 0)
     assert cache.use(A, 7)
     assert cache.take_dropped() == (A,)
+
+
+def test_what_a_failed_step_should_have_dropped_is_dropped_by_the_next_unless_it_is_kept_again() -> None:
+    """Its embeddings stayed in the executor for good."""
+    cache = EncoderCache(10)
+    for digest in (A, B, C):
+        cache.use(digest, 10)
+    assert cache.take_dropped() == (A, B)
+    cache.use(B, 10)
+    assert cache.take_dropped() == (C,)
+    cache.drop_again((A, B))
+    assert cache.take_dropped() == (A,)
+
+
+def test_a_step_that_is_lost_names_its_drops_to_the_next() -> None:
+    inputs = EncodedInputs(10, 10)
+    inputs.lose(StepPlan(0, (), dropped=(A,)))
+    assert inputs.cache.take_dropped() == (A,)
