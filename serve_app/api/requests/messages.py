@@ -54,7 +54,6 @@ _COPILOT: Unsupported = {
     **dict.fromkeys(("copilot_references", "copilot_confirmations"), ([],)),
     **dict.fromkeys(("cot_id", "cot_summary"), _NEVER),
 }
-AssistantCall = Annotated[MessageToolCall, of_types("function")]
 
 
 class Message(StrictModel):
