@@ -18,17 +18,19 @@ MAX_SQUARES = 4 * MAX_PARTS**2
 _MAX_COUNT = 10**6
 
 _QUANTIFIED = re.compile(
-    r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*(?:\]|\Z)|(?P<part>(?<!\()\?|[*{]|\|(?=[|)])|\(\||\(\?:\||\|\Z)"
+    r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*(?:\]|\Z)"
+    r"|(?P<part>(?<!\()\?|[*{]|\|(?=[|)])|\((?:\?[\w<>-]*:?)?[|)]|\|\Z)"  # also an empty group, and a group's flags
 )
 _LARK = re.compile(
     r"""
       (?P<comment>(?://|\#)[^\n]*)
+    | (?P<empty>"")
     | "(?:\\[\s\S]|[^"\\\n])*(?:"i?|(?=\n)|\Z|\\)
     | /(?P<regex>(?:\\[\s\S]|[^/\\\n])+)(?:/[a-z]*|(?=\n)|\Z|\\)
     | (?P<json>%json\b)
     | (?:(?<=\n)|\A)[ \t]*[?!]*(?P<rule>[A-Za-z_]\w*)[^\s:"/|()]*[ \t]*:
     | (?P<name>[A-Za-z_]\w*)
-    | (?P<part>[?*{~\[]|\|)
+    | (?P<part>[?*{~\[]|\|(?=\s*[|)])|\(\s*\|)
     """,
     re.VERBOSE,
 )
@@ -108,8 +110,8 @@ def _of_lark(text: str) -> Iterator[int]:
             own[rule] += num_parts(found["regex"])
         elif found["name"] and is_terminal:
             inner.setdefault(rule, []).append(found["name"])
-        elif found["part"] and is_terminal:
-            own[rule] += found["part"] != "|"
+        elif (found["part"] or found["empty"]) and is_terminal:
+            own[rule] += 1
     yield from _summed(own, inner)
 
 
