@@ -167,11 +167,9 @@ class SamplingParams:
             ("frequency_penalty", self.frequency_penalty),
         ):
             _require(-2 <= penalty <= 2, name, "in -2 to 2", penalty)
+        # A logit that is divided by less may become infinite, as if the model had failed.
         _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty",
-            "a positive number",
-            self.repetition_penalty,
+            0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "in 0.01 to 100", self.repetition_penalty
         )
         for _, bias in self.logit_bias:
             _require(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", f"in -{MAX_BIAS} to {MAX_BIAS}", bias)

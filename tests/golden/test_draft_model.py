@@ -24,7 +24,7 @@ from engine.execution.executor import TorchExecutor
 from engine.observer import Verified
 from engine.protocol import Failed, Finished, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
-from engine.step import DRAFT_TOKEN, DraftContext, RowSampling, StepPlan
+from engine.step import DRAFT_TOKEN, DraftContext, RowSampling, ScheduledRequest, StepPlan
 from tests.golden.test_speculation import CONTEXT, KEPT, MOST_CHI_SQUARE, ROWS, SEEDS, chi_square, distribution
 from tests.support.compiler import needs_compiler
 from tests.support.fake_device import FakeDevice
@@ -416,6 +416,35 @@ def test_a_row_whose_newest_token_is_not_read_is_refused(bench: DraftBench) -> N
     row = decode("a", 5, 3, (0,))._replace(token_ids=(5, DRAFT_TOKEN), draft_context=DraftContext(0, (1, 2)))
     with pytest.raises(ValueError, match="drafts of a text that is read to DraftContext"):
         bench.executor.launch(StepPlan(0, (row,)))
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch_cpu"])
+def test_a_draft_model_without_a_finite_logit_for_one_row_costs_only_its_drafts(
+    checkpoints: dict[str, Path], kernels: Any
+) -> None:
+    """The native kernels gave a token behind the vocabulary, and the next pass failed for all rows."""
+    asked = EngineConfig(**ASKED, kernels=kernels, speculative=drafted_by(checkpoints["itself"], num_tokens=2))
+    executor, _ = create_executor(checkpoints["itself"], asked)
+    draft_model = executor._draft_model
+    assert draft_model is not None
+    draft_model.model.decoder.weights.embedding[7] = torch.nan
+
+    def drafted(name: str, token: int, prompt: list[int], block: int) -> ScheduledRequest:
+        row = decode(name, token, len(prompt), (block,))
+        context = DraftContext(0, (*prompt, token))
+        return row._replace(token_ids=(token, DRAFT_TOKEN, DRAFT_TOKEN), draft_context=context)
+
+    prompts = [[7, 3, 5, 9], [4, 3, 5, 9]]
+    executor.launch(
+        StepPlan(0, tuple(chunk(n, p, 0, 4, (i,)) for i, (n, p) in enumerate(zip("ab", prompts, strict=True))))
+    )
+    first = executor.collect().sampled
+    rows = [drafted(n, first[i][0], p, i) for i, (n, p) in enumerate(zip("ab", prompts, strict=True))]
+    executor.launch(StepPlan(1, tuple(rows)))
+    output = executor.collect()
+    assert not output.failed
+    assert len(output.sampled[1]) == 3, "both drafts of the model itself are right"
+    executor.shutdown()
 
 
 def test_adapters_are_drafted_for_by_the_model_as_it_is(checkpoints: dict[str, Path]) -> None:

@@ -294,7 +294,7 @@ static void add_attention(Program* program, Attention<T, C> attention) {
     });
 }
 
-// The most likely token of each sampled row, and its logit: NaN if any is NaN. The lowest of equals.
+// The most likely token of each sampled row, and its logit: token 0 and NaN if any is NaN. The lowest of equals.
 static void add_argmax(Program* program, const float* logits, int64_t vocab, int64_t* tokens, float* best) {
     program->add_each([](const Step& step) { return step.num_sampled; }, [=](const Step&, int64_t row) {
         constexpr int CHAINS = 4;  // to hide latency
@@ -317,7 +317,7 @@ static void add_argmax(Program* program, const float* logits, int64_t vocab, int
             sound &= from[i] == from[i];
         }
         best[row] = sound ? largest : std::numeric_limits<float>::quiet_NaN();
-        tokens[row] = std::find(from, from + vocab, largest) - from;
+        tokens[row] = sound ? std::find(from, from + vocab, largest) - from : 0;
     });
 }
 

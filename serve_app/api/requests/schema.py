@@ -65,8 +65,8 @@ class GenerationRequest(StrictModel):
     """The number of answers to each prompt. With a `seed`, choice *i* uses `seed + i`."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    repeat_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    repeat_penalty: float | None = Field(None, ge=0.01, le=10)
     """Ollama's and llama.cpp's name for `repetition_penalty`."""
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None

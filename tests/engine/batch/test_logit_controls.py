@@ -176,6 +176,7 @@ EVERY = tuple(range(VOCAB))
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
         ({"logit_bias": ((1, 100.5),)}, "logit_bias"),
         ({"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),

@@ -82,6 +82,7 @@ BAD_CHAT_FIELDS = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
     ({"logit_bias": []}, "logit_bias"),
     ({"logit_bias": {"abc": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),

@@ -605,6 +605,7 @@ def test_logits_are_those_of_the_sampled_tokens_and_the_lowest_of_equal_tokens_i
     assert tokens.tensor[:2].flatten().tolist() == [12, 7]
     assert best.tensor[:2].flatten().tolist() == [5.0, 3.0]
     assert best.tensor[2].isnan()
+    assert tokens.tensor[2] == 0, "a token that exists: a draft model reads it next"
     assert torch.equal(logits.tensor[0], weight[:, 1])
 
 
