@@ -17,12 +17,11 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 _NAME_LETTERS = re.compile(r"[\w.:/-]*")
-_NO_TAG = re.compile(r"[^<]*")
 _KEY_LETTERS = re.compile(r"[^<>\n]*")
 
 
 class Glm45ToolParser(TaggedValueToolParser):
-    """A call is announced with its first key, or at its end. Text between the parameters of a call is content."""
+    """A call is announced with its first key, or at its end."""
 
     markers: ClassVar[tuple[str, ...]] = (CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
     _next_call: ClassVar[str] = CALL
@@ -39,6 +38,7 @@ class Glm45ToolParser(TaggedValueToolParser):
                 continue
             self._start_call(name)
             yield from self._parameters(self._schemas.get(name), key)
+            self._end_call()
 
     def _key(self) -> Steps[str]:
         """Read the rest of a key, up to the beginning of its value; return the empty string if it is not a key."""
@@ -65,7 +65,9 @@ class Glm45ToolParser(TaggedValueToolParser):
                 if after is not None:
                     break
             else:
-                yield from self._not_a_key(tag)
+                if not tag:
+                    self._cursor.take(LETTER)
+                yield from self._stray()
             if not (yield from self._cursor.peek()):
                 return
             self._cursor.hold()
@@ -91,10 +93,3 @@ class Glm45ToolParser(TaggedValueToolParser):
             if expected == KEY_END:
                 text += yield from self._cursor.run(SPACES)
         return Ahead(text, key.strip() if key.strip() in keys else None)
-
-    def _not_a_key(self, tag: str) -> Steps[None]:
-        """Pass the held text, and what follows it up to a tag, on as content."""
-        if not tag:
-            self._cursor.take(LETTER)
-        self._give_back()
-        self._content((yield from self._cursor.run(_NO_TAG)))

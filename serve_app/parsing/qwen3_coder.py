@@ -17,14 +17,13 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME_LETTERS = re.compile(r"[^<>\n]*")
-_NO_TAG = re.compile(r"[^<]*")
 
 
 class Qwen3CoderToolParser(TaggedValueToolParser):
     """Sends arguments parameter by parameter. One that is cut off by the end of the text is also cut off in the JSON.
 
     These models forget tags. Without `<tool_call>`, the function must be one of the tools; `</tool_call>` also ends a
-    function. Text between the parameters of a call is content.
+    function.
     """
 
     markers: ClassVar[tuple[str, ...]] = (_CALL, _CALL_END)
@@ -48,6 +47,7 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
                 return
             self._start_call(name)
             yield from self._parameters(self._schemas.get(name))
+            self._end_call()
             self._cursor.hold()
             yield from self._cursor.run(SPACES)
             tag = yield from self._cursor.literal(_CALL_END, _FUNCTION)
@@ -79,8 +79,7 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
             name = (yield from self._name()) if tag else ""
             if not name:
                 self._cursor.take(LETTER)
-                self._give_back()
-                self._content((yield from self._cursor.run(_NO_TAG)))
+                yield from self._stray()
                 continue
             self._cursor.drop()
             key: str | None = name

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
+from serve_app.parsing.deltas import Delta
 from serve_app.parsing.python_literals import dump_json
-from serve_app.parsing.tool_parser import ToolParser
+from serve_app.parsing.tool_parser import Tool, ToolParser
 from serve_app.parsing.typed_values import is_string, value_json
 
 _NO_TAG = re.compile(r"[^<]*")
@@ -32,10 +33,40 @@ class TaggedValueToolParser(ToolParser):
     These models forget a value's end tag now and then. Then it ends where the call does: at the call's end tag, if the
     answer ends there or another call follows. It also ends where a line begins with the tag of a parameter that the
     tool has, and that is not written yet.
+
+    Text between the parameters of a call is content, and follows the call: an answer in blocks has a call in one piece.
     """
 
     _next_call: ClassVar[str]
     """What begins the next call."""
+
+    def __init__(self, tools: Sequence[Tool] = (), make_id: Callable[[], str] | None = None) -> None:
+        super().__init__(tools, make_id)
+        self._is_in_call = False
+        self._between: list[Delta] = []
+        """Content that waits for the end of the call."""
+
+    def _start_call(self, name: str, call_id: str = "") -> None:
+        super()._start_call(name, call_id)
+        self._is_in_call = True
+
+    def _end_call(self) -> None:
+        self._is_in_call = False
+        self._deltas += self._between
+        self._between = []
+
+    def _content(self, text: str) -> None:
+        before = len(self._deltas)
+        super()._content(text)
+        if self._is_in_call:
+            self._between += self._deltas[before:]
+            del self._deltas[before:]
+
+    def _stray(self) -> Steps[None]:
+        """Pass the held text, and what follows it up to a tag, on as content."""
+        self._give_back()
+        while (yield from self._cursor.peek()) and (text := self._cursor.take(_NO_TAG)):
+            self._content(text)
 
     @abstractmethod
     def _ahead(self, keys: Collection[str], *, in_line: bool) -> Steps[Ahead]:

@@ -67,6 +67,10 @@ class BlockReader:
         self.blocks: list[Block] = []
 
     @property
+    def _open_kind(self) -> Kind | None:
+        return self.blocks[-1].kind if self._is_open else None
+
+    @property
     def has_called(self) -> bool:
         return self._reader.has_called
 
@@ -87,10 +91,11 @@ class BlockReader:
                 case CallStart():
                     yield from self._open(Block(len(self.blocks), "call", delta.id, delta.name))
                 case Arguments(_, text):
+                    assert self._open_kind == "call", "a call's arguments follow it directly"
                     yield self._extend(text)
 
     def _say(self, content: str) -> Iterator[Step]:
-        if self._is_open and self.blocks[-1].kind == "text":
+        if self._open_kind == "text":
             yield self._extend(content)
             return
         self._space.append(content)
@@ -98,7 +103,7 @@ class BlockReader:
             yield from self._grow("text", "".join(self._space))
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
-        if not self._is_open or self.blocks[-1].kind != kind:
+        if self._open_kind != kind:
             yield from self._open(Block(len(self.blocks), kind))
         yield self._extend(text)
 

@@ -387,6 +387,13 @@ QWEN3_CODER = [
         (("f", '{"a": "1"}'),),
     ),
     Case(
+        "an end tag of a value twice",
+        f"{_CALL}get_weather>\n<parameter=city>\nOslo\n</parameter>\n</parameter>\n<parameter=days>\n3\n</parameter>\n{_END}",
+        "\n</parameter>",
+        (("get_weather", OSLO),),
+    ),
+    Case("cut in a text between parameters", f"{_CALL}now>\nNow I\nthink ", "\nNow I\nthink ", (("now", ""),), True),
+    Case(
         "a function after one without a begin tag",
         "<function=now></function><function=x>",
         "<function=x>",

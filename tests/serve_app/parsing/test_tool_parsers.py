@@ -108,12 +108,24 @@ def test_no_way_of_cutting_an_answer_changes_it(name: str, data: st.DataObject) 
     assert flat(deltas(name, pieces, TOOLS)) == flat(deltas(name, [case.text], TOOLS))
 
 
+@pytest.mark.parametrize(("name", "case"), ALL_CASES)
+def test_a_calls_arguments_follow_it_directly(name: str, case: Case) -> None:
+    """Text between parameters was passed on at once. Answers in blocks wrote the next parameter into that text."""
+    assert are_calls_whole(flat(deltas(name, case.text, TOOLS)))
+
+
+def are_calls_whole(found: list[Delta]) -> bool:
+    pairs = itertools.pairwise([None, *found])
+    return all(isinstance(before, CallStart) for before, delta in pairs if isinstance(delta, Arguments))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(deadline=None)
 @given(text=messy_texts | st.text(), at=places)
 def test_any_text_is_read_without_an_error_and_alike_however_it_is_cut(name: str, text: str, at: list[int]) -> None:
     whole = flat(deltas(name, [text], TOOLS))
     assert flat(deltas(name, cut(text, at), TOOLS)) == whole
+    assert are_calls_whole(whole)
     if not any(isinstance(delta, CallStart) for delta in whole):
         assert collect(whole).content == text
 

@@ -1,5 +1,6 @@
-"""Owns the contract of reading an answer into blocks: a further token costs the same, however long the block is.
-Never tests what the blocks are; the APIs' tests do."""
+"""Owns the contract of reading an answer into blocks: their order is the answer's, however it was cut, and a further
+token costs the same, however long the block is.
+Never tests how the APIs show the blocks; their own tests do."""
 
 from __future__ import annotations
 
@@ -10,6 +11,33 @@ import pytest
 from serve_app.api.generation.blocks import BlockReader
 from serve_app.api.generation.chat_reader import ChatReader
 from serve_app.parsing.reasoning import ReasoningParser
+from serve_app.parsing.reasoning_parsers import reasoning_parser
+from serve_app.parsing.tools import TOOL_PARSERS
+
+QWEN = "<tool_call>\n<function=f>\n{}<parameter=a>\nx\n</parameter>\n{}</function>\n</tool_call>"
+
+
+def blocks(text: str, size: int, tools: str, reasoning: str) -> list[tuple[str, str]]:
+    """Return each block's kind and text, of an answer that comes in pieces of this size."""
+    reader = BlockReader(ChatReader(reasoning_parser(reasoning, ""), TOOL_PARSERS[tools]()))
+    for at in range(0, len(text), size):
+        reader.read(text[at : at + size], last=False)
+    reader.read("", last=True)
+    return [(block.kind, block.text) for block in reader.blocks]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content"),
+    [
+        ("qwen3_coder", QWEN.format("I call it.\n", ""), "\nI call it."),
+        ("qwen3_coder", QWEN.format("", "</parameter>\n"), "\n</parameter>"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value>\nso\n</tool_call>", "\nso"),
+    ],
+)
+def test_text_between_a_calls_parameters_is_a_block_after_the_call(tools: str, text: str, content: str) -> None:
+    """The parameters after it became a part of it, and the call had none of them."""
+    for size in (1, 4, len(text)):
+        assert blocks(text, size, tools, "qwen3") == [("call", '{"a": "x"}'), ("text", content)]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,18 @@ def test_thoughts_that_a_call_ends_are_followed_by_it() -> None:
     assert read(f"<think>a{call} END", ["END"], tools="qwen3_coder").endswith("</tool_call> !END")
 
 
+@pytest.mark.parametrize(
+    ("tools", "head"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value>"),
+    ],
+)
+def test_text_between_a_calls_parameters_is_searched(tools: str, head: str) -> None:
+    for size in (1, 5, 100):
+        assert read(f"{head}I think. END and more", ["END"], tools=tools, size=size) == f"{head}I think. !END"
+
+
 def test_harmonys_messages_are_told_apart() -> None:
     text = (
         "<|channel|>analysis<|message|>END<|end|><|start|>assistant<|channel|>commentary to=functions.f"
