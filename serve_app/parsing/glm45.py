@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
 from serve_app.parsing.python_literals import dump_json
 from serve_app.parsing.tagged_values import Ahead, TaggedValueToolParser
 from serve_app.parsing.tool_parser import is_name
-from serve_app.parsing.typed_values import property_names, property_schema
+from serve_app.parsing.typed_values import ParameterTypes
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -37,7 +37,7 @@ class Glm45ToolParser(TaggedValueToolParser):
                 self._give_back()
                 continue
             self._start_call(name)
-            yield from self._parameters(self._schemas.get(name), key)
+            yield from self._parameters(self._types_of(name), key)
             self._end_call()
 
     def _key(self) -> Steps[str]:
@@ -48,11 +48,11 @@ class Glm45ToolParser(TaggedValueToolParser):
         yield from self._cursor.run(SPACES)
         return key.strip() if (yield from self._cursor.literal(VALUE)) else ""
 
-    def _parameters(self, schema: Any, key: str) -> Steps[None]:
+    def _parameters(self, types: ParameterTypes, key: str) -> Steps[None]:
         """Read up to the end of the call. `key`: the first key, with a value that begins here; empty at a call's
         end."""
         before, tag = "{", KEY if key else CALL_END
-        keys = property_names(schema)
+        keys = types.names
         while tag != CALL_END:
             if key:
                 self._cursor.drop()
@@ -60,7 +60,7 @@ class Glm45ToolParser(TaggedValueToolParser):
                 while after:
                     self._arguments(f"{before}{dump_json(after)}: ")
                     keys.discard(after)
-                    after = yield from self._value(property_schema(schema, after), VALUE_END, keys)
+                    after = yield from self._value(types.types(after), VALUE_END, keys)
                     before = ", "
                 if after is not None:
                     break

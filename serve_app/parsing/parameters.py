@@ -11,6 +11,7 @@ from serve_app.grammars.lark_rules import Lark
 from serve_app.grammars.notation import GrammarRefused, Json
 from serve_app.grammars.schema_parts import subschemas
 from serve_app.parsing.call_grammar import CallableTool, arguments_schema
+from serve_app.parsing.typed_values import resolved
 
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id"}
@@ -39,6 +40,7 @@ def parameters_of(tool: CallableTool) -> list[Parameter]:
             definition.
     """
     root = arguments_schema(tool)
+    root = resolved(root, root)
     if other := next((name for name in root if name not in _KEPT), None):
         raise GrammarRefused(f"the keyword {other[:50]!r} cannot be kept in this model's format of calls", tool.place)
     properties, required = root.get("properties", {}), root.get("required", [])

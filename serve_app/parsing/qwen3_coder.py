@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
 from serve_app.parsing.python_literals import dump_json
 from serve_app.parsing.tagged_values import Ahead, TaggedValueToolParser
 from serve_app.parsing.tool_parser import is_name
-from serve_app.parsing.typed_values import property_names, property_schema
+from serve_app.parsing.typed_values import ParameterTypes
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -46,7 +46,7 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
                 self._give_back()
                 return
             self._start_call(name)
-            yield from self._parameters(self._schemas.get(name))
+            yield from self._parameters(self._types_of(name))
             self._end_call()
             self._cursor.hold()
             yield from self._cursor.run(SPACES)
@@ -64,10 +64,10 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
         closed = yield from self._cursor.literal(">")
         return name.strip() if closed else ""
 
-    def _parameters(self, schema: Any) -> Steps[None]:
+    def _parameters(self, types: ParameterTypes) -> Steps[None]:
         """Read up to the end of the function."""
         before = "{"
-        keys = property_names(schema)
+        keys = types.names
         while (yield from self._cursor.peek()):
             self._cursor.hold()
             yield from self._cursor.run(SPACES)
@@ -86,7 +86,7 @@ class Qwen3CoderToolParser(TaggedValueToolParser):
             while key:
                 self._arguments(f"{before}{dump_json(key)}: ")
                 keys.discard(key)
-                key = yield from self._value(property_schema(schema, key), _PARAMETER_END, keys, frame="\n")
+                key = yield from self._value(types.types(key), _PARAMETER_END, keys, frame="\n")
                 before = ", "
             if key is not None:
                 self._arguments("}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from serve_app.grammars.encodings import as_it_is
@@ -14,7 +15,7 @@ from serve_app.grammars.regular import of_whole
 from serve_app.parsing.parameters import Parameter, only_annotated
 from serve_app.parsing.pythonic_grammar import value_rule
 from serve_app.parsing.shared_rules import SharedRules
-from serve_app.parsing.typed_values import declared_types, resolved
+from serve_app.parsing.typed_values import UNTYPED, Types, declared_types, resolved
 
 _LONGEST = 2**20  # characters
 _UNSAFE = re.compile(r"\\[\s\S]|[/\n]")
@@ -36,12 +37,13 @@ class ValueRules:
         """Write the value with its end tag: a value that may be a string as plain text, any other as JSON."""
         if parameter.text is not None:
             return f"{nested_rules(parameter.text, as_it_is(self._end, self._frame))} {self._apart()}"
-        schema = resolved(parameter.schema, parameter.schema)
-        kinds = declared_types(schema)
-        if "string" not in kinds and _is_typed(schema):
-            return f"{value_rule(parameter, self._shared)} {self._closing()}"
-        found = [self._option(option) for option in _options(schema)]
-        if None in found or kinds - {"string", "null"}:
+        root = parameter.schema
+        schema, kinds = resolved(root, root), declared_types(root, root)
+        if "string" not in kinds:
+            typed = root if _is_typed(schema) else root | {"type": sorted(kinds)}
+            return f"{value_rule(replace(parameter, schema=typed), self._shared)} {self._closing()}"
+        found = [self._option(option, declared_types(option, root)) for option in _options(schema)]
+        if None in found:
             text = "a value that may be a string cannot be more than a text, its lengths, an enum or null"
             raise GrammarRefused(f"{text} in this model's format of calls", parameter.place)
         return " | ".join(option for option in found if option is not None)
@@ -74,9 +76,10 @@ class ValueRules:
             return f"{frame}{literal(self._end, self._specials)}"
         return f"{frame}{quoted(self._end[0])} {quoted(self._end[1:])}"
 
-    def _option(self, schema: Json) -> str | None:
+    def _option(self, schema: Json, kinds: Types) -> str | None:
         """Write one alternative of a schema; None if it cannot be written."""
-        kinds = declared_types(schema)
+        if kinds - {"string", "null"} and kinds != UNTYPED:
+            return None
         listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(listed, list):
             is_kept = only_annotated(schema, "type", "enum", "const")
@@ -86,11 +89,11 @@ class ValueRules:
         if kinds == {"string"} and (pattern := _pattern(schema)) is not None:
             return self._ended(f"(?:{pattern})")
         if not only_annotated(schema, "type", "minLength", "maxLength"):
-            return None
+            return None  # beside these, an object or a list of an untyped value is as good as a text
         text = self.text(_bound(schema, "minLength", 0), _bound(schema, "maxLength", None))
         return f"{self._closing('null')} | {text}" if "null" in kinds else text
 
-    def _listed(self, values: Sequence[Any], kinds: set[str]) -> str | None:
+    def _listed(self, values: Sequence[Any], kinds: Types) -> str | None:
         texts = ["null" if value is None else value for value in values]
         for value in texts:
             if not isinstance(value, str) or self._end in value:

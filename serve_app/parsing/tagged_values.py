@@ -7,13 +7,12 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
 from serve_app.parsing.deltas import Delta
-from serve_app.parsing.python_literals import dump_json
 from serve_app.parsing.tool_parser import Tool, ToolParser
-from serve_app.parsing.typed_values import is_string, value_json
+from serve_app.parsing.typed_values import ParameterTypes, Types, begun_json, value_json
 
 _NO_TAG = re.compile(r"[^<]*")
 _LINE = "\n"
@@ -42,6 +41,7 @@ class TaggedValueToolParser(ToolParser):
 
     def __init__(self, tools: Sequence[Tool] = (), make_id: Callable[[], str] | None = None) -> None:
         super().__init__(tools, make_id)
+        self._parameter_types: dict[str, ParameterTypes] = {}
         self._is_in_call = False
         self._between: list[Delta] = []
         """Content that waits for the end of the call."""
@@ -72,7 +72,13 @@ class TaggedValueToolParser(ToolParser):
     def _ahead(self, keys: Collection[str], *, in_line: bool) -> Steps[Ahead]:
         """Read what may end a value without its end tag. `in_line`: the tag does not begin a line."""
 
-    def _value(self, schema: Any, end: str, keys: Collection[str], frame: str = "") -> Steps[str | None]:
+    def _types_of(self, name: str) -> ParameterTypes:
+        """Return the types of a function's parameters. They are read once, however often it is called."""
+        if name not in self._parameter_types:
+            self._parameter_types[name] = ParameterTypes(self._schemas.get(name))
+        return self._parameter_types[name]
+
+    def _value(self, types: Types, end: str, keys: Collection[str], frame: str = "") -> Steps[str | None]:
         """Read a value up to its end. `keys`: the parameters that may follow. `frame`: the text that the template
         writes before and after a value.
 
@@ -84,19 +90,18 @@ class TaggedValueToolParser(ToolParser):
             if text := self._cursor.take(_NO_TAG):
                 parts.append(text)
             if (yield from self._cursor.literal(end)):
-                self._send("".join(parts), schema, frame)
+                self._send("".join(parts), types, frame)
                 return None
             ahead = yield from self._ahead(keys, in_line=not parts[-1].endswith(_LINE))
             if ahead.key is not None:
-                self._send("".join(parts).removesuffix(_LINE if not frame else ""), schema, frame)
+                self._send("".join(parts).removesuffix(_LINE if not frame else ""), types, frame)
                 return ahead.key
             parts.append(ahead.text or self._cursor.take(LETTER))
-        begun = "".join(parts).removeprefix(frame)
-        self._arguments(dump_json(begun)[:-1] if is_string(schema) else begun)
+        self._arguments(begun_json("".join(parts).removeprefix(frame), types))
         return None
 
-    def _send(self, text: str, schema: Any, frame: str) -> None:
-        self._arguments(value_json(text.removeprefix(frame).removesuffix(frame), schema))
+    def _send(self, text: str, types: Types, frame: str) -> None:
+        self._arguments(value_json(text.removeprefix(frame).removesuffix(frame), types))
 
     def _past_end(self, text: str, *, in_line: bool) -> Steps[Ahead]:
         """Read on after a call's end tag inside a value; `text` has been read already."""

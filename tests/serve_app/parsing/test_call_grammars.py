@@ -367,6 +367,15 @@ def test_a_schema_that_is_none_is_refused_and_breaks_nothing(family: str) -> Non
         ({"type": "object"}, ['{"a": 1}', "{}"], ["a"]),
         ({}, ["Oslo", "5"], []),
         ({"anyOf": [{"$ref": "#/$defs/d"}, {"type": "null"}]}, ['{"e": 1}', "null"], ["a", "{}"]),
+        ({}, ['{"a": 1}', "[1]", "{a"], []),
+        ({"allOf": [{"$ref": "#/$defs/d"}], "description": "x"}, ['{"e": 1}'], ["a", "{}", '"a"']),
+        ({"allOf": [{"$ref": "#/$defs/colour"}], "description": "x"}, ["red"], ["blue", "null"]),
+        ({"anyOf": [{"$ref": "#/$defs/union"}, {"type": "null"}]}, ["5", '{"e": 1}', "null"], ["a", '"a"', "{}"]),
+        ({"enum": [1, 2]}, ["1"], ["3", "a"]),
+        ({"enum": ["a", None]}, ["a", "null"], ["b"]),
+        ({"const": True}, ["true"], ["True", "a"]),
+        ({"properties": {"e": {"type": "integer"}}}, ['{"e": 1}', "{}"], ["a", '"a"', "5", '{"e": "a"}']),
+        ({"anyOf": [{"items": {}}, {"type": "null"}]}, ["[1]", "null"], ["a", '"a"', "{}"]),
     ],
     ids=str,
 )
@@ -374,7 +383,12 @@ def test_a_parameter_of_qwen3_coder_is_read_back_with_its_type(
     value: dict[str, Any], admitted: list[str], refused: list[str]
 ) -> None:
     definition = {"type": "object", "properties": {"e": {"type": "integer"}}, "required": ["e"]}
-    schema = {"type": "object", "properties": {"a": value}, "required": ["a"], "$defs": {"d": definition}}
+    definitions = {
+        "d": definition,
+        "colour": {"enum": ["red", "green"], "title": "Colour"},
+        "union": {"anyOf": [{"$ref": "#/$defs/d"}, {"type": "integer"}]},
+    }
+    schema = {"type": "object", "properties": {"a": value}, "required": ["a"], "$defs": definitions}
     walker, tools = WALKERS["text"], [("f", schema)]
     grammar = grammar_of("qwen3_coder", walker, tools).calls().text()
     frame = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
@@ -384,6 +398,21 @@ def test_a_parameter_of_qwen3_coder_is_read_back_with_its_type(
         Draft202012Validator(schema).validate(json.loads(call.arguments))
     for text in refused:
         assert not walker.admits(grammar, frame.format(text)), text
+
+
+@pytest.mark.parametrize("root", [{"$ref": "#/$defs/r"}, {"allOf": [{"$ref": "#/$defs/r"}]}], ids=str)
+@pytest.mark.parametrize("family", BY_PARAMETER)
+def test_a_tools_schema_may_be_a_reference_to_a_definition(family: str, root: dict[str, Any]) -> None:
+    """A model that contains itself is one, as pydantic writes it."""
+    integer = {"type": "integer"}
+    definition = {"type": "object", "properties": {"days": integer}, "required": ["days"], "description": "x"}
+    schema = root | {"$defs": {"r": definition}, "title": "y"}
+    walker, tools = WALKERS["text"], [("f", schema)]
+    for seed in range(3):
+        (call,) = read(
+            family, walker.walk(grammar_of(family, walker, tools, parallel=False).calls().text(), seed), tools
+        ).calls
+        Draft202012Validator(schema).validate(json.loads(call.arguments))
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "pythonic", "hermes"])
