@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Sequence
+from typing import Any
 
-from serve_app.grammars.notation import Grammar, GrammarRefused, quoted
+from serve_app.grammars.notation import Grammar, GrammarRefused, Json, quoted
 from serve_app.parsing.call_grammar import CallableTool, CallGrammar, string_rule
 from serve_app.parsing.parameters import Parameter, only_annotated, parameters_of
 from serve_app.parsing.shared_rules import SharedRules
+from serve_app.parsing.typed_values import resolved
 
 _NO_LIST = r"(\s*[^\s\[](?s:.*))?"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,199})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/"
@@ -57,12 +59,37 @@ def _arguments(call: int, parameters: Sequence[Parameter], shared: SharedRules) 
 
 
 def value_rule(parameter: Parameter, shared: SharedRules) -> str:
-    """Write a rule for JSON that is also a Python literal."""
+    """Write what stands in a rule for JSON that is also a Python literal."""
     if parameter.text is not None:
         return string_rule(parameter.text)
-    if parameter.schema.get("type") == "number" and only_annotated(parameter.schema, "type"):
-        return _NUMBER
-    return shared.json(parameter.schema)
+    has_number, others = _without_number(parameter.schema, parameter.schema)
+    if not has_number:
+        return shared.json(parameter.schema)
+    return f"({_NUMBER} | {shared.json(others)})" if others else _NUMBER
+
+
+def _without_number(schema: Any, root: Json) -> tuple[bool, Any]:
+    """Return whether any number is among the values of a schema, and the schema of the other values, `None` if there
+    are none. References are followed only to what is nothing but a number."""
+    if not isinstance(schema, dict):
+        return False, schema
+    if _is_number(resolved(schema, root)):
+        return True, None
+    kinds = schema.get("type")
+    if isinstance(kinds, list) and only_annotated(schema, "type"):
+        others = [kind for kind in kinds if kind != "number"]
+        return len(others) < len(kinds), schema | {"type": others} if others else None
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        if isinstance(options, list) and only_annotated(schema, word):
+            each = [_without_number(option, root) for option in options]
+            others = [other for _, other in each if other is not None]
+            return any(has_number for has_number, _ in each), schema | {word: others} if others else None
+    return False, schema
+
+
+def _is_number(schema: Json) -> bool:
+    return schema.get("type") == "number" and only_annotated(schema, "type")
 
 
 def _is_identifier(name: str) -> bool:

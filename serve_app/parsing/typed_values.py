@@ -207,7 +207,9 @@ def _integer(text: str) -> str | None:
 
 def _number(text: str) -> str | None:
     value = _load(text)
-    return text if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    if isinstance(value, float):
+        return text if math.isfinite(value) else None
+    return text if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _boolean(text: str) -> str | None:

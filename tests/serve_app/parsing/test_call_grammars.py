@@ -376,6 +376,10 @@ def test_a_schema_that_is_none_is_refused_and_breaks_nothing(family: str) -> Non
         ({"const": True}, ["true"], ["True", "a"]),
         ({"properties": {"e": {"type": "integer"}}}, ['{"e": 1}', "{}"], ["a", '"a"', "5", '{"e": "a"}']),
         ({"anyOf": [{"items": {}}, {"type": "null"}]}, ["[1]", "null"], ["a", '"a"', "{}"]),
+        ({"type": ["number", "null"]}, ["5", "-1.5e-3", "null"], ["1e999", "a"]),
+        ({"anyOf": [{"type": "number"}, {"type": "null"}], "default": None}, ["5.5", "null"], ["1e999", "a"]),
+        ({"anyOf": [{"$ref": "#/$defs/size"}, {"type": "boolean"}]}, ["5.5", "true"], ["1e999", "null"]),
+        ({"anyOf": [{"type": ["number", "integer"]}, {"type": "null"}]}, ["5.5", "null"], ["1e999"]),
     ],
     ids=str,
 )
@@ -387,6 +391,7 @@ def test_a_parameter_of_qwen3_coder_is_read_back_with_its_type(
         "d": definition,
         "colour": {"enum": ["red", "green"], "title": "Colour"},
         "union": {"anyOf": [{"$ref": "#/$defs/d"}, {"type": "integer"}]},
+        "size": {"type": "number", "title": "Size"},
     }
     schema = {"type": "object", "properties": {"a": value}, "required": ["a"], "$defs": definitions}
     walker, tools = WALKERS["text"], [("f", schema)]

@@ -36,6 +36,8 @@ KINDS = ["string", "integer", "number", "boolean", "object", "array", "null"]
         ("number", "-1.50e3", "-1.50e3"),
         ("number", "1e999", '"1e999"'),
         ("number", "NaN", '"NaN"'),
+        ("number", "1" * 310, "1" * 310),
+        ("number", "1" * 4301, f'"{"1" * 4301}"'),
         ("boolean", "True", "true"),
         ("boolean", "false", "false"),
         ("boolean", "yes", '"yes"'),
