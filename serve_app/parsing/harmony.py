@@ -40,7 +40,8 @@ def read_header(cursor: Cursor, tag: str) -> Steps[Header | None]:
     """
     parts = {START: "", CHANNEL: "", CONSTRAIN: "", TO: ""}
     while tag in parts:
-        parts[tag] += yield from cursor.run(_HEADER_LETTERS)
+        letters = yield from cursor.run(_HEADER_LETTERS)
+        parts[tag] += f" {letters}" if parts[tag] else letters
         tag = yield from cursor.literal(CHANNEL, CONSTRAIN, MESSAGE)
     if not tag:
         return None

@@ -32,8 +32,15 @@ class HarmonyToolParser(JsonToolParser):
         header = yield from read_header(self._cursor, tag)
         name = header.function if header else ""
         yield from self._cursor.run(SPACES)
-        if is_name(name) and (yield from self._cursor.literal(*ENDS)):
+        if is_name(name) and (yield from self._ends()):
             self._start_call(name)
             self._arguments("{}")
         elif (yield from self._named_call(name)):
             yield from self._close(*ENDS)
+
+    def _ends(self) -> Steps[bool]:
+        """Whether the message ends here: at its tag, which may not be in the text, at the next message or with the
+        text."""
+        if (yield from self._cursor.literal(*ENDS)) or not (yield from self._cursor.peek()):
+            return True
+        return (yield from self._cursor.follows(START)) or (yield from self._cursor.follows(CHANNEL))

@@ -39,6 +39,7 @@ HARMONY = [
     Case("on another channel", "<|channel|>analysis to=functions.f<|message|>{}<|call|>", "", (("f", "{}"),)),
     Case("no arguments", f"{_COMMENTARY} to=functions.f<|message|><|call|>", "", (("f", "{}"),)),
     Case("text after", f"{_COMMENTARY} to=functions.f<|message|>{{}}<|call|> Done", " Done", (("f", "{}"),)),
+    Case("text after no arguments", f"{_COMMENTARY} to=functions.f<|message|><|call|> Done", " Done", (("f", "{}"),)),
     Case("text after without an end", f"{_COMMENTARY} to=functions.f<|message|>{{}} Done", " Done", (("f", "{}"),)),
     Case("a message to the user", "<|channel|>final<|message|>Hi<|return|>", "<|channel|>final<|message|>Hi<|return|>"),
     Case("an end alone", "Hi<|end|>", "Hi<|end|>"),
@@ -52,7 +53,21 @@ HARMONY = [
     Case("text that begins like a recipient", "to=functions.f is no call", "to=functions.f is no call"),
     Case("a start in a start", "<|start|><|start|>assistant to=functions.f<|message|>{}", "<|start|>", (("f", "{}"),)),
     Case("cut in the header", f"{_COMMENTARY} to=functions.f <|const", f"{_COMMENTARY} to=functions.f <|const"),
-    Case("cut before the arguments", f"{_COMMENTARY} to=functions.f {_JSON}", f"{_COMMENTARY} to=functions.f {_JSON}"),
+    Case("no arguments and no end", f"{_COMMENTARY} to=functions.f {_JSON}", "", (("f", "{}"),)),
+    Case(
+        "no arguments and no end before another call",
+        f"{_COMMENTARY} to=functions.f {_JSON}\n<|start|>assistant{_COMMENTARY} to=functions.g {_JSON}"
+        f"{_COMMENTARY} to=functions.h {_JSON}{PARIS}",
+        "",
+        (("f", "{}"), ("g", "{}"), ("h", PARIS)),
+    ),
+    Case(
+        "a channel twice",
+        f"{_COMMENTARY} to=functions.f{_COMMENTARY} {_JSON}{PARIS}<|start|>assistant{_COMMENTARY}{_COMMENTARY} "
+        f"to=functions.g {_JSON}{PARIS}",
+        "",
+        (("f", PARIS), ("g", PARIS)),
+    ),
     Case("cut in the arguments", f'{_COMMENTARY} to=functions.f {_JSON}{{"a": "', "", (("f", '{"a": "'),), True),
 ]
 
