@@ -47,6 +47,11 @@ class Cursor:
         for _ in steps:
             raise AssertionError("a grammar waits for text after the end of the text")
 
+    def restart(self) -> None:
+        """Make ready for more text after the end, which another grammar reads."""
+        self._ended = False
+        self._piece, self._at = "", 0
+
     def hold(self) -> None:
         """Keep the text read from here on, until `release` or `drop`."""
         self._held, self._held_before, self._held_from = [], 0, self._at

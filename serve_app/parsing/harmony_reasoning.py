@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
 from serve_app.parsing.harmony import ANALYSIS, CHANNEL, ENDS, MESSAGE, START, TAGS, TO, Header, read_header
-from serve_app.parsing.reasoning import ReasoningParser
+from serve_app.parsing.reasoning import Part, ReasoningParser, Split
 
 _NO_TAG = re.compile(r"[^<]*")
 _IN_ANALYSIS = re.compile(rf"{re.escape(CHANNEL)}{ANALYSIS}[^<]*{re.escape(MESSAGE)}[^<]*\Z")
@@ -28,8 +28,20 @@ class HarmonyReasoningParser(ReasoningParser):
     def after(cls, prompt_end: str) -> Self:
         return cls(opened=_IN_ANALYSIS.search(prompt_end) is not None)
 
-    def _parse(self) -> Steps[None]:
+    def __init__(self, *, opened: bool = False, enabled: bool = True) -> None:
+        super().__init__(opened=opened, enabled=enabled)
         self._lines: dict[bool, str] = {True: "", False: ""}
+        self._is_new = False
+        self._parts: list[Part] = []
+
+    def _take_split(self) -> Split:
+        parts, self._parts = tuple(self._parts), []
+        reasoning, content = (
+            "".join(f"{one.line}{one.text}" for one in parts if one.is_reasoning is kind) for kind in (True, False)
+        )
+        return Split(reasoning, content, parts)
+
+    def _parse(self) -> Steps[None]:
         if not self.inside:
             self._cursor.hold()
             yield from self._cursor.run(SPACES)
@@ -67,16 +79,15 @@ class HarmonyReasoningParser(ReasoningParser):
             self._cursor.drop()
 
     def _begin(self, *, is_reasoning: bool) -> None:
-        self.inside = is_reasoning
+        self.inside, self._is_new = is_reasoning, True
         self._lines = {kind: "\n" if line else "" for kind, line in self._lines.items()}
 
     def _show(self, text: str) -> None:
         if not text:
             return
-        shown = self._reasoning if self.inside else self._content
-        line = self._lines[self.inside]
-        shown.append(f"{line}{text}" if line == "\n" else text)
-        self._lines[self.inside] = "shown"
+        line = "\n" if self._lines[self.inside] == "\n" else ""
+        self._parts.append(Part(self.inside, text, self._is_new, line))
+        self._lines[self.inside], self._is_new = "shown", False
 
 
 def _is_call(header: Header) -> bool:

@@ -4,7 +4,7 @@ Never shows a tag, or a part of one."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from serve_app.parsing.call_sections import KimiK2ToolParser
@@ -16,11 +16,23 @@ _NEWLINES = re.compile(r"\n*")
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive text of one kind. `is_new`: it begins a message, and what precedes it has ended. `line`: the line
+    break that separates it from earlier text of its kind."""
+
+    is_reasoning: bool
+    text: str
+    is_new: bool = False
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
-    """Text that is final, split in two."""
+    """Text that is final, split in two. `parts`: the same text in the order of the answer."""
 
     reasoning: str
     content: str
+    parts: tuple[Part, ...] = field(default=(), compare=False)
 
 
 class ReasoningParser:
@@ -71,10 +83,16 @@ class ReasoningParser:
         self._cursor.end(self._steps)
         return self._take_split()
 
+    @property
+    def num_held(self) -> int:
+        """How many characters at the end of the received text may still be a tag."""
+        return self._cursor.num_held
+
     def _take_split(self) -> Split:
-        split = Split("".join(self._reasoning), "".join(self._content))
+        texts = "".join(self._reasoning), "".join(self._content)
         self._reasoning, self._content = [], []
-        return split
+        parts = [Part(is_reasoning, text) for is_reasoning, text in zip((True, False), texts, strict=True) if text]
+        return Split(*texts, tuple(parts))
 
     def _parse(self) -> Steps[None]:
         self._cursor.hold()

@@ -68,6 +68,14 @@ class ToolParser(ABC):
         self._cursor.feed(piece, self._steps)
         return self._take_deltas()
 
+    def end_message(self) -> list[Delta]:
+        """Return the deltas that the end of a message makes certain, in a family whose answers are messages. No call
+        goes on in the next one."""
+        self._cursor.end(self._steps)
+        self._cursor.restart()
+        self._steps = self._parse()
+        return self._take_deltas()
+
     def flush(self) -> list[Delta]:
         """Return the remaining deltas, because the answer has ended."""
         self._cursor.end(self._steps)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from serve_app.api.generation.chat_reader import ChatReader
-from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
+from serve_app.api.generation.chat_reader import ChatReader, Item, Line, Thought
+from serve_app.parsing.deltas import Arguments, CallStart, Content
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -64,6 +64,7 @@ class BlockReader:
         self._reader = reader
         self._space: list[str] = []  # white space between blocks: dropped, unless a text follows, which it then begins
         self._is_open = False
+        self._has_line = False  # the white space has a line break that no block before it needs
         self.blocks: list[Block] = []
 
     @property
@@ -76,31 +77,36 @@ class BlockReader:
 
     def read(self, text: str, *, last: bool) -> list[Step]:
         """Read the next text of the answer. `last`: no text follows."""
-        steps = [*self._steps(*self._reader.read_in_order(text, last=last))]
+        steps = [*self._steps(self._reader.read_in_order(text, last=last))]
         if last and self._space and all(block.kind == "reasoning" for block in self.blocks):
             steps += self._grow("text", "".join(self._space))  # the answer has no other content
         return [*steps, *(self._close() if last else ())]
 
-    def _steps(self, reasoning: str, deltas: Sequence[Delta]) -> Iterator[Step]:
-        if reasoning:
-            yield from self._grow("reasoning", reasoning)
-        for delta in deltas:
-            match delta:
+    def _steps(self, items: Sequence[Item]) -> Iterator[Step]:
+        for item in items:
+            match item:
+                case Thought(text, line):
+                    is_same = self._open_kind == "reasoning"
+                    yield from self._grow("reasoning", f"{line}{text}" if is_same else text)
+                case Line():
+                    self._has_line = True
                 case Content(text):
                     yield from self._say(text)
                 case CallStart():
-                    yield from self._open(Block(len(self.blocks), "call", delta.id, delta.name))
+                    yield from self._open(Block(len(self.blocks), "call", item.id, item.name))
                 case Arguments(_, text):
                     assert self._open_kind == "call", "a call's arguments follow it directly"
                     yield self._extend(text)
 
     def _say(self, content: str) -> Iterator[Step]:
         if self._open_kind == "text":
+            self._has_line = False
             yield self._extend(content)
             return
         self._space.append(content)
         if content.strip():
-            yield from self._grow("text", "".join(self._space))
+            text = "".join(self._space)
+            yield from self._grow("text", text.lstrip("\n") if self._has_line else text)
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
         if self._open_kind != kind:
@@ -109,7 +115,7 @@ class BlockReader:
 
     def _open(self, block: Block) -> Iterator[Step]:
         yield from self._close()
-        self._is_open, self._space = True, []
+        self._is_open, self._has_line, self._space = True, False, []
         self.blocks.append(block)
         yield Opened(block)
 

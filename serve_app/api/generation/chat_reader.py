@@ -3,20 +3,37 @@ Never knows a model's grammar, nor how a response writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from serve_app.api.requests.schema import ChatRequest
 from serve_app.api.requests.structured import JsonObjectFormat, JsonSchemaFormat
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
 from serve_app.parsing.deltas import Arguments, CallStart, Content, Delta
-from serve_app.parsing.reasoning import ReasoningParser, Split
+from serve_app.parsing.reasoning import Part, ReasoningParser
 from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
 from serve_app.parsing.tool_parser import ToolParser
 from serve_app.parsing.tools import TOOL_PARSERS
 
 _PROMPT_END = 16  # tokens: enough for the longest tag that a template may end with
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of reasoning. `line`: the line break that separates it from the reasoning before it."""
+
+    text: str
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Tells that the next content begins with a line break, which only separates it from the content before it."""
+
+
+Item: TypeAlias = Thought | Line | Delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +72,31 @@ class ChatReader:
 
     def read(self, text: str, *, last: bool) -> Read:
         """Read the next text of the answer. `last`: no text follows."""
-        reasoning, deltas = self.read_in_order(text, last=last)
-        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-        return Read(reasoning, content, tuple(delta for delta in deltas if not isinstance(delta, Content)))
+        items = self.read_in_order(text, last=last)
+        reasoning = "".join(f"{item.line}{item.text}" for item in items if isinstance(item, Thought))
+        content = "".join(item.text for item in items if isinstance(item, Content))
+        return Read(reasoning, content, tuple(item for item in items if isinstance(item, CallStart | Arguments)))
 
-    def read_in_order(self, text: str, *, last: bool) -> tuple[str, list[Delta]]:
-        """Like `read`, but return content and calls in the order in which the text has them."""
-        split = self._split(text, last)
-        reasoning = split.reasoning if self._shows_reasoning else ""
+    def read_in_order(self, text: str, *, last: bool) -> list[Item]:
+        """Like `read`, but return everything in the order in which the text has it."""
+        items: list[Item] = []
+        for part in self._parts(text, last=last):
+            if part.is_new and self._tools is not None and self._tools.frames_content:
+                items += self._shown(self._tools.end_message())
+            if part.is_reasoning:
+                items += [Thought(part.text, part.line)] if self._shows_reasoning else []
+                continue
+            items += [Line()] if part.line else []
+            items += self._read_content(f"{part.line}{part.text}")
+        if last and self._tools is not None:
+            items += self._read_content("", last=True)
+        return items
+
+    def _read_content(self, text: str, *, last: bool = False) -> list[Delta]:
         if self._tools is None:
-            return reasoning, [Content(split.content)] if split.content else []
-        deltas = [*self._tools.push(split.content), *(self._tools.flush() if last else ())]
-        if self._is_either:
-            deltas = self._decided(split.content, deltas, last)
-        return reasoning, [delta for delta in deltas if self._is_shown(delta)]
+            return [Content(text)] if text else []
+        deltas = [*self._tools.push(text), *(self._tools.flush() if last else ())]
+        return self._shown(self._decided(text, deltas, last) if self._is_either else deltas)
 
     def _decided(self, text: str, deltas: list[Delta], last: bool) -> list[Delta]:
         """Hold everything back while there is only white space; then keep to what comes first, text or calls."""
@@ -83,17 +111,16 @@ class ChatReader:
         undecided = "".join(self._undecided)
         return [Content(undecided)] if undecided else []
 
-    def _split(self, text: str, last: bool) -> Split:
+    def _parts(self, text: str, *, last: bool) -> Iterator[Part]:
         if self._reasoning is None:
-            return Split("", text)
-        split = self._reasoning.push(text)
-        if not last:
-            return split
-        rest = self._reasoning.flush()
-        return Split(split.reasoning + rest.reasoning, split.content + rest.content)
+            yield Part(is_reasoning=False, text=text)
+            return
+        yield from self._reasoning.push(text).parts
+        if last:
+            yield from self._reasoning.flush().parts
 
-    def _is_shown(self, delta: Delta) -> bool:
-        return self._parallel or isinstance(delta, Content) or delta.index == 0
+    def _shown(self, deltas: Sequence[Delta]) -> list[Delta]:
+        return [delta for delta in deltas if self._parallel or isinstance(delta, Content) or delta.index == 0]
 
 
 def needs_reader(request: ChatRequest, model: ServedModel) -> bool:

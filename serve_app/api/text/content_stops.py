@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 
 from serve_app.api.text.stop_strings import StopStrings
-from serve_app.parsing.reasoning import ReasoningParser
+from serve_app.parsing.reasoning import ReasoningParser, Split
 from serve_app.parsing.tool_parser import ToolParser
 
 
@@ -49,7 +49,7 @@ class ContentStops:
     def flush(self) -> str:
         """Return what was held back, because the answer has ended."""
         split = None if self._reasoning is None else self._reasoning.flush()
-        found = "" if split is None else self._sort(split.content)
+        found = "" if split is None else self._sort(split, num_held=0)
         if self._tools is not None and not self.matched:
             self._tools.flush()
             found += self._settled(0)
@@ -69,27 +69,36 @@ class ContentStops:
         self._unsplit.append(character)
         split = self._reasoning.push(character)
         if split.content:
-            return self._sort(split.content)
+            return self._sort(split, self._reasoning.num_held)
         if self._reasoning.inside or split.reasoning:
             return self._pass_thought(self._take_unsplit())
         return ""
 
-    def _sort(self, content: str) -> str:
-        """Split the characters held back: their end is this content, and what precedes it was a tag. The content may
-        begin with characters that are not in the answer, or have passed as thoughts; the call parser reads them,
-        too."""
-        unsplit = self._take_unsplit()
-        size = _common_end(unsplit, content)
-        at = len(unsplit) - size
-        tag, characters = unsplit[:at], unsplit[at:]
+    def _sort(self, split: Split, num_held: int) -> str:
+        """Split the characters held back, except the last `num_held`: their end is this content, and what precedes it
+        was a tag. The content may begin with characters that are not in the answer, or have passed as thoughts; the
+        call parser reads them, too."""
+        content, unsplit = split.content, self._take_unsplit()
+        until = len(unsplit) - num_held
+        self._unsplit += unsplit[until:]
+        at = until - _common_end(unsplit[:until], content)
+        found = self._end_message() if any(part.is_new for part in split.parts) else ""
+        if self.matched:
+            return found
         if self._tools is not None:
-            self._tools.push(content[: len(content) - size])
-        found = self._pass_thought(tag)
-        for character in characters:
+            self._tools.push(content[: len(content) - (until - at)])
+        found += self._pass_thought(unsplit[:at])
+        for character in unsplit[at:until]:
             found += self._read(character)
             if self.matched:
                 break
         return found
+
+    def _end_message(self) -> str:
+        if self._tools is None or not self._tools.frames_content:
+            return ""
+        self._tools.end_message()
+        return self._settled(0)
 
     def _pass_thought(self, text: str) -> str:
         """Release a thought, and before it everything that was held back."""

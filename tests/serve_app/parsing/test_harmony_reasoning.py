@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from serve_app.parsing.harmony_reasoning import HarmonyReasoningParser
-from serve_app.parsing.reasoning import Split
+from serve_app.parsing.reasoning import Part, Split
 from serve_app.parsing.reasoning_parsers import reasoning_parser
 
 START = "<|start|>assistant"
@@ -73,3 +73,11 @@ def test_text_is_sent_as_soon_as_no_tag_can_follow_from_it() -> None:
     sent = [parser.push(piece) for piece in pieces]
     assert [part.reasoning for part in sent] == ["", "", "", "Let", " me", "", "", "", "", ""]
     assert [part.content for part in sent] == ["", "", "", "", "", "", "", "", "Pa", "ris <b"]
+
+
+def test_the_parts_of_a_split_are_in_the_answers_order_and_tell_where_a_message_begins() -> None:
+    parser = HarmonyReasoningParser()
+    found = parser.push(f"{ANALYSIS}a<|end|>{START}{FINAL}b<|end|>{START}{ANALYSIS}c")
+    assert found == Split("a\nc", "b")
+    assert found.parts == (Part(True, "a", True), Part(False, "b", True), Part(True, "c", True, "\n"))
+    assert parser.push("d").parts == (Part(True, "d"),)

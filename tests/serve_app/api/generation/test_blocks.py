@@ -40,6 +40,44 @@ def test_text_between_a_calls_parameters_is_a_block_after_the_call(tools: str, t
         assert blocks(text, size, tools, "qwen3") == [("call", '{"a": "x"}'), ("text", content)]
 
 
+def analysis(text: str) -> str:
+    return f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant"
+
+
+HARMONY_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            f'{analysis("a")}{PREAMBLE}{analysis("b")}{HARMONY_CALL}{{"a": "x"}}',
+            [("reasoning", "a"), ("text", "I look."), ("reasoning", "b"), ("call", '{"a": "x"}')],
+        ),
+        (
+            f'{HARMONY_CALL}{{"a": "x"}}<|call|><|start|>assistant{analysis("a")}{HARMONY_CALL}{{}}',
+            [("call", '{"a": "x"}'), ("reasoning", "a"), ("call", "{}")],
+        ),
+        (f"{PREAMBLE}{analysis('a')}{FINAL}b", [("text", "I look."), ("reasoning", "a"), ("text", "b")]),
+        (f"{analysis('a')}{analysis('b')}{PREAMBLE}{FINAL}c", [("reasoning", "a\nb"), ("text", "I look.\nc")]),
+        (f"{HARMONY_CALL}<|call|><|start|>assistant{FINAL}b", [("call", "{}"), ("text", "b")]),
+        (
+            f'{HARMONY_CALL}{{"a": <|end|><|start|>assistant{analysis("b")}{FINAL}"c"}}',
+            [("call", '{"a": '), ("reasoning", "b"), ("text", '"c"}')],
+        ),
+        (f'{HARMONY_CALL}{{"a": {FINAL}"c"}}', [("call", '{"a": '), ("text", '"c"}')]),
+    ],
+)
+def test_blocks_are_in_the_order_of_harmonys_messages_however_an_answer_is_cut(
+    text: str, expected: list[tuple[str, str]]
+) -> None:
+    """All thoughts of a piece came first, so a piece that ended a call and began a thought broke the call in two."""
+    for size in (*range(1, 40), len(text)):
+        assert blocks(text, size, "openai", "openai_gptoss") == expected
+
+
 @pytest.mark.parametrize(
     ("first", "piece", "kind"),
     [("\U0001f600", " word", "text"), (" ", " \n", "text"), ("<think>\U0001f600", " word", "reasoning")],

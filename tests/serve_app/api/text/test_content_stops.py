@@ -108,6 +108,31 @@ def test_harmonys_messages_are_told_apart() -> None:
     assert read(text, ["END"], "openai_gptoss", "openai") == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "released"),
+    [
+        ("cout << x", "<<", "cout "),
+        ("a<<b", "a<", ""),
+        ("a<<b", "<b", "a<"),
+        ("a<|e<z", "<|e", "a"),
+        ("a<<|end|>b", "<", "a"),
+    ],
+)
+def test_the_beginning_of_a_tag_of_harmony_is_searched_though_another_may_follow(
+    text: str, stop: str, released: str
+) -> None:
+    """The second `<` was taken for the first one, which was lost for the search."""
+    head = "<|channel|>final<|message|>"
+    for size in (1, 2, 5, 100):
+        assert read(f"{head}{text}", [stop], "openai_gptoss", "openai", size=size) == f"{head}{released}!{stop}"
+
+
+def test_text_after_a_call_of_harmony_that_was_broken_off_is_searched() -> None:
+    call, final = '<|channel|>commentary to=functions.f<|message|>{"a": "END<|end|>', "<|channel|>final<|message|>"
+    text = f"{call}<|start|>assistant{final}Yes "
+    assert read(f"{text}END no", ["END"], "openai_gptoss", "openai") == f"{text}!END"
+
+
 def test_text_that_is_skipped_is_read_and_not_searched() -> None:
     search = ContentStops(StopStrings(["END"]), reasoning_parser("qwen3", ""), TOOL_PARSERS["hermes"]())
     assert search.skip("<think>a</think>END ") == "<think>a</think>END "
