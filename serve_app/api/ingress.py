@@ -222,7 +222,7 @@ class _Generate(Generic[RequestT]):
         request, lane = facts.request, admitted.lane
         thoughts, stops = None, None
         if isinstance(request, ChatRequest):
-            thoughts, stops = lane.thoughts(ready), lane.stops(request, ready)
+            thoughts, stops = lane.thoughts(request, ready), lane.stops(request, ready)
         return Completion(
             lane.client, ready, admitted.lifecycle, admitted.ticket, admitted.times, session, thoughts, stops
         )

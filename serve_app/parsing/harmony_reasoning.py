@@ -25,7 +25,7 @@ class HarmonyReasoningParser(ReasoningParser):
     markers: ClassVar[tuple[str, ...]] = TAGS
 
     @classmethod
-    def after(cls, prompt_end: str) -> Self:
+    def after(cls, prompt_end: str, continued: str = "") -> Self:
         return cls(opened=_IN_ANALYSIS.search(prompt_end) is not None)
 
     def __init__(self, *, opened: bool = False, enabled: bool = True) -> None:

@@ -68,9 +68,12 @@ class ReasoningParser:
         self._steps = self._parse() if enabled else self._rest()
 
     @classmethod
-    def after(cls, prompt_end: str) -> Self:
+    def after(cls, prompt_end: str, continued: str = "") -> Self:
         """Make a parser for the answer to a prompt. The prompt's last tag shows if the template opened or closed the
-        block."""
+        block. `continued`: the text of the message that the answer continues; its block may be open still."""
+        if continued.strip():
+            is_open = continued.rfind(cls.begin) > continued.rfind(cls.end)
+            return cls(opened=is_open, enabled=is_open)
         last = prompt_end.rstrip()
         return cls(opened=last.endswith(cls.begin), enabled=not last.endswith(cls.end))
 

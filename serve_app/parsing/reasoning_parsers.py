@@ -37,9 +37,9 @@ _SIGNS = (
 )
 
 
-def reasoning_parser(name: str, prompt_end: str) -> ReasoningParser:
-    """Make a parser for the answer to a prompt that ends with `prompt_end`."""
-    return REASONING_PARSERS[name].after(prompt_end)
+def reasoning_parser(name: str, prompt_end: str, continued: str = "") -> ReasoningParser:
+    """Make a parser for the answer to a prompt that ends with `prompt_end`. `continued`: see ReasoningParser.after."""
+    return REASONING_PARSERS[name].after(prompt_end, continued)
 
 
 def suggest_reasoning_parser(chat_template: str) -> Suggestion | None:

@@ -13,9 +13,12 @@ NEXT = f"{END}{START}assistant"
 """The text between two messages of one turn."""
 
 
-def after_thoughts(answer: Grammar, parser: str, prompt_end: str, specials: Specials) -> Grammar:
-    """Put the block of thoughts, which the prompt has opened or the model may open, before the answer's grammar."""
-    state = reasoning_parser(parser, prompt_end)
+def after_thoughts(
+    answer: Grammar, parser: str, prompt_end: str, specials: Specials, *, continued: str = ""
+) -> Grammar:
+    """Put the block of thoughts, which the prompt has opened or the model may open, before the answer's grammar.
+    `continued`: see `ReasoningParser.after`."""
+    state = reasoning_parser(parser, prompt_end, continued)
     if isinstance(state, HarmonyReasoningParser):
         return answer.within(_messages(specials, is_inside=state.inside))
     return _after_block(answer, state, specials) if state.enabled else answer

@@ -3,7 +3,7 @@ Never reads an answer itself."""
 
 from __future__ import annotations
 
-from serve_app.api.generation.chat_reader import make_parsers, needs_reader, prompt_end
+from serve_app.api.generation.chat_reader import make_parsers, make_reasoning_parser, needs_reader, prompt_end
 from serve_app.api.generation.submission import Prepared
 from serve_app.api.generation.thoughts import ThoughtCounter
 from serve_app.api.requests.schema import ChatRequest
@@ -11,15 +11,15 @@ from serve_app.api.text.content_stops import ContentStops
 from serve_app.api.text.stop_strings import StopStrings
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import ServedModel
-from serve_app.parsing.reasoning_parsers import reasoning_parser
 
 
-def thought_counter(tokenizer: Tokenizer, model: ServedModel, ready: Prepared) -> ThoughtCounter | None:
+def thought_counter(
+    request: ChatRequest, tokenizer: Tokenizer, model: ServedModel, ready: Prepared
+) -> ThoughtCounter | None:
     """Make the counter of a chat answer's thoughts; None if the model does not mark its thoughts."""
-    if model.reasoning_parser is None:
-        return None
-    end = prompt_end(tokenizer, ready.submission.prompt_token_ids)
-    return ThoughtCounter(reasoning_parser(model.reasoning_parser, end))
+    end = prompt_end(tokenizer, ready.submission.prompt_token_ids) if model.reasoning_parser else ""
+    parser = make_reasoning_parser(request, model, end)
+    return None if parser is None else ThoughtCounter(parser)
 
 
 def content_stops(

@@ -147,8 +147,13 @@ def make_parsers(
     if request.may_call:
         assert model.tool_parser is not None, "checked when the request was prepared"
         tools = TOOL_PARSERS[model.tool_parser]([tool.for_template() for tool in request.tools or ()])
-    reasoning = None if model.reasoning_parser is None else reasoning_parser(model.reasoning_parser, prompt_end)
-    return reasoning, tools
+    return make_reasoning_parser(request, model, prompt_end), tools
+
+
+def make_reasoning_parser(request: ChatRequest, model: ServedModel, prompt_end: str) -> ReasoningParser | None:
+    """Make a fresh parser; None if the model does not mark its thoughts."""
+    name = model.reasoning_parser
+    return None if name is None else reasoning_parser(name, prompt_end, request.continued)
 
 
 def _asks_for_json(request: ChatRequest) -> bool:

@@ -19,18 +19,21 @@ from serve_app.parsing.thinking_grammar import after_thoughts, as_content
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The grammar of an answer. `field`: the request's field that asked for it."""
+    """The grammar of an answer. `field`: the request's field that asked for it. `continued`: the text that the answer
+    continues."""
 
     field: str
     grammar: Grammar
     specials: Specials
     reasoning_parser: str | None
+    continued: str
 
     def text(self, prompt_end: str) -> str:
         """Write the grammar for the engine, for an answer to a prompt that ends with `prompt_end`."""
         grammar = self.grammar
         if self.reasoning_parser is not None:
-            grammar = after_thoughts(grammar, self.reasoning_parser, prompt_end, self.specials)
+            parser, continued = self.reasoning_parser, self.continued
+            grammar = after_thoughts(grammar, parser, prompt_end, self.specials, continued=continued)
         return grammar.text()
 
 
@@ -58,7 +61,9 @@ def _constraint(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, 
     specials = tokenizer.tag_ids
     field, grammar = _grammar(request, specials, model)
     _check(field, grammar)
-    return Constraint(field, grammar, specials, model.reasoning_parser if isinstance(request, ChatRequest) else None)
+    if not isinstance(request, ChatRequest):
+        return Constraint(field, grammar, specials, None, "")
+    return Constraint(field, grammar, specials, model.reasoning_parser, request.continued)
 
 
 def _check(field: str, grammar: Grammar) -> None:

@@ -67,9 +67,9 @@ class Lane:
         if self.sleeper is not None:
             await self.sleeper.wake()
 
-    def thoughts(self, ready: Prepared) -> ThoughtCounter | None:
+    def thoughts(self, request: ChatRequest, ready: Prepared) -> ThoughtCounter | None:
         """See thought_counter."""
-        return thought_counter(self.tokenizer, self.model, ready)
+        return thought_counter(request, self.tokenizer, self.model, ready)
 
     def stops(self, request: ChatRequest, ready: Prepared) -> ContentStops | None:
         """See content_stops."""

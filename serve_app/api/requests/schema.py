@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import MAX_LOGPROBS, MAX_TARGET_MS
 from serve_app.api.requests import foreign_fields as foreign
+from serve_app.api.requests.content_parts import shown
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.requests.json_finite import check_finite
 from serve_app.api.requests.json_size import check_size
@@ -237,6 +238,12 @@ class ChatRequest(GenerationRequest, ThinkingFields):
             text = "not allowed together with continue_final_message"
             raise PydanticCustomError("prompt_end", "{text}", {"text": text, "field": "add_generation_prompt"})
         return self
+
+    @property
+    def continued(self) -> str:
+        """The text that the answer continues; empty if it begins a message."""
+        text = shown(self.messages[-1].content) if self.continue_final_message else ""
+        return text if isinstance(text, str) else ""
 
     @model_validator(mode="after")
     def _calls_are_of_tools(self) -> ChatRequest:

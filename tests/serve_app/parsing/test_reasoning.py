@@ -179,6 +179,23 @@ def test_the_prompts_end_tells_whether_the_block_is_open_or_over(prompt_end: str
     assert split(reasoning_parser("qwen3", prompt_end), "a</think>b") == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "kimi_k2"])
+@pytest.mark.parametrize(
+    ("continued", "expected"),
+    [
+        ("Well,", Split("", "a</think>b")),
+        ("<think>\nHm.\n</think>\n\nWell,", Split("", "a</think>b")),
+        ("<think>\nHm.", Split("a", "b")),
+        ("</think><think>", Split("a", "b")),
+    ],
+)
+def test_an_answer_that_continues_a_text_is_reasoning_if_the_text_has_left_the_block_open(
+    name: str, continued: str, expected: Split
+) -> None:
+    """For DeepSeek's models, whose prompt opens the block, all of it was."""
+    assert split(reasoning_parser(name, continued[-5:], continued), "a</think>b") == expected
+
+
 def test_work_grows_with_the_text_and_not_with_its_square() -> None:
     def work(times: int) -> int:
         counted = [0]

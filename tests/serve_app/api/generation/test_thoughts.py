@@ -46,6 +46,18 @@ async def test_an_answer_without_thoughts_has_no_reasoning_tokens(text: str) -> 
     assert told(await usage_of(saying(text))) == 0
 
 
+async def test_an_answer_that_continues_a_text_has_no_thoughts() -> None:
+    model = replace(THINKER, reasoning_parser="deepseek_r1")
+    messages = [*CHAT["messages"], {"role": "assistant", "content": [{"type": "text", "text": "Well,"}]}]
+    fields = {"messages": messages, "continue_final_message": True, "stop": ["STOP"]}
+    for more, text in (({}, " yes."), ({"structured_outputs": {"choice": [" yes."]}}, " yes.")):
+        client = saying(f"{text}STOP")
+        body = (await post(app_of(client, model), URL, CHAT | fields | more)).json
+        message = body["choices"][0]["message"]
+        assert (message["content"], message["reasoning"], told(body["usage"])) == (text, None, 0)
+        assert "think" not in (client.submissions[0].sampling.grammar or "")
+
+
 async def test_thoughts_that_fill_the_answer_are_all_of_its_tokens_and_a_stop_token_too() -> None:
     text = "<think>Hm. Hm."
     cut_off = ScriptedClient([scheduled()], tokens(text), [finished(FinishReason.LENGTH, completion=len(text))])
