@@ -1,5 +1,6 @@
 """Defines the messages of an Anthropic request, and which blocks are allowed in which role's messages.
-Never translates them; `turns` does."""
+Never translates them; `turns` does. Errors name a block's type in its path, as in Anthropic's API: Claude Code searches
+them for the image or document to leave out."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from serve_app.api.anthropic.read_blocks import (
     ToolReferenceBlock,
 )
 from serve_app.api.requests.strict_model import StrictModel, Unsupported
-from serve_app.api.requests.unions import by_type, kind_of, of_types, text_or_list_of
+from serve_app.api.requests.unions import bare_kind_of, by_type, of_types, text_or_list_of
 
 _IN_RESULTS = ("text", "image", "document", "search_result", "tool_reference")
 ResultPart = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ImageBlock, Tag("<image>")]
-    | Annotated[DocumentBlock, Tag("<document>")]
-    | Annotated[SearchResultBlock, Tag("<search_result>")]
-    | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
-    by_type(_IN_RESULTS, f"a block of type {', '.join(_IN_RESULTS)}"),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ToolReferenceBlock, Tag("tool_reference")],
+    by_type(_IN_RESULTS, f"a block of type {', '.join(_IN_RESULTS)}", tag=bare_kind_of),
     of_types(*_IN_RESULTS),
 ]
 ResultParts = Annotated[list[ResultPart], Field(fail_fast=True)]
@@ -51,12 +52,13 @@ class ToolResultBlock(MarkedBlock):
 
 
 _CLASSES = {
-    "server_tool_use": "server_use",
-    "mcp_tool_use": "server_use",
-    **dict.fromkeys(RESULTS, "server_result"),
-    "redacted_thinking": "silent",
-    "fallback": "silent",
+    "server_tool_use": "<server_use>",
+    "mcp_tool_use": "<server_use>",
+    **dict.fromkeys(RESULTS, "<server_result>"),
+    "redacted_thinking": "<silent>",
+    "fallback": "<silent>",
 }
+"""The tags of blocks that share a class with others."""
 _KINDS = (
     *("text", "image", "document", "search_result", "thinking", "tool_use", "tool_result", "compaction"),
     *_CLASSES,
@@ -68,19 +70,19 @@ _ONLY_IN = {
 
 
 def _class_of(value: object) -> str | None:
-    kind = kind_of(value, _KINDS)
-    return None if kind is None else f"<{_CLASSES.get(kind[1:-1], kind[1:-1])}>"
+    kind = bare_kind_of(value, _KINDS)
+    return None if kind is None else _CLASSES.get(kind, kind)
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
-    | Annotated[ImageBlock, Tag("<image>")]
-    | Annotated[DocumentBlock, Tag("<document>")]
-    | Annotated[SearchResultBlock, Tag("<search_result>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")]
-    | Annotated[ToolUseBlock, Tag("<tool_use>")]
-    | Annotated[ToolResultBlock, Tag("<tool_result>")]
-    | Annotated[CompactionBlock, Tag("<compaction>")]
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[CompactionBlock, Tag("compaction")]
     | Annotated[ServerToolUseBlock, Tag("<server_use>")]
     | Annotated[ServerToolResultBlock, Tag("<server_result>")]
     | Annotated[SilentBlock, Tag("<silent>")],

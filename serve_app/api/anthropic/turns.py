@@ -117,16 +117,18 @@ def images_of(block: Any) -> list[ImageBlock]:
 
 
 def image_paths(messages: Sequence[AnthropicMessage]) -> list[str]:
-    """List the request's names of its images, in the order in which the chat has the images."""
+    """List the request's names of its images, in the order in which the chat has the images. Each contains the block's
+    type, as in the paths of the schema's errors."""
     paths: list[str] = []
     for number, message in enumerate(messages):
         for place, block in enumerate(message.blocks):
             at = f"messages.{number}.content.{place}"
             if isinstance(block, ImageBlock):
-                paths.append(f"{at}.source")
+                paths.append(f"{at}.image.source")
             elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
                 parts = enumerate(block.content)
-                paths += [f"{at}.content.{index}.source" for index, part in parts if isinstance(part, ImageBlock)]
+                of_result = f"{at}.tool_result.content"
+                paths += [f"{of_result}.{index}.image.source" for index, part in parts if isinstance(part, ImageBlock)]
     return paths
 
 

@@ -1,5 +1,5 @@
 """Chooses the member of a union by its value: a text or a list by its kind, and objects by their `type`.
-Never names the members in errors: their tags are written `<tag>`, which error messages leave out."""
+Never names a member in errors, unless its tag is its bare type: error messages leave out tags written `<tag>`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,23 @@ def text_or_list_of(expected: str) -> Discriminator:
 def kind_of(value: Any, kinds: Sequence[str], default: str | None = None) -> str | None:
     """Return the tag of an object, or of a model made from one; None for other values. `default`: used without a
     type."""
+    kind = bare_kind_of(value, kinds, default)
+    return None if kind is None else f"<{kind}>"
+
+
+def bare_kind_of(value: Any, kinds: Sequence[str], default: str | None = None) -> str | None:
+    """Return a tag that errors name, as `kind_of` returns one that they leave out."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
     kind = default if kind is None else kind
-    return f"<{kind}>" if kind in kinds else None
+    return str(kind) if kind in kinds else None
 
 
-def by_type(kinds: Sequence[str], expected: str, default: str | None = None) -> Discriminator:
-    """Make the discriminator of a union with members that are tagged by their `type`."""
+def by_type(
+    kinds: Sequence[str], expected: str, default: str | None = None, *, tag: Callable[..., str | None] = kind_of
+) -> Discriminator:
+    """Make the discriminator of a union with members that are tagged by their `type`. `tag`: how tags are written."""
     return Discriminator(
-        lambda value: kind_of(value, kinds, default),
+        lambda value: tag(value, kinds, default),
         custom_error_type="type",
         custom_error_message=f"should be {expected}",
     )

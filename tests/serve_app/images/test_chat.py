@@ -282,14 +282,17 @@ def test_an_image_that_is_refused_has_the_name_that_the_body_gives_it(served: Se
         asked = {"max_tokens": 4} if path == "/v1/messages" else {}
         refused = messages(served, text("a"), block("data:image/png;base64,AAAA"), path=path, system="c", **asked)
         assert refused.status == 400
-        assert refused.anthropic_error["message"].startswith("messages.0.content.1.source: the image is refused: it")
+        assert refused.anthropic_error["message"].startswith(
+            "messages.0.content.1.image.source: the image is refused: it"
+        )
         result = {
             "type": "tool_result",
             "tool_use_id": "a",
             "content": [text("a"), block("data:image/png;base64,AAAA")],
         }
         told = messages(served, block(data_url(make_image(11, 30, 30))), result, path=path, **asked).anthropic_error
-        assert told["message"].startswith("messages.0.content.1.content.1.source: the image is refused: it")
+        place = "messages.0.content.1.tool_result.content.1.image.source"
+        assert told["message"].startswith(f"{place}: the image is refused: it")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Never tests those that chats have, too; test_anthropic does."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -155,9 +156,17 @@ PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
         ),
         ("user", {"type": "x" * 500, "deep": 1}, "content.0.type: the type xxx"),
         ("assistant", {"type": "tool_addition", "tool": {}}, "content.0.type: the type tool_addition is not supported"),
-        ("user", {"type": "document", "source": PDF}, "content.0.source.type: the type base64 is not supported"),
+        (
+            "user",
+            {"type": "document", "source": PDF},
+            "content.0.document.source.type: the type base64 is not supported",
+        ),
         ("user", {"type": "document", "source": {"type": "file", "file_id": "f"}}, "the type file is not supported"),
-        ("user", {"type": "document", "source": PLAIN, "citations": {"enabled": True}}, "content.0.citations: "),
+        (
+            "user",
+            {"type": "document", "source": PLAIN, "citations": {"enabled": True}},
+            "content.0.document.citations: ",
+        ),
         ("user", {"type": "redacted_thinking", "data": "E"}, "only allowed in a message of the assistant"),
         ("user", {"type": "tool_reference", "tool_name": "f"}, "the type tool_reference is not supported"),
         ("assistant", {"type": "document", "source": PLAIN}, "only allowed in a message of the user"),
@@ -195,7 +204,33 @@ async def test_images_of_results_are_refused_by_their_place_where_the_model_take
     result = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT, image]}
     messages = [*ASK["messages"], {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
     message = await refused(messages=messages)
-    assert message.startswith("messages.2.content.0.content.1.source: ")
+    assert message.startswith("messages.2.content.0.tool_result.content.1.image.source: ")
+
+
+DROPPED = re.compile(
+    r"messages[.[](\d+)[\].]+content[.[](\d+)[\].]+(?:tool_result[.]content[.[](\d+)[\].]+)?(image|document|pdf)"
+)
+"""How Claude Code finds the block to leave out of all further requests."""
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBOR"}}
+MEDIA = [
+    (PICTURE, "image"),
+    (PICTURE | {"source": PICTURE["source"] | {"media_type": "image/tiff"}}, "image"),
+    (PICTURE | {"source": {"type": "file", "file_id": "f"}}, "image"),
+    (PICTURE | {"scale": 2}, "image"),
+    ({"type": "document", "source": PDF}, "document"),
+]
+
+
+@pytest.mark.parametrize(("block", "kind"), MEDIA)
+async def test_a_refusal_names_a_picture_or_document_as_claude_code_searches_for_it(block: Any, kind: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT, block]}
+    called = [*ASK["messages"], {"role": "assistant", "content": [USE]}]
+    found = DROPPED.match(await refused(messages=[*called, {"role": "user", "content": [result]}]))
+    assert found is not None
+    assert found.groups() == ("2", "0", "1", kind)
+    found = DROPPED.match(await refused(messages=[{"role": "user", "content": [TEXT, block]}]))
+    assert found is not None
+    assert found.groups() == ("0", "1", None, kind)
 
 
 # --- messages that say nothing --------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ SAME_ANSWER: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({"speed": "fast"}, "speed", "speed", BODY),
     ({"cache_control": SCOPED}, "cache_control", "cache_control.scope", BODY),
     ({"cache_control": {"type": "forever", "ttl": 7}}, "cache_control", "cache_control.type", BODY),
-    (user(TEXT | {"cache_control": SCOPED}), "cache_control", "messages.0.content.0.cache_control.scope", BODY),
+    (user(TEXT | {"cache_control": SCOPED}), "cache_control", "messages.0.content.0.text.cache_control.scope", BODY),
     (
         {"system": [{"type": "text", "text": "s", "cache_control": SCOPED}]},
         "cache_control",
@@ -111,7 +111,12 @@ SAME_ANSWER: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         tool(),
     ),
     (tool(allowed_callers=["code_execution_20260120"]), "tools.allowed_callers", "tools.0.allowed_callers", BODY),
-    (user(TEXT | {"citations": [{"type": "page_location"}]}), "messages.citations", "messages.0.content.0.cit", BODY),
+    (
+        user(TEXT | {"citations": [{"type": "page_location"}]}),
+        "messages.citations",
+        "messages.0.content.0.text.cit",
+        BODY,
+    ),
     (
         said({"type": "redacted_thinking", "data": "gAAA"}),
         "messages.redacted_thinking",
@@ -127,7 +132,7 @@ SAME_ANSWER: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"messages": [*said(CALL | {"caller": {"type": "code_execution_20250825"}})["messages"][:-1], RESULT]},
         "messages.caller",
-        "messages.1.content.1.caller",
+        "messages.1.content.1.tool_use.caller",
         {"messages": [*said(CALL)["messages"][:-1], RESULT]},
     ),
 ]

@@ -59,19 +59,19 @@ def said(*content: Any) -> dict[str, Any]:
         (
             "/v1/messages",
             MESSAGE | said(RESULT),
-            "messages.0.content.0.content.0",
+            "messages.0.content.0.tool_result.content.0",
             "text, image, document, search_result, tool_reference",
         ),
         (
             "/v1/messages",
             MESSAGE | said({"type": "document", "source": OTHER}),
-            "messages.0.content.0.source",
+            "messages.0.content.0.document.source",
             "text, content",
         ),
         (
             "/v1/messages",
             MESSAGE | said({"type": "image", "source": OTHER}),
-            "messages.0.content.0.source",
+            "messages.0.content.0.image.source",
             "base64, url",
         ),
         (

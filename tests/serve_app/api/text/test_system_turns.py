@@ -190,7 +190,7 @@ async def test_an_image_beside_a_later_turn_is_called_what_the_request_calls_it(
     body = {"model": CALLER.id, "max_tokens": 9, "messages": messages}
     answer = await post(create_app(saying("x"), tokenizer, CALLER), "/v1/messages", body)
     assert answer.status == 400
-    assert "messages.2.content.0.source" in answer.anthropic_error["message"]
+    assert "messages.2.content.0.image.source" in answer.anthropic_error["message"]
 
 
 def test_images_of_turns_that_become_one_stay_in_order() -> None:
