@@ -10,8 +10,8 @@ from serve_app.api.generation.field_grammars import refused
 from serve_app.api.openai.responses.choice import ChosenCustom, ChosenFunction, ChosenLocal, ChosenTools
 from serve_app.api.openai.responses.passing import pass_over, unsupported
 from serve_app.api.openai.responses.schema import ResponsesRequest
-from serve_app.api.openai.responses.toolbox import Toolbox, hosted
-from serve_app.api.openai.responses.tools import HostedTool, ShellTool
+from serve_app.api.openai.responses.toolbox import Elsewhere, Toolbox
+from serve_app.api.openai.responses.tools import HostedTool
 
 Json = dict[str, Any]
 _FREE = "the text is free: its format"
@@ -44,7 +44,7 @@ def _read(request: ResponsesRequest, toolbox: Toolbox) -> tuple[Any, bool, list[
     if isinstance(given, ChosenTools):
         return _allowed(given, toolbox)
     if given == "required" and not toolbox.offers:
-        _refuse_hosted("tool_choice", [tool for _, tool in hosted(request.tools or ())])
+        _refuse_hosted("tool_choice", [tool for _, tool in toolbox.hosted])
     return given, given == "required", None
 
 
@@ -65,7 +65,7 @@ def _allowed(given: ChosenTools, toolbox: Toolbox) -> tuple[Any, bool, list[str]
     return {"type": "allowed_tools", "allowed_tools": tools}, must, names
 
 
-def _refuse_hosted(field: str, tools: Sequence[HostedTool | ShellTool]) -> None:
+def _refuse_hosted(field: str, tools: Sequence[Elsewhere]) -> None:
     if tools:
         raise unsupported(field, f"{tools[0].type} cannot be called: this server runs no such tool")
 

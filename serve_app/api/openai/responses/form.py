@@ -15,8 +15,10 @@ from serve_app.api.http.turns import TenantTurns
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.responses.answer import Answer
 from serve_app.api.openai.responses.conversation import as_chat, names_of
-from serve_app.api.openai.responses.earlier import Earlier, recall, whole_input
+from serve_app.api.openai.responses.earlier import Earlier, own_items, recall, whole_input
 from serve_app.api.openai.responses.frames import ResponseFrames
+from serve_app.api.openai.responses.given_tools import given_tools
+from serve_app.api.openai.responses.items import AdditionalToolsItem
 from serve_app.api.openai.responses.keeping import Keeping
 from serve_app.api.openai.responses.passing import pass_over_hints, with_effort
 from serve_app.api.openai.responses.response import Json
@@ -68,19 +70,21 @@ class ResponseReader:
         given = await run_sized(size, lambda: parse_request(ResponsesRequest, body))
         earlier = await recall(given, body, self.memory, tenant, self.max_body_bytes)
         size += earlier.num_bytes
-        if given.tools:
+        added = (*own_items(given), *earlier.conversation, *earlier.items.values())
+        if given.tools or any(isinstance(item, AdditionalToolsItem) for item in added):
             return await self.turns.run(tenant, lambda: self._asked(given, earlier, tenant, size))
         return await run_sized(size, lambda: self._asked(given, earlier, tenant, size))
 
     def _asked(self, given: ResponsesRequest, earlier: Earlier, tenant: str, size: int) -> ParsedRequest[ChatRequest]:
-        toolbox = open_toolbox(given.tools or (), self.model)
+        own = list(whole_input(given, earlier))
+        items = [*(("previous_response_id", item) for item in earlier.conversation), *own]
+        toolbox = open_toolbox(given_tools(given.tools or (), items), self.model)
         seal = of_tenant(self.seal, tenant)
-        seals = pass_over_hints(given, seal=seal if self.model.reasoning_parser else None)
+        seals = pass_over_hints(given, toolbox, seal=seal if self.model.reasoning_parser else None)
         may_call = bool(toolbox.offers) and given.tool_choice != "none"
         given, options = with_effort(given, self.tokenizer.template_for(tools=may_call), self.model)
-        turns, own = Turns(toolbox, seal), list(whole_input(given, earlier))
-        before = [("previous_response_id", item) for item in earlier.conversation]
-        request = as_chat(given, turns.messages([*before, *own]), toolbox, options)
+        turns = Turns(toolbox, seal)
+        request = as_chat(given, turns.messages(items), toolbox, options)
         keeping = None
         if self.memory is not None and given.store is not False:
             keeping = Keeping(self.memory, tenant, [item for _, item in own], size)

@@ -1,4 +1,4 @@
-"""Owns the items that a response continues: messages, calls and their outputs, thoughts.
+"""Owns the items that a response continues: messages, calls and their outputs, thoughts, and tools that come late.
 Never translates them; `turns` does. States of items are accepted and have no effect."""
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from serve_app.api.openai.responses.replays import (
     UnreadItem,
     only,
 )
+from serve_app.api.openai.responses.tools import Tool
 from serve_app.api.requests.content_parts import BREAKPOINT, Detail
+from serve_app.api.requests.messages import MAX_TOOLS
 from serve_app.api.requests.strict_model import StrictModel, Unsupported
 from serve_app.api.requests.unions import by_type, kind_of, of_types, text_or_list_of
 
@@ -169,6 +171,15 @@ class ReasoningItem(_Item):
     """Read if there is no content and this server sealed it."""
 
 
+class AdditionalToolsItem(_Item):
+    """Tools of the request besides those in `tools`, which win over tools of the same name here. The last item with a
+    tool wins over earlier ones."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"] = "developer"
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class ReferenceItem(StrictModel):
     """An item of the same request, or of a kept response's output. It is repeated here, at most once per request."""
 
@@ -177,7 +188,7 @@ class ReferenceItem(StrictModel):
 
 
 _MODELS = ("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
-_KINDS = (*_MODELS, "reasoning", "item_reference", *REPLAYED)
+_KINDS = (*_MODELS, "reasoning", "additional_tools", "item_reference", *REPLAYED)
 
 
 def _kind(value: Any) -> str | None:
@@ -191,6 +202,7 @@ Item = Annotated[
     | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
     | Annotated[CustomOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[AdditionalToolsItem, Tag("<additional_tools>")]
     | Annotated[ReferenceItem, Tag("<item_reference>")]
     | Annotated[LocalShellCall, only(LocalShellCall), Tag("<local_shell_call>")]
     | Annotated[LocalShellOutput, only(LocalShellOutput), Tag("<local_shell_call_output>")]

@@ -9,7 +9,7 @@ from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.responses.includes import LOGPROBS, SEALED_THOUGHTS
 from serve_app.api.openai.responses.replays import UnreadItem
 from serve_app.api.openai.responses.schema import ResponsesRequest
-from serve_app.api.openai.responses.toolbox import hosted
+from serve_app.api.openai.responses.toolbox import Toolbox
 from serve_app.api.requests.effort import ThinkingWishes, thinking_options
 from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.api.requests.strict_model import UNSUPPORTED
@@ -33,7 +33,7 @@ def unsupported(param: str, text: str) -> ApiError:
     return ApiError(400, f"{param}: {text}", param=param, code=UNSUPPORTED)
 
 
-def pass_over_hints(request: ResponsesRequest, *, seal: Seal | None) -> Seal | None:
+def pass_over_hints(request: ResponsesRequest, toolbox: Toolbox, *, seal: Seal | None) -> Seal | None:
     """Name what the request asks for and does not get. `seal`: seals thoughts, if the model has any. Return it if the
     request asks for sealed thoughts.
 
@@ -43,8 +43,8 @@ def pass_over_hints(request: ResponsesRequest, *, seal: Seal | None) -> Seal | N
     for number, value in enumerate(request.include or ()):
         if value != LOGPROBS and (value != SEALED_THOUGHTS or seal is None):
             pass_over(f"include.{value}", f"include.{number}", f"{value} is not given by this server")
-    for number, tool in hosted(request.tools or ()):
-        pass_over(f"tools.{tool.type}", f"tools.{number}.type", f"this server runs no {tool.type}")
+    for place, tool in toolbox.hosted:
+        pass_over(f"tools.{tool.type}", f"{place}.type", f"this server runs no {tool.type}")
     for number, item in enumerate(() if isinstance(request.input, str) else request.input):
         if isinstance(item, UnreadItem):
             pass_over(f"input.{item.type}", f"input.{number}", f"items of type {item.type} are not read by this server")

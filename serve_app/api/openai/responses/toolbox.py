@@ -15,6 +15,7 @@ from pydantic import InstanceOf
 
 from serve_app.api.generation.field_grammars import refused
 from serve_app.api.generation.tool_grammars import can_be_kept, fault_of, num_bytes
+from serve_app.api.openai.responses.given_tools import GivenTool
 from serve_app.api.openai.responses.input_text import INPUT
 from serve_app.api.openai.responses.local_tools import LocalKind, description, parameters
 from serve_app.api.openai.responses.patterns import Patterns
@@ -24,9 +25,7 @@ from serve_app.api.openai.responses.tools import (
     GrammarFormat,
     HostedTool,
     LocalTool,
-    NamespaceTool,
     ShellTool,
-    Tool,
 )
 from serve_app.api.requests.messages import MAX_TOOLS, FunctionDefinition, ToolDefinition
 from serve_app.api.requests.strict_model import Unsupported
@@ -63,6 +62,7 @@ def _schema_of(given: ToolText) -> Json:
 
 
 OfferedTool: TypeAlias = FunctionTool | CustomTool | LocalTool | ShellTool
+Elsewhere: TypeAlias = LocalTool | ShellTool | HostedTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +142,12 @@ def _purpose(tool: LocalTool | ShellTool) -> str:
 
 
 class Toolbox:
-    """The tools of a request that the model is told of, in order."""
+    """The tools of a request that the model is told of, in order. `hosted`: those that would run on OpenAI's servers,
+    with their places."""
 
-    def __init__(self, offers: Sequence[Offer] = ()) -> None:
+    def __init__(self, offers: Sequence[Offer] = (), hosted: Sequence[tuple[str, Elsewhere]] = ()) -> None:
         self.offers = tuple(offers)
+        self.hosted = tuple(hosted)
         self._by_shown = {offer.shown: offer for offer in self.offers}
         self._local = {offer.local_kind: offer.shown for offer in self.offers}
         self._shown = {(offer.namespace, offer.tool.name): offer.shown for offer in self.offers}
@@ -228,7 +230,7 @@ def _free(name: str, taken: set[str]) -> str:
     return shown
 
 
-def open_toolbox(tools: Sequence[Tool], model: ServedModel) -> Toolbox:
+def open_toolbox(given: Sequence[GivenTool], model: ServedModel) -> Toolbox:
     """Build the toolbox. A tool that does not say whether it is strict is, if what it asks for can be kept.
 
     Raises:
@@ -236,34 +238,29 @@ def open_toolbox(tools: Sequence[Tool], model: ServedModel) -> Toolbox:
             name, or the grammars of all tools
             are too large together.
     """
-    _check_number(tools)
+    if len(given) > MAX_TOOLS:  # before any of them is looked at, because each takes time
+        raise refused("tools", f"should be at most {MAX_TOOLS} with those of namespaces, but there are {len(given)}")
     offers: list[Offer] = []
+    hosted: list[tuple[str, Elsewhere]] = []
     patterns, in_namespaces = Patterns(), set[tuple[str, str]]()
-    taken = {tool.name for tool in tools if isinstance(tool, FunctionTool | CustomTool)}
-    for number, tool in enumerate(tools):
-        place = f"tools.{number}"
+    taken = {tool.name for _, space, tool in given if space is None and isinstance(tool, FunctionTool | CustomTool)}
+    for place, namespace, tool in given:
         if isinstance(tool, FunctionTool | CustomTool):
-            offers.append(_offer(tool, None, tool.name, place, model, patterns))
-        elif isinstance(tool, LocalTool | ShellTool) and not tool.is_elsewhere:
+            shown = tool.name
+            if namespace is not None:
+                if (namespace, tool.name) in in_namespaces:
+                    text = f"is the name of two tools of the namespace {namespace!r}, {tool.name!r}"
+                    raise refused(f"{place}.name", text)
+                in_namespaces.add((namespace, tool.name))
+                shown = _free(joined(namespace, tool.name), taken)
+            offers.append(_offer(tool, namespace, shown, place, model, patterns))
+        elif isinstance(tool, HostedTool) or tool.is_elsewhere:
+            hosted.append((place, tool))
+        else:
             if any(offer.local_kind == tool.name for offer in offers):
                 raise refused(f"{place}.type", f"a second tool of type {tool.name}: a call would be of either")
             offers.append(Offer(tool, None, _free(tool.name, taken), place))
-        elif isinstance(tool, NamespaceTool):
-            for inner, one in enumerate(tool.tools):
-                if (tool.name, one.name) in in_namespaces:
-                    text = f"is the name of two tools of the namespace {tool.name!r}, {one.name!r}"
-                    raise refused(f"{place}.tools.{inner}.name", text)
-                in_namespaces.add((tool.name, one.name))
-                shown = _free(joined(tool.name, one.name), taken)
-                offers.append(_offer(one, tool.name, shown, f"{place}.tools.{inner}", model, patterns))
-    return Toolbox(offers if model.tool_parser is None else _with_defaults(offers, model.tool_parser))
-
-
-def _check_number(tools: Sequence[Tool]) -> None:
-    """Check the number of tools before any of them is looked at, because each takes time."""
-    num_tools = sum(len(tool.tools) if isinstance(tool, NamespaceTool) else 1 for tool in tools)
-    if num_tools > MAX_TOOLS:
-        raise refused("tools", f"should be at most {MAX_TOOLS} with those of namespaces, but there are {num_tools}")
+    return Toolbox(offers if model.tool_parser is None else _with_defaults(offers, model.tool_parser), hosted)
 
 
 def _offer(
@@ -302,13 +299,4 @@ def _with_defaults(offers: Sequence[Offer], parser: str) -> list[Offer]:
         if offer.is_strict_by_default
         else offer
         for offer in offers
-    ]
-
-
-def hosted(tools: Sequence[Tool]) -> list[tuple[int, HostedTool | ShellTool]]:
-    """Return the tools that would run on OpenAI's servers, with their places."""
-    return [
-        (number, tool)
-        for number, tool in enumerate(tools)
-        if isinstance(tool, HostedTool) or (isinstance(tool, ShellTool) and tool.is_elsewhere)
     ]

@@ -11,6 +11,7 @@ from serve_app.api.generation.field_grammars import refused
 from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.responses.input_text import arguments_of
 from serve_app.api.openai.responses.items import (
+    AdditionalToolsItem,
     CallItem,
     CustomCallItem,
     Item,
@@ -59,6 +60,8 @@ class Turns:
         return self._messages
 
     def _add(self, item: Item, place: str) -> None:
+        if isinstance(item, AdditionalToolsItem):
+            return  # it says nothing: the toolbox has its tools
         if not isinstance(item, OutputItem | Replay):
             self._show()
         match item:

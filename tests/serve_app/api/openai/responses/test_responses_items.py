@@ -198,7 +198,9 @@ async def test_what_other_servers_tools_said_is_read_by_the_model(items: list[di
         ({"type": "telephone_call", "id": "a"}, "input.0.type"),
         ({"type": "item_reference", "id": "a"}, "input.0"),
         ({"type": "compaction_trigger"}, "input.0.type"),
-        ({"type": "additional_tools", "role": "developer", "tools": []}, "input.0.type"),
+        ({"type": "configuration_update", "reasoning": {"effort": "low"}}, "input.0.type"),
+        ({"type": "additional_tools", "role": "user", "tools": []}, "input.0.role"),
+        ({"type": "additional_tools", "role": "developer", "tools": [{"type": "function"}]}, "input.0.tools.0.name"),
     ],
     ids=str,
 )

@@ -125,6 +125,17 @@ async def test_a_conversation_goes_on_from_the_response_before(stream: bool) -> 
     assert read == f"[system:be brief]{said}"
 
 
+async def test_tools_that_an_item_adds_last_as_long_as_its_conversation() -> None:
+    server = Server()
+    item = {"type": "additional_tools", "role": "developer", "tools": TOOLS}
+    user = {"role": "user", "content": "hi"}
+    first = await server.answered(CALL, input=[item, user])
+    assert [output["type"] for output in first["output"]] == ["function_call"]
+    told = await server.read(input="more", previous_response_id=first["id"])
+    assert told == await server.read(input=[item, user, *first["output"], user | {"content": "more"}])
+    assert '"weather"' in told
+
+
 async def test_two_answers_may_go_on_from_one() -> None:
     server = Server()
     first = await server.answered("A", input="1")
