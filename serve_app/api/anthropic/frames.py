@@ -3,6 +3,7 @@ Never sends one; `sse` does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from serve_app.api.anthropic.message import Json, block_json, message_json, stop_json, usage_json
@@ -52,6 +53,9 @@ class MessageFrames:
         self._has_begun = True
         message = message_json(self._message_id, self._model, usage_json(self._choices.usage))
         return _frame("message_start", message=message) + _frame("ping")
+
+    def unopened(self, index: int) -> Sequence[int]:
+        return ()
 
     def content(self, index: int, piece: Piece) -> bytes:
         self._last = piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -52,14 +52,14 @@ class Choices:
     @property
     def usage(self) -> Usage:
         """The usage of all choices. A prompt counts once, whatever the number of its answers."""
-        return self.usage_without(None)
+        return self.usage_without(())
 
-    def usage_without(self, index: int | None) -> Usage:
-        """The usage without the answer of one choice."""
+    def usage_without(self, indices: Collection[int]) -> Usage:
+        """The usage without the answers of some choices."""
         leaders = [group[0].usage for group in self._groups]
         return Usage(
             sum(usage.prompt_tokens for usage in leaders),
-            sum(one.usage.completion_tokens for number, one in enumerate(self._all) if number != index),
+            sum(one.usage.completion_tokens for number, one in enumerate(self._all) if number not in indices),
             sum(usage.cached_tokens for usage in leaders),
         )
 
@@ -71,14 +71,14 @@ class Choices:
     @property
     def reasoning_tokens(self) -> int | None:
         """The thoughts' tokens of all choices; None if the model does not mark its thoughts."""
-        return self.reasoning_tokens_without(None)
+        return self.reasoning_tokens_without(())
 
-    def reasoning_tokens_without(self, index: int | None) -> int | None:
-        """The thoughts' tokens without the answer of one choice."""
+    def reasoning_tokens_without(self, indices: Collection[int]) -> int | None:
+        """The thoughts' tokens without the answers of some choices."""
         counts = [completion.reasoning_tokens for completion in self._all]
         if None in counts:
             return None
-        return sum(count or 0 for number, count in enumerate(counts) if number != index)
+        return sum(count or 0 for number, count in enumerate(counts) if number not in indices)
 
     @property
     def finish_reasons(self) -> list[str | None]:

@@ -50,6 +50,9 @@ class Shape(Protocol):
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
+    opens_in_order: ClassVar[bool]
+    """Whether a choice's first chunk follows those of all choices before it. OpenAI's SDK appends new choices to a list
+    that it then indexes."""
 
     def whole(self, index: int, piece: Piece, prompt: Prompt) -> Json: ...
 
@@ -75,6 +78,7 @@ class Shape(Protocol):
 class ChatShape:
     object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
+    opens_in_order: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -132,6 +136,7 @@ class ChatShape:
 class TextShape:
     object: ClassVar[str] = "text_completion"
     chunk_object: ClassVar[str] = "text_completion"
+    opens_in_order: ClassVar[bool] = False  # it has its own prompt's scores, which may not be known yet
     is_plain: ClassVar[bool] = True
 
     def __init__(self, tokenizer: Tokenizer, shown: Shown) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
@@ -40,6 +40,10 @@ class Frames(Protocol):
 
     def opening(self, index: int) -> bytes:
         """Write what precedes the first frame of a choice; empty after that."""
+        ...
+
+    def unopened(self, index: int) -> Sequence[int]:
+        """List the choices to open before this one."""
         ...
 
     def content(self, index: int, piece: Piece) -> bytes:
@@ -97,6 +101,8 @@ async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexe
 
 async def _send_piece(send: Send, index: int, piece: Piece, frames: Frames) -> None:
     """Send what precedes a piece's frame, and the frame if it shows anything: together, to fit one packet."""
+    for one in frames.unopened(index):
+        await _send(send, frames.opening(one))
     frame = frames.opening(index)
     if piece.tokens:
         frame += await run_sized(json_chars(piece.tokens), lambda: frames.content(index, piece))
@@ -127,7 +133,15 @@ class ChunkFrames:
         before, _, after = plain.partition(encode_basestring_ascii(_MARK).encode())
         self._around[index] = before, after
         chunk = self._envelope.opening(index, self._choices.prompts[index])
-        return b"" if chunk is None else _frame(chunk | self._usage(before=index))
+        if chunk is None:
+            return b""
+        hidden = [one for one in range(len(self._choices)) if one == index or one not in self._around]
+        return _frame(chunk | self._usage(hidden))
+
+    def unopened(self, index: int) -> Sequence[int]:
+        if index in self._around or not self._envelope.shape.opens_in_order:
+            return ()
+        return [one for one in range(index) if one not in self._around]
 
     def content(self, index: int, piece: Piece) -> bytes:
         before, after = self._around[index]
@@ -148,12 +162,12 @@ class ChunkFrames:
         chunk = self._envelope.delta(index, piece)
         return b"" if chunk is None else _frame(chunk | self._usage())
 
-    def _usage(self, before: int | None = None) -> Json:
-        return {"usage": self._spent(before)} if self._shown.always else self._blank
+    def _usage(self, hidden: Collection[int] = ()) -> Json:
+        return {"usage": self._spent(hidden)} if self._shown.always else self._blank
 
-    def _spent(self, before: int | None = None) -> Json:
-        """Count the usage. `before`: leave out the tokens of this choice, because none of them was shown yet."""
-        return usage_json(self._choices.usage_without(before), self._choices.reasoning_tokens_without(before))
+    def _spent(self, hidden: Collection[int] = ()) -> Json:
+        """Count the usage. `hidden`: leave out the tokens of these choices, because none of them was shown yet."""
+        return usage_json(self._choices.usage_without(hidden), self._choices.reasoning_tokens_without(hidden))
 
 
 def _frame(payload: Json) -> bytes:

@@ -45,6 +45,9 @@ class ResponseFrames:
         created = self._frame("response.created", response=begun)
         return created + self._frame("response.in_progress", response=begun)
 
+    def unopened(self, index: int) -> Sequence[int]:
+        return ()
+
     def content(self, index: int, piece: Piece) -> bytes:
         self._cut_off = piece.finish_reason == "length"
         steps = self._scored.read(piece)

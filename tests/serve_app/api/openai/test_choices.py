@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from openai.lib.streaming.chat._completions import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
@@ -362,3 +364,40 @@ async def test_a_wrong_prompt_or_count_is_refused_by_its_name(fields: dict[str, 
     answer: Answer = await post(app_of(client), COMPLETIONS, PROMPT | fields)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert not client.submissions
+
+
+class Queued(ByChoice):
+    """Lets each choice but the first wait until the choice after it has begun."""
+
+    def __init__(self, *scripts: list[Step]) -> None:
+        super().__init__(*scripts)
+        self._begun = [asyncio.Event() for _ in range(len(scripts) + 1)]
+        self._begun[-1].set()
+
+    async def stream(
+        self, submission: Submission, *, session: str | None = None, record: StreamRecord | None = None
+    ) -> AsyncGenerator[list[Event], None]:
+        number = len(self.submissions)
+        self.submissions.append(submission)
+        if number:
+            await self._begun[number + 1].wait()
+        async for item in ScriptedClient(*self._scripts[number]).stream(submission):
+            yield item
+            self._begun[number].set()
+
+
+async def test_a_streams_choices_open_in_order_whichever_begins_first() -> None:
+    """OpenAI's SDK appends a new choice to its list, and then looks for it at its index."""
+    client = Queued(says("A"), says("BB"), says("CCC"))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = CHAT | {"n": 3, "stream": True, "stream_options": options}
+    answer = await post(app_of(client), CHATS, body)
+    opened: list[int] = []
+    state = ChatCompletionStreamState()
+    for frame in answer.frames:
+        state.handle_chunk(ChatCompletionChunk.model_validate(frame))
+        opened += [choice["index"] for choice in frame["choices"] if "role" in choice["delta"]]
+    assert opened == [0, 1, 2]
+    assert [choice.message.content for choice in state.get_final_completion().choices] == ["A", "BB", "CCC"]
+    spent = [frame["usage"]["completion_tokens"] for frame in answer.frames]
+    assert spent == sorted(spent)
