@@ -9,7 +9,8 @@ from pydantic import Field, RootModel
 
 from serve_app.api.openai.answer_schema import Shape
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+"""`model_context_window_exceeded`: the context ended the answer, because it held less than `max_tokens`."""
 
 
 class Text(Shape):
@@ -69,7 +70,7 @@ class MessageAnswer(Shape):
     stop_reason: StopReason | None
     """Null at the beginning of a stream."""
     stop_sequence: str | None
-    """The stop sequence that ended the answer, if one did."""
+    """The stop sequence that ended the answer, if one did. Null after a call, because the reason is then `tool_use`."""
     usage: MessageUsage
 
 

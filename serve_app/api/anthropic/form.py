@@ -34,12 +34,18 @@ class MessageForm(Form):
         message = message_json(answering.request_id, answering.model.id, usage_json(answering.choices.usage))
         cut = len(reader.blocks) - 1 if piece.finish_reason == "length" else None
         content = {"content": [block_json(block, is_cut=block.index == cut, seal=self.seal) for block in reader.blocks]}
-        return message | content | stop_json(piece, has_called=reader.has_called)
+        return message | content | stop_json(piece, has_called=reader.has_called, fills_context=self._fills_context)
 
     def frames(self) -> Frames:
         answering = self.answering
         names = answering.request_id, answering.model.id, answering.header
-        return MessageFrames(*names, answering.choices, self._reader(), self.seal)
+        return MessageFrames(*names, answering.choices, self._reader(), self.seal, fills_context=self._fills_context)
+
+    @property
+    def _fills_context(self) -> bool:
+        """Whether the prompt leaves less of the context than `max_tokens`."""
+        left = self.answering.model.max_model_len - len(self.answering.choices.prompts[0].token_ids)
+        return (self.request.max_tokens or 0) > left
 
     def _reader(self) -> BlockReader:
         return BlockReader(self.answering.reader(self.request))

@@ -34,14 +34,18 @@ class MessageFrames:
         choices: Choices,
         blocks: BlockReader,
         seal: Seal | None,
+        *,
+        fills_context: bool,
     ) -> None:
-        """`request_id`: the one in the response's headers. `seal`: if given, thoughts are sealed instead of shown."""
+        """`request_id`: the one in the response's headers. `seal`: if given, thoughts are sealed instead of shown.
+        `fills_context`: as for `stop_json`."""
         self._request_id = request_id
         self._message_id = message_id
         self._model = model
         self._choices = choices
         self._blocks = blocks
         self._seal = seal
+        self._fills_context = fills_context
         self._has_begun = False
         self._last = Piece("")
         self._repair = ArgumentRepair()
@@ -63,7 +67,7 @@ class MessageFrames:
         return b"".join(map(self._step, steps))
 
     async def closing(self) -> bytes:
-        delta = stop_json(self._last, has_called=self._blocks.has_called)
+        delta = stop_json(self._last, has_called=self._blocks.has_called, fills_context=self._fills_context)
         usage = usage_json(self._choices.usage)
         return _frame("message_delta", delta=delta, usage=usage, context_management=None) + _frame("message_stop")
 

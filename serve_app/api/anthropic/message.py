@@ -44,14 +44,17 @@ SIGNATURE = "chunkserve"
 """Never checked. Without a signature clients drop thoughts, or send them back as text."""
 
 
-def stop_json(last: Piece, *, has_called: bool) -> Json:
-    sequence = last.stop_string
-    if sequence is not None:
-        reason = "stop_sequence"
-    elif last.finish_reason == "length":
-        reason = "max_tokens"
+def stop_json(last: Piece, *, has_called: bool, fills_context: bool) -> Json:
+    """`fills_context`: the context is the answer's length limit, because it holds less than `max_tokens`."""
+    sequence = None
+    if last.finish_reason == "length":
+        reason = "model_context_window_exceeded" if fills_context else "max_tokens"
+    elif has_called:
+        reason = "tool_use"  # a stop sequence after a call has cut off only words; clients run the call for this reason
+    elif last.stop_string is not None:
+        reason, sequence = "stop_sequence", last.stop_string
     else:
-        reason = "tool_use" if has_called else "end_turn"
+        reason = "end_turn"
     return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None}
 
 

@@ -171,6 +171,25 @@ async def test_the_stop_sequence_that_ended_the_answer_is_named_and_not_shown() 
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " two")
 
 
+@pytest.mark.parametrize(("over", "reason"), [(0, "max_tokens"), (1, "model_context_window_exceeded")])
+async def test_the_context_is_the_stop_reason_where_it_holds_less_than_max_tokens(over: int, reason: str) -> None:
+    client = saying("a", reason=FinishReason.LENGTH)
+    await ask(client)
+    left = CALLER.max_model_len - len(client.submissions[0].prompt_token_ids)
+    message = (await ask(saying("a", reason=FinishReason.LENGTH), max_tokens=left + over)).json
+    MessageAnswer.model_validate(message)
+    streamed = await ask(saying("a", reason=FinishReason.LENGTH), max_tokens=left + over, stream=True)
+    assert message["stop_reason"] == together(events(streamed))["stop_reason"] == reason
+    assert (await ask(saying("a"), max_tokens=left + over)).json["stop_reason"] == "end_turn"
+
+
+async def test_a_stop_sequence_after_a_call_leaves_the_call_as_the_stop_reason() -> None:
+    """A loop of tools ends if the reason is not `tool_use`, and the call is never run."""
+    message = await whole_and_streamed(f"{CALL}\nObservation: sunny", tools=TOOLS, stop_sequences=["Observation:"])
+    assert message["content"][0]["type"] == "tool_use"
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+
+
 async def test_a_call_is_a_tool_use_block_with_its_input_as_an_object() -> None:
     message = await whole_and_streamed(f"Let me look.{CALL}\n{CALL}", tools=TOOLS)
     text, *calls = message["content"]
