@@ -21,7 +21,8 @@ from serve_app.api.anthropic.read_blocks import (
     SilentBlock,
     ToolReferenceBlock,
 )
-from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.effort import Effort
+from serve_app.api.requests.strict_model import USED_IF_POSSIBLE, StrictModel, Unsupported
 from serve_app.api.requests.unions import bare_kind_of, by_type, of_types, text_or_list_of
 
 _IN_RESULTS = ("text", "image", "document", "search_result", "tool_reference")
@@ -98,11 +99,25 @@ Content = Annotated[
 AnyBlock = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ReadBlock
 
 
+class MessageOutputConfig(StrictModel):
+    effort: Annotated[Effort | None, USED_IF_POSSIBLE] = None
+    """Like the request's, which it overrides. That of the last message with one applies."""
+
+
 class AnthropicMessage(StrictModel):
     role: Literal["user", "assistant", "system"]
     """A system message has only text, and may stand anywhere."""
     content: Content
-    """A message without content has no effect."""
+    """A message without content says nothing."""
+    output_config: MessageOutputConfig | None = None
+    """Only in a system message."""
+
+    @model_validator(mode="after")
+    def _only_the_system_configures(self) -> AnthropicMessage:
+        if self.output_config is not None and self.role != "system":
+            text = f"only allowed in a message of the system, but the role is {self.role}"
+            raise PydanticCustomError("role", "{text}", {"text": text, "field": "output_config"})
+        return self
 
     @model_validator(mode="after")
     def _blocks_are_in_their_place(self) -> AnthropicMessage:

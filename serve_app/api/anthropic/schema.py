@@ -140,12 +140,13 @@ class CountTokensRequest(StrictModel):
 
     @property
     def thinking_wishes(self) -> ThinkingWishes:
-        effort = None if self.output_config is None else self.output_config.effort
+        stated = [message.output_config.effort for message in self.messages if message.output_config is not None]
+        last = next((effort for effort in reversed(stated) if effort is not None), None)
+        own = None if last is not None or self.output_config is None else self.output_config.effort
+        efforts: dict[str, Effort | None] = {"messages.output_config.effort": last, "output_config.effort": own}
         budget = None if self.thinking is None else self.thinking.budget_tokens
         wanted = None if self.thinking is None else self.thinking.wanted
-        return ThinkingWishes.from_fields(
-            {"output_config.effort": effort}, {"thinking": wanted}, {"thinking.budget_tokens": budget}
-        )
+        return ThinkingWishes.from_fields(efforts, {"thinking": wanted}, {"thinking.budget_tokens": budget})
 
     @model_validator(mode="after")
     def _last_calls_have_results(self) -> CountTokensRequest:

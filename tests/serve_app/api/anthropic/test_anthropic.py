@@ -396,6 +396,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format.schema"),
         ({"output_format": {"type": "json"}}, "output_format.type"),
         ({"output_config": {"effort": "some"}}, "output_config.effort"),
+        ({"messages": [ASK["messages"][0] | {"output_config": {"effort": "low"}}]}, "messages.0.output_config: only"),
         ({"tools": [{"type": "retrieval_20250101", "name": "a"}]}, "tools.0.type: the type retrieval_20250101 is not"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens: should be less than max_"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens"),

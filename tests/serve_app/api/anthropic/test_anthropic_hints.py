@@ -85,6 +85,12 @@ SAME_ANSWER: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ),
     ({"output_config": {"effort": "high"}}, "output_config.effort", "output_config.effort", BODY),
     (
+        {"messages": [*ASK["messages"], {"role": "system", "content": [], "output_config": {"effort": "high"}}]},
+        "messages.output_config.effort",
+        "messages.output_config.effort",
+        BODY,
+    ),
+    (
         {"output_config": {"task_budget": {"type": "tokens", "total": 64000}}},
         "output_config.task_budget",
         "output_config.task_budget",
@@ -251,6 +257,18 @@ async def test_an_effort_is_told_to_a_template_that_takes_one(effort: str, told:
     answer = await ask(client, ASK | {"output_config": {"effort": effort}}, template=SHOWS, strict=True)
     assert (answer.status, HEADER in answer.headers) == (200, False)
     assert prompt_of(client).endswith(f"<e={told}>")
+
+
+async def test_the_last_effort_of_a_system_message_overrides_the_requests() -> None:
+    """Claude Code states an effort so when its user changes it."""
+    low, high = ({"role": "system", "content": [], "output_config": {"effort": effort}} for effort in ("low", "high"))
+    turns = [*ASK["messages"], low, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    for messages, told in ((turns, "low"), ([*turns, high, high | {"output_config": {}}], "high")):
+        client = saying("x")
+        body = ASK | {"messages": messages, "output_config": {"effort": "medium"}}
+        answer = await ask(client, body, template=SHOWS, strict=True)
+        assert (answer.status, HEADER in answer.headers) == (200, False), answer.json
+        assert prompt_of(client) == f"[user:hi][assistant:a][user:b]><e={told}>"
 
 
 async def test_enabled_thinks_and_its_budget_is_a_hint_unless_the_template_takes_one() -> None:
