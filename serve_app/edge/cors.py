@@ -14,7 +14,10 @@ VARIABLE = "CHUNKSERVE_CORS"
 """JSON: each of our route prefixes with its policy. Without the variable, no refusal names a page."""
 
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
-EXPOSED = ("x-request-id", "request-id", "x-chunkserve-ignored", "openai-processing-ms", "retry-after")
+EXPOSED = (
+    *("x-request-id", "request-id", "x-chunkserve-ignored", "openai-processing-ms"),
+    *("retry-after", "retry-after-ms", "x-should-retry"),  # by these, SDKs decide when and whether to retry
+)
 
 _PREFIX = re.compile(r"/[^\s\"'\\#{}]*")
 """Ray and we write the prefix into HAProxy's configuration as a bare word."""
