@@ -21,7 +21,13 @@ FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 """The length limit is that of Anthropic's API and of MCP; OpenAI's is half of it."""
 
 
+_OF_LITELLM: Unsupported = {"provider_specific_fields": _NEVER}
+"""LiteLLM adds it to answers and their calls, with what only the provider that answered can read."""
+
+
 class FunctionCall(StrictModel):
+    hints: ClassVar[Unsupported] = _OF_LITELLM
+    hint_path: ClassVar[str] = "messages.tool_calls.function."
     name: str
     arguments: str
     """A JSON object as text. Any other text is shown to the model unchanged."""
@@ -32,7 +38,7 @@ class FunctionCall(StrictModel):
 class MessageToolCall(StrictModel):
     """A call that the assistant made."""
 
-    hints: ClassVar[Unsupported] = {"extra_content": _NEVER}  # Gemini's signatures of thoughts
+    hints: ClassVar[Unsupported] = {**_OF_LITELLM, "extra_content": _NEVER}  # Gemini's signatures of thoughts
     hint_path: ClassVar[str] = "messages.tool_calls."
     id: str | None = None
     type: Literal["function"] = "function"
@@ -57,11 +63,16 @@ _COPILOT: Unsupported = {
 
 
 class Message(StrictModel):
-    unsupported: ClassVar[Unsupported] = dict.fromkeys(("function_call", "audio"), _NEVER)
+    unsupported: ClassVar[Unsupported] = {
+        **dict.fromkeys(("function_call", "audio"), _NEVER),
+        "images": ([],),  # drawn by another provider's model: without them, this one would not know what is spoken of
+    }
     hints: ClassVar[Unsupported] = {
         **CACHE_MARK,
-        "provider_specific_fields": _NEVER,  # litellm adds it to answers
-        "reasoning_details": ([],),  # OpenRouter's: thoughts of other providers' models, some of them encrypted
+        **_OF_LITELLM,
+        # OpenRouter's and LiteLLM's: thoughts of other providers' models, some of them encrypted. Plain ones also come
+        # as `reasoning_content`.
+        **dict.fromkeys(("reasoning_details", "thinking_blocks", "reasoning_items"), ([],)),
         **_COPILOT,
     }
     hint_path: ClassVar[str] = "messages."

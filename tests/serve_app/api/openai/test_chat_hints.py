@@ -188,6 +188,19 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}, "extra_content": {"google": {"a": "b"}}}]},
         "messages.tool_calls.extra_content",
     ),
+    "litellm, anthropic": (
+        {"reasoning_content": "hm", "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+        "messages.thinking_blocks",
+    ),
+    "litellm, openai": ({"content": "a", "reasoning_items": [{"type": "reasoning"}]}, "messages.reasoning_items"),
+    "litellm, gemini": (
+        {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}, "provider_specific_fields": {"a": "b"}}]},
+        "messages.tool_calls.provider_specific_fields",
+    ),
+    "litellm, gemini's function": (
+        {"tool_calls": [{"function": {"name": "f", "arguments": "{}", "provider_specific_fields": {"a": "b"}}}]},
+        "messages.tool_calls.function.provider_specific_fields",
+    ),
 }
 
 
@@ -199,6 +212,17 @@ async def test_a_turn_of_another_provider_is_taken_without_what_only_that_provid
     assert (answer.status, ignored) == (200, name), answer.json
     assert prompt is not None
     assert name.rpartition(".")[2] not in prompt
+
+
+async def test_images_that_another_provider_drew_are_refused_because_the_model_would_not_see_them() -> None:
+    for images in ([], None):
+        turn = {"role": "assistant", "content": "a", "images": images, "thinking_blocks": [], "reasoning_items": []}
+        answer, _, ignored = await ask(SHOWS, messages=[turn, *CHAT["messages"]], strict=True)
+        assert (answer.status, ignored) == (200, None)
+    turn = {"role": "assistant", "content": "a", "images": [{"type": "image_url", "image_url": {"url": "data:a"}}]}
+    answer, _, _ = await ask(SHOWS, messages=[turn, *CHAT["messages"]])
+    told = answer.error["param"], answer.error["code"]
+    assert (answer.status, *told) == (400, "messages.0.images", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(
