@@ -10,7 +10,7 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from serve_app.api.http.offload import run_sized
-from serve_app.api.openai.responses.items import Item, MessageItem, ReferenceItem
+from serve_app.api.openai.responses.items import Item, MessageItem, Output, ReferenceItem
 from serve_app.api.openai.responses.output import response_of
 from serve_app.api.openai.responses.passing import unsupported
 from serve_app.api.openai.responses.schema import ResponsesRequest
@@ -105,8 +105,8 @@ def _places(items: Sequence[Item]) -> dict[str, str]:
 
 
 def _by_id(items: Sequence[Item]) -> dict[str, Item]:
-    """Index the items that have an id, without references."""
-    ids = [(getattr(item, "id", None), item) for item in items if not isinstance(item, ReferenceItem)]
+    """Index the items that have an id, without references and without tools' outputs, whose id may be their call's."""
+    ids = [(getattr(item, "id", None), item) for item in items if not isinstance(item, ReferenceItem | Output)]
     return {item_id: item for item_id, item in ids if item_id is not None}
 
 

@@ -157,6 +157,10 @@ class CustomOutputItem(OutputItem):
     type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
 
 
+Output = OutputItem | LocalShellOutput | ShellOutput | PatchOutput
+"""What a tool of the client answered."""
+
+
 class Thought(StrictModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str

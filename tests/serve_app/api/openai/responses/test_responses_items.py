@@ -219,6 +219,19 @@ async def test_a_reference_to_an_item_of_the_same_request_is_that_item() -> None
     assert prompt_of(client) == "[user:hi][user:hi]>"
 
 
+async def test_a_reference_is_to_a_call_and_not_to_its_output_with_the_same_id() -> None:
+    """In OpenAI's schema, an output's `id` may be its call's."""
+    call = {"type": "local_shell_call", "id": "l", "call_id": "l", "action": {"type": "exec", "command": ["ls"]}}
+    output = {"type": "local_shell_call_output", "id": "l", "output": "b.txt"}
+    other = {"type": "function_call_output", "id": "o", "call_id": "l", "output": "b.txt"}
+    client = saying("x")
+    given = [USER, call, output, {"type": "item_reference", "id": "l"}, other]
+    assert (await ask(client, strict=True, input=given)).status == 200
+    assert prompt_of(client) == "[user:hi][assistant:!local_shell][tool:b.txt][assistant:!local_shell][tool:b.txt]>"
+    answer = await ask(saying("x"), input=[*given, {"type": "item_reference", "id": "o"}])
+    assert (answer.status, answer.error["param"]) == (400, "input.5")
+
+
 async def test_a_reference_to_what_would_have_been_stored_says_what_to_set() -> None:
     """The AI SDK sends such references unless its own option says otherwise. It does not read `store` in an answer."""
     answer = await ask(saying("x"), input=[USER | {"type": "message"}, {"type": "item_reference", "id": "msg_1"}])
