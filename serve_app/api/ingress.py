@@ -47,7 +47,7 @@ from serve_app.api.models.lanes import Asked, Lanes
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.openai.forms import Answering, ParsedRequest, RequestT, read_chat, read_completion
-from serve_app.api.openai.model_list import model_json, models_json
+from serve_app.api.openai.model_list import ANTHROPIC_VERSION, model_json, models_json
 from serve_app.api.openai.responses.form import ResponseReader
 from serve_app.api.openai.responses.kept_routes import KeptRoutes
 from serve_app.api.openai.sse import send_stream
@@ -260,14 +260,15 @@ class _Context:
     """For work on grammars."""
 
     async def list_models(self, request: Request) -> Response:
-        listed = models_json(self.lanes.listed())
+        listed = models_json(self.lanes.listed(), for_anthropic=ANTHROPIC_VERSION in request.headers)
         # Codex sends `client_version`, and treats a list without `models` as an error. An empty list is enough: an
         # entry would have to contain Codex's own instructions.
         return JSONResponse(listed | {"models": []} if "client_version" in request.query_params else listed)
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
-        return JSONResponse(model_json(name, self.lanes.served(name)))
+        for_anthropic = ANTHROPIC_VERSION in request.headers
+        return JSONResponse(model_json(name, self.lanes.served(name), for_anthropic=for_anthropic))
 
     async def health(self, _: Request) -> Response:
         """Liveness: an engine answers, or a model may sleep. Of several models, one without an engine does not take the

@@ -233,13 +233,22 @@ class Model(Shape):
     """The same by OpenRouter's name."""
     context_window: int
     """The same by Groq's name."""
-    capabilities: list[Literal["completion", "tools", "vision", "thinking", "embedding"]]
-    """Named as in Ollama."""
+    capabilities: list[Literal["completion", "tools", "vision", "thinking", "embedding"]] | None
+    """Named as in Ollama. Null if the request has the header `anthropic-version`, and so wants Anthropic's type."""
     type: Literal["model"]
     display_name: str
     """The same as `id`; Anthropic's clients show it."""
     created_at: str
     """The same as `created`, in the form that Anthropic's clients read."""
+    # Present only if the request has the header `anthropic-version`.
+    max_input_tokens: int | None = None
+    """The limit of prompt and answer together, too."""
+    max_tokens: int | None = None
+    """The same."""
+    lifecycle: Literal["active"] | None = None
+    deprecated_at: None = None
+    retires_at: None = None
+    line: None = None
 
 
 class ModelList(Shape):

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from serve_app.api.ingress import create_app
+from serve_app.api.openai.answer_schema import ModelList
 from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import CHAT, MODEL, PROMPT, Answer, Exchange, LocalClient, post
@@ -104,6 +105,19 @@ async def test_the_served_model_is_openais_type_but_for_what_others_look_for(app
     ours = {"root", "parent", "max_model_len", "context_length", "context_window", "capabilities"}
     others = ours | {"type", "display_name", "created_at"}
     strict(Model).model_validate({name: value for name, value in answer.json.items() if name not in others})
+
+
+async def test_anthropics_clients_read_a_model_as_their_type(app: ASGIApp) -> None:
+    """Their type has an object of other capabilities, or null."""
+    headers = (("anthropic-version", "2023-06-01"),)
+    one = (await Exchange(app, "GET", f"/v1/models/{MODEL.id}", headers=headers).finish()).json
+    states = {"lifecycle": "active", "deprecated_at": None, "retires_at": None, "line": None}
+    plain = (await Exchange(app, "GET", f"/v1/models/{MODEL.id}", headers=()).finish()).json
+    limits = dict.fromkeys(("max_input_tokens", "max_tokens"), plain["max_model_len"])
+    assert one == plain | limits | states | {"capabilities": None}
+    listed = (await Exchange(app, "GET", "/v1/models", headers=headers).finish()).json
+    assert listed["data"] == [one]
+    ModelList.model_validate(listed)
 
 
 async def test_the_strict_types_refuse_a_field_that_nobody_documented(app: ASGIApp) -> None:
