@@ -22,6 +22,8 @@ class Settings:
     """Lines for a shell."""
     files: dict[str, str] = field(default_factory=dict)
     """Path in the home directory -> content."""
+    script: str = ""
+    """A script in Python that prepares the home directory."""
     prose: str = ""
 
     def at(self, url: str, model: str) -> Settings:
@@ -30,7 +32,8 @@ class Settings:
         def put(text: str) -> str:
             return text.replace(SHOWN_URL, url).replace(SHOWN_MODEL, model)
 
-        return Settings(put(self.exports), {path: put(text) for path, text in self.files.items()}, self.prose)
+        files = {path: put(text) for path, text in self.files.items()}
+        return Settings(put(self.exports), files, put(self.script), self.prose)
 
 
 def sections() -> dict[str, str]:
@@ -47,4 +50,6 @@ def settings_of(section: str) -> Settings:
             settings.files[fence["path"]] = fence["text"]
         elif fence["language"] == "bash":
             settings.exports += fence["text"]
+        elif fence["language"] == "python":
+            settings.script += fence["text"]
     return settings

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.clients.client_docs import settings_of
 from tests.clients.parts import PICTURE_FILE
 from tests.clients.pixels import PIXELS
 from tests.clients.running import environment
@@ -17,11 +18,11 @@ from tests.clients.scripted_server import MODEL
 
 def describe_to_codex(home: Path, project: Path) -> None:
     """Make Codex take the model for one like those it knows, which patch without JSON."""
-    told = subprocess.run(["codex", "debug", "models"], env=environment(home), capture_output=True, check=True)
-    known = json.loads(told.stdout)["models"]
-    like = next(model for model in known if model["apply_patch_tool_type"] == "freeform" and not model.get("tool_mode"))
-    catalog = {"models": [like | {"slug": MODEL, "display_name": MODEL}]}
-    (home / ".codex" / "models.json").write_text(json.dumps(catalog))
+    _run_codex_script(home, settings_of("Codex").at("", MODEL).script)
+
+
+def _run_codex_script(home: Path, script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], env=environment(home), check=True)
 
 
 def speak_by(npm: str, home: Path, project: Path) -> None:
@@ -42,5 +43,6 @@ def draw(home: Path, project: Path) -> None:
 
 
 def describe_to_codex_and_draw(home: Path, project: Path) -> None:
-    describe_to_codex(home, project)
+    script = settings_of("Codex").at("", MODEL).script
+    _run_codex_script(home, script.replace('["text"]', '["text", "image"]'))
     draw(home, project)
