@@ -167,6 +167,8 @@ class Completion:
                     self._times.has_begun()
                     if self._echo is not None and self.submission.sampling.prompt_logprobs is None:
                         texts.append(self._echo.text)
+                        if self._tokens is not None:
+                            self._tokens.skip(len(self._echo.text))
                 case PromptLogprobs():
                     self.prompt_scores = event.logprobs
                     texts.append(self._show_prompt(event))

@@ -51,6 +51,10 @@ class TokenQueue:
         for token_id, offset, score in zip(token_ids, offsets, (None, *scores), strict=True):
             self._held.append((num_chars, ScoredToken(token_id, offset, score, of_prompt=True)))
 
+    def skip(self, num_chars: int) -> None:
+        """Leave out text whose tokens are not shown, before any token: a prompt that is only echoed."""
+        self._read += num_chars
+
     def add(self, token_id: int, scores: TokenLogprobs | None, num_chars: int) -> None:
         """Add a token, which completed `num_chars` of text."""
         self._open.append(ScoredToken(token_id, self._read, scores))
