@@ -55,6 +55,9 @@ Source = Annotated[
 class ImageBlock(MarkedBlock):
     """An image in a user message, for models that take images."""
 
+    unsupported: ClassVar[Unsupported] = {
+        "transformations": ({}, {"oversized_image": "downsize"})  # a large image is always scaled down
+    }
     type: Literal["image"]
     source: Source
 

@@ -221,6 +221,16 @@ MEDIA = [
 ]
 
 
+@pytest.mark.parametrize("transformations", [None, {}, {"oversized_image": "downsize"}, {"oversized_image": "error"}])
+async def test_a_picture_is_scaled_down_where_that_may_be_and_refused_where_it_must_not(transformations: Any) -> None:
+    message = await refused(messages=[{"role": "user", "content": [PICTURE | {"transformations": transformations}]}])
+    told = message.partition(": ")[0], "takes no images" in message  # for want of a model that takes any
+    if transformations == {"oversized_image": "error"}:
+        assert told == ("messages.0.content.0.image.transformations", False)
+    else:
+        assert told == ("messages.0.content.0.image.source", True)
+
+
 @pytest.mark.parametrize(("block", "kind"), MEDIA)
 async def test_a_refusal_names_a_picture_or_document_as_claude_code_searches_for_it(block: Any, kind: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": [TEXT, block]}
