@@ -234,9 +234,8 @@ def open_toolbox(given: Sequence[GivenTool], model: ServedModel) -> Toolbox:
     """Build the toolbox. A tool that does not say whether it is strict is, if what it asks for can be kept.
 
     Raises:
-        ApiError: there are too many tools, two of a namespace have one name or two are of one type whose calls have no
-            name, or the grammars of all tools
-            are too large together.
+        ApiError: there are too many tools, two of a namespace have one name, two are of one type whose calls have no
+            name, or the grammars of all tools are too large together.
     """
     if len(given) > MAX_TOOLS:  # before any of them is looked at, because each takes time
         raise refused("tools", f"should be at most {MAX_TOOLS} with those of namespaces, but there are {len(given)}")

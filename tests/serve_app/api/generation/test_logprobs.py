@@ -519,3 +519,16 @@ def test_a_queue_gives_every_token_once_with_the_piece_that_completes_its_text()
     queue.add(4, None, 0)
     taken = [queue.take(1), queue.take(1), queue.take(0), queue.take(1), queue.take_all(), queue.take_all()]
     assert [[token.token_id for token in tokens] for tokens in taken] == [[], [1], [], [2, 3], [4], []]
+
+
+async def test_token_ids_leave_with_their_text_and_not_before_it_where_the_prompt_is_echoed() -> None:
+    client = ScriptedClient([scheduled()], *(tokens(letter) for letter in "hello?"), [finished()])
+    fields = {"echo": True, "return_token_ids": True, "stop": ["lo!"], "stream": True}
+    answer = await complete(client, **fields)
+    parts = [(frame["choices"][0]["text"], frame["choices"][0]["token_ids"]) for frame in answer.frames]
+    shown = "".join(text for text, _ in parts)
+    assert shown == f"{PROMPT['prompt']}hello?"
+    num_chars, num_ids = -len(PROMPT["prompt"]), 0
+    for text, token_ids in parts[:-1]:
+        num_chars, num_ids = num_chars + len(text), num_ids + len(token_ids or ())
+        assert num_ids == max(num_chars, 0)

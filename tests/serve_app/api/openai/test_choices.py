@@ -1,4 +1,4 @@
-"""Owns the contract of responses with several choices: `n`, lists of prompts, and what they share.
+"""Owns the contract of responses with several choices: `n`, lists of prompts, and what they share. Long: a rule each.
 Never uses Ray: engines are scripted, or run in this process."""
 
 from __future__ import annotations
@@ -364,19 +364,6 @@ async def test_a_wrong_prompt_or_count_is_refused_by_its_name(fields: dict[str, 
     answer: Answer = await post(app_of(client), COMPLETIONS, PROMPT | fields)
     assert (answer.status, answer.error["param"]) == (400, param)
     assert not client.submissions
-
-
-async def test_token_ids_leave_with_their_text_and_not_before_it_where_the_prompt_is_echoed() -> None:
-    client = ScriptedClient([scheduled()], *(tokens(letter) for letter in "hello?"), [finished()])
-    fields = {"echo": True, "return_token_ids": True, "stop": ["lo!"], "stream": True}
-    answer = await post(app_of(client), COMPLETIONS, PROMPT | fields)
-    parts = [(frame["choices"][0]["text"], frame["choices"][0]["token_ids"]) for frame in answer.frames]
-    shown = "".join(text for text, _ in parts)
-    assert shown == f"{PROMPT['prompt']}hello?"
-    num_chars, num_ids = -len(PROMPT["prompt"]), 0
-    for text, token_ids in parts[:-1]:
-        num_chars, num_ids = num_chars + len(text), num_ids + len(token_ids or ())
-        assert num_ids == max(num_chars, 0)
 
 
 class Queued(ByChoice):
