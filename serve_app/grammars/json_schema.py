@@ -9,7 +9,8 @@ from copy import deepcopy
 from typing import Any
 
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json
-from serve_app.grammars.schema_parts import bare, dicts, inside, subschemas, texts
+from serve_app.grammars.schema_numbers import as_integers, check_numbers, fractions, with_kept_bounds
+from serve_app.grammars.schema_parts import bare, dicts, inside, rewritten, subschemas, texts
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_NESTING = 32
@@ -76,12 +77,30 @@ def checked(schema: Json) -> Json:
     if _admits_further_keys(schema) and any(_CODED.search(text) for text in texts(schema)):
         text = "should have `additionalProperties: false` in every object that names properties"
         raise GrammarRefused(f"{text}, because it has control characters that JSON writes as codes such as \\u001b")
+    kept(bare(with_fragments(schema)))
     return schema
+
+
+def kept(schema: Json) -> Json:
+    """Return the schema as llguidance keeps it.
+
+    Raises:
+        GrammarRefused: llguidance would not keep it.
+    """
+    _check_nesting(schema)
+    broken = fractions(schema)
+    written: Json = rewritten(schema, lambda part: with_kept_bounds(_with_kept_words(part), broken))
+    check_numbers(written)
+    return written
+
+
+def _with_kept_words(part: Json) -> Json:
+    return part | {name: as_integers(part[name]) for name in ("const", "enum") if name in part}
 
 
 def _written(schema: Json) -> Json:
     codes = _WITHOUT_CODES if _admits_further_keys(schema) else {}
-    return bare(with_fragments(schema)) | {"x-guidance": WRITTEN | codes}
+    return kept(bare(with_fragments(schema))) | {"x-guidance": WRITTEN | codes}
 
 
 def _admits_further_keys(schema: Json) -> bool:

@@ -3,7 +3,7 @@ Never refuses a schema."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from serve_app.grammars.notation import Json
@@ -12,7 +12,7 @@ _ONE = ("additionalProperties", "items", "additionalItems", "unevaluatedItems", 
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _KEYWORDS = frozenset({*_ONE, *_MANY, *_NAMED})
-_UNWRITTEN = frozenset(
+UNWRITTEN = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
 """Annotations, which say nothing about a value, and make up most of a tool's schema."""
@@ -48,8 +48,8 @@ def _schemas_of(name: str, value: Any) -> Iterable[Any]:
 def bare(schema: Json) -> Json:
     """Return the schema without what says nothing about a value. Its annotations stay if a reference leads into one."""
     references = [part["$ref"] for part in subschemas(schema) if isinstance(part.get("$ref"), str)]
-    are_used = any(name in _UNWRITTEN for reference in references for name in reference.split("/"))
-    written: Json = _without(schema, frozenset() if are_used else _UNWRITTEN)
+    are_used = any(name in UNWRITTEN for reference in references for name in reference.split("/"))
+    written: Json = _without(schema, frozenset() if are_used else UNWRITTEN)
     return written
 
 
@@ -76,10 +76,26 @@ def _is_idle(name: str, value: Any) -> bool:
     if name == "format":
         return isinstance(value, str) and value not in _FORMATS
     if name == "propertyNames":
-        return value is True or (isinstance(value, dict) and _without(value, _UNWRITTEN) in ({}, {"type": "string"}))
+        return value is True or (isinstance(value, dict) and _without(value, UNWRITTEN) in ({}, {"type": "string"}))
     if name in ("unevaluatedProperties", "unevaluatedItems"):
         return value is True or value == {}
     return name in _EMPTY and type(value) is type(_EMPTY[name]) and value == _EMPTY[name]
+
+
+def rewritten(schema: Any, write: Callable[[Json], Json]) -> Any:
+    """Return what `write` makes of a schema, once it has been made of all schemas inside it. A reference may lead
+    anywhere, so everything counts as one apart from names and from the values of `const` and `enum`."""
+    if isinstance(schema, list):
+        return [rewritten(one, write) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return write({name: _inside(name, value, write) for name, value in schema.items()})
+
+
+def _inside(name: str, value: Any, write: Callable[[Json], Json]) -> Any:
+    if name in _NAMED and isinstance(value, dict):
+        return {key: rewritten(entry, write) for key, entry in value.items()}
+    return value if name in ("const", "enum") else rewritten(value, write)
 
 
 def dicts(value: Any) -> Iterator[Json]:

@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from serve_app.grammars.check import find_fault
 from serve_app.grammars.lark_rules import read_lark
+from serve_app.grammars.lark_schemas import with_kept_schemas
 from serve_app.grammars.notation import Grammar, GrammarRefused, lark, quoted
 from serve_app.grammars.regexes import MAX_BYTES as MAX_BYTES
 from serve_app.grammars.regexes import check_size
@@ -53,11 +54,11 @@ def grammar(text: str) -> Grammar:
     """
     check_size(text)
     if not is_lark_syntax(text):
-        return _of_characters(_lark_of(text))
+        return _of_characters(with_kept_schemas(_lark_of(text)))
     if _TEMPERATURE.search(text):
         raise GrammarRefused("a rule's temperature is not supported")
     check_lark_depth(text)
-    return lark(text)
+    return lark(with_kept_schemas(text))
 
 
 def _of_characters(rules: str) -> Grammar:

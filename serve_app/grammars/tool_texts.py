@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from serve_app.grammars.check import find_fault
 from serve_app.grammars.encodings import JSON_STRING
 from serve_app.grammars.lark_rules import Lark, read_lark
+from serve_app.grammars.lark_schemas import with_kept_schemas
 from serve_app.grammars.nested import nested_rules
 from serve_app.grammars.notation import GrammarRefused, lark
 from serve_app.grammars.regular import lark_pattern, regex_pattern
@@ -35,6 +36,7 @@ def lark_text(definition: str) -> ToolText:
         GrammarRefused: it is not a grammar, or cannot be kept.
     """
     check_lark_depth(definition)
+    definition = with_kept_schemas(definition)
     if fault := find_fault(lark(definition).text()):
         raise GrammarRefused(_PLACE.sub(r"line \1, column \2: ", fault))
     grammar = read_lark(definition)
