@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json
 from serve_app.grammars.schema_numbers import as_integers, check_numbers, fractions, with_kept_bounds
 from serve_app.grammars.schema_parts import bare, dicts, inside, rewritten, subschemas, texts
+from serve_app.grammars.schema_patterns import CODES, kept_pattern, uncoded_pattern
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_NESTING = 32
@@ -21,8 +23,7 @@ WRITTEN = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible":
 
 _WITHOUT_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
 r"""llguidance does not know that `\u0061` is an `a`, and would take it for a key that the schema does not name."""
-_CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-"""Characters that JSON can only write as codes."""
+_CODED = re.compile(f"[{CODES}]")
 
 _IGNORED = ("nullable", "x-guidance")
 """Keywords that llguidance silently ignores, or that are its own and not for clients to set."""
@@ -95,12 +96,27 @@ def kept(schema: Json) -> Json:
 
 
 def _with_kept_words(part: Json) -> Json:
-    return part | {name: as_integers(part[name]) for name in ("const", "enum") if name in part}
+    written = part | {name: as_integers(part[name]) for name in ("const", "enum") if name in part}
+    return _with_patterns(written, kept_pattern)
 
 
 def _written(schema: Json) -> Json:
-    codes = _WITHOUT_CODES if _admits_further_keys(schema) else {}
-    return kept(bare(with_fragments(schema))) | {"x-guidance": WRITTEN | codes}
+    written = kept(bare(with_fragments(schema)))
+    if not _admits_further_keys(schema):
+        return written | {"x-guidance": WRITTEN}
+    uncoded: Json = rewritten(written, lambda part: _with_patterns(part, uncoded_pattern))
+    return uncoded | {"x-guidance": WRITTEN | _WITHOUT_CODES}
+
+
+def _with_patterns(part: Json, write: Callable[[str], str]) -> Json:
+    written = dict(part)
+    if isinstance(pattern := part.get("pattern"), str):
+        written["pattern"] = write(pattern)
+    if isinstance(named := part.get("patternProperties"), dict):
+        patterns = {write(pattern): schema for pattern, schema in named.items()}
+        if len(patterns) == len(named):  # llguidance refuses them otherwise
+            written["patternProperties"] = patterns
+    return written
 
 
 def _admits_further_keys(schema: Json) -> bool:

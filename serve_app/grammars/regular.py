@@ -11,6 +11,7 @@ from serve_app.grammars.check import find_fault
 from serve_app.grammars.lark_rules import Choice, Lark, Matches, Node, Refers, Repeats, Sequence, refuse_anchors
 from serve_app.grammars.notation import GrammarRefused
 from serve_app.grammars.regexes import regex, with_ascii_classes
+from serve_app.grammars.schema_patterns import OF_RUST, kept_pattern
 
 MAX_REGEX_CHARS = 24 * 2**10
 MAX_NESTED_RULES = 64
@@ -46,16 +47,19 @@ def regex_pattern(definition: str) -> str:
 
 
 def whole(pattern: str) -> str:
-    return f"^(?:{pattern})$"
+    return f"{OF_RUST}{pattern})$"
 
 
 def of_whole(pattern: str) -> str | None:
-    """Return the pattern that `whole` was given, or None if `whole` did not make this one."""
-    inner = pattern.removeprefix("^(?:").removesuffix(")$")
-    is_whole = len(inner) == len(pattern) - 6
-    return inner if is_whole and not find_fault(regex(inner).text()) else None
+    """Return the pattern that `whole` was given, or a client's own if it has that form; None if it has not."""
+    begin = OF_RUST if pattern.startswith(OF_RUST) else _OF_CLIENT
+    inner = pattern.removeprefix(begin).removesuffix(")$")
+    if len(inner) != len(pattern) - len(begin) - 2 or find_fault(regex(inner).text()):
+        return None
+    return inner if begin == OF_RUST else kept_pattern(inner)
 
 
+_OF_CLIENT = "^(?:"
 _AT_BEGIN = re.compile(r"^(?:\^|\\A)")
 _AT_END = re.compile(r"(?<!\\)((?:\\\\)*)(?:\$|\\z)\Z")
 """Redundant anchors: the regex matches the whole text in any case."""
