@@ -13,6 +13,7 @@ from serve_app.grammars.notation import Grammar, GrammarRefused, Json
 from serve_app.grammars.schema_numbers import as_integers, check_numbers, fractions, with_kept_bounds
 from serve_app.grammars.schema_parts import bare, dicts, inside, rewritten, subschemas, texts
 from serve_app.grammars.schema_patterns import CODES, kept_pattern, uncoded_pattern
+from serve_app.grammars.schema_work import check_work
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_NESTING = 32
@@ -86,9 +87,10 @@ def kept(schema: Json) -> Json:
     """Return the schema as llguidance keeps it.
 
     Raises:
-        GrammarRefused: llguidance would not keep it.
+        GrammarRefused: llguidance would not keep it, or it is too much work.
     """
     _check_nesting(schema)
+    check_work(schema)
     broken = fractions(schema)
     written: Json = rewritten(schema, lambda part: with_kept_bounds(_with_kept_words(part), broken))
     check_numbers(written)

@@ -10,6 +10,7 @@ from typing import Any
 from serve_app.grammars.json_schema import kept
 from serve_app.grammars.notation import GrammarRefused
 from serve_app.grammars.schema_numbers import check_numbers
+from serve_app.grammars.schema_work import check_work
 
 _WORD = "%json"
 _PARTS = re.compile(
@@ -29,7 +30,7 @@ def with_kept_schemas(text: str) -> str:
     """Return a Lark grammar with its schemas as llguidance keeps them.
 
     Raises:
-        GrammarRefused: llguidance would not keep one of them.
+        GrammarRefused: llguidance would not keep one of them, or all of them are too much work.
     """
     if _WORD not in text:
         return text
@@ -49,6 +50,7 @@ def _check_all(text: str) -> None:
     """Check everything that might be a schema, wherever it stands: a missed one could end the process."""
     places = (match.end() for match in re.finditer(_WORD, text))
     schemas = [found[0] for place in places if (found := _schema_at(text, place)) is not None]
+    check_work(schemas)
     for schema in schemas:
         check_numbers(schema)
 
