@@ -98,8 +98,19 @@ def kept(schema: Json) -> Json:
 
 
 def _with_kept_words(part: Json) -> Json:
+    _check_least(part)
     written = part | {name: as_integers(part[name]) for name in ("const", "enum") if name in part}
     return _with_patterns(written, kept_pattern)
+
+
+def _check_least(part: Json) -> None:
+    """Refuse a count of properties that a key written twice would meet."""
+    least, required = part.get("minProperties"), part.get("required")
+    most = 1 + (len(required) if isinstance(required, list) else 0)
+    is_open = part.get("additionalProperties") is not False or part.get("patternProperties")
+    if is_open and isinstance(least, int) and least > most:
+        text = f"the schema's minProperties should be at most {most}, one more than the keys that it requires"
+        raise GrammarRefused(f"{text}, because a further key may be written twice, but it is {least}")
 
 
 def _written(schema: Json) -> Json:

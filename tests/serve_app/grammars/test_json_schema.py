@@ -218,6 +218,30 @@ def test_a_reference_without_a_fragments_mark_is_read_as_one() -> None:
     assert schema["properties"] == {"note": {"$ref": "/$defs/Note"}}, "the client's own is as it was"
 
 
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        ({"minProperties": 2}, 1),
+        ({"minProperties": 3, "required": ["a"]}, 2),
+        ({"minProperties": 2, "additionalProperties": False, "patternProperties": {"^a": {}}}, 1),
+        ({"anyOf": [{"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}]}, 1),
+    ],
+)
+def test_a_count_of_properties_that_one_key_written_twice_would_meet_is_refused(schema: Any, most: int) -> None:
+    with pytest.raises(GrammarRefused, match=f"minProperties should be at most {most}, .* but it is {most + 1}"):
+        json_schema(schema)
+
+
+def test_a_count_of_properties_that_differ_is_kept() -> None:
+    assert not WALKER.admits(json_schema({"type": "object", "minProperties": 1}).text(), "{}")
+    grammar = json_schema({"type": "object", "minProperties": 2, "required": ["a"]}).text()
+    assert WALKER.admits(grammar, '{"a": 1, "b": 1}')
+    assert not WALKER.admits(grammar, '{"a": 1}')
+    assert not WALKER.admits(grammar, '{"a": 1, "a": 1}')
+    closed = {"properties": {"a": {}, "b": {}}, "required": ["a", "b"], "additionalProperties": False}
+    assert WALKER.admits(json_schema(closed | {"type": "object", "minProperties": 2}).text(), '{"a": 1, "b": 1}')
+
+
 def test_a_schema_on_which_llguidance_panics_is_a_fault_like_any_other() -> None:
     """1.9.1 cuts its message at a byte, which may be inside a character: a PanicException, not an Exception."""
     assert find_fault(json_schema({"properties": {"a": ["🔑" * 300]}}).text())
