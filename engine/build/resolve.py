@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from engine.build.end_tokens import end_tokens
 from engine.build.facts import facts_of
 from engine.build.host_fit import HostBudget, kept_on_cpu
 from engine.build.kv_tiers import tier_block_bytes
@@ -16,7 +17,7 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, SchedulerCo
 from engine.execution.device import Device
 from engine.features import DRAFTS, GPU, Conflict, find_conflict
 from engine.host.cores import refused_threads, usable_threads
-from engine.models.config import CheckpointError, ModelConfig, read_json
+from engine.models.config import ModelConfig
 from engine.models.kv_cache import bytes_per_block, cache_dtype
 from engine.models.narrow import Keep, Narrow
 from engine.models.packing import Packing
@@ -51,9 +52,10 @@ def resolve(
 
     Raises:
         ConfigError: a setting asks for more than the checkpoint or the memory can give.
-        CheckpointError: the checkpoint's eos_token_id is not a token id.
+        CheckpointError: see end_tokens.
     """
     max_model_len, length_reason = _max_model_len(model, config)
+    eos_token_ids, ends_reason = end_tokens(model_dir, model.vocab_size)
     dtype, dtype_reason = resolve_dtype(config, device[0])
     if isinstance(memory, HostBudget):
         memory = _num_blocks(model, config, dtype, draft[0] if draft else None, memory, max_model_len, ranks)
@@ -73,7 +75,7 @@ def resolve(
         max_model_len=max_model_len,
         num_kv_blocks=num_blocks,
         vocab_size=model.vocab_size,
-        eos_token_ids=_eos_token_ids(model_dir),
+        eos_token_ids=eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device[0].name,
         kernels=kernels.name,
@@ -83,6 +85,7 @@ def resolve(
         tier_block_bytes=tier_block_bytes(model, config, dtype),
         reasons={
             "max_model_len": length_reason,
+            "eos_token_ids": ends_reason,
             "device": device[1],
             "dtype": dtype_reason,
             "num_kv_blocks": blocks_reason,
@@ -299,19 +302,3 @@ def _num_threads(config: EngineConfig, num_here: int | None = None) -> tuple[int
 
 def _of_all(num_threads: int, here: int, size: int) -> str:
     return f"; {here} of {size} ranks are on this machine, and all have {num_threads}" * (here < size)
-
-
-def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Read the end tokens. generation_config.json has the chat model's own, config.json often only the base model's."""
-    for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        document = read_json(path) if path.exists() else {}
-        value = document.get("eos_token_id")
-        if value is None and isinstance(text_config := document.get("text_config"), dict):  # a model with images
-            value = text_config.get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(token, int) and token >= 0 for token in ids):
-                raise CheckpointError(f"{path}: eos_token_id is {value!r}: expected a token id or a list of them.")
-            return tuple(ids)
-    return ()

@@ -93,7 +93,9 @@ class Tokenizer:
             raise FileNotFoundError(f"{root} has no tokenizer.json.")
         core = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
         config = _read_json(root / "tokenizer_config.json")
-        specials = _special_tokens(_read_json(root / "special_tokens_map.json") | config)
+        named = _read_json(root / "special_tokens_map.json")
+        # Before transformers 4.34 the map had the last word, and still has where nothing newer was written.
+        specials = _special_tokens(named | config if "added_tokens_decoder" in config else config | named)
         templates = {name: ChatTemplate(source, specials) for name, source in _template_sources(root, config).items()}
         eos, bos = (core.token_to_id(specials.get(name, "")) for name in ("eos_token", "bos_token"))
         return cls(core, templates.get(_DEFAULT), eos, bos, tool_template=templates.get(_TOOL_USE))

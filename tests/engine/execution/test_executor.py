@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from engine.batch.inputs import build_inputs
 from engine.batch.row_order import NO_LOGIT
 from engine.batch.sampler import uniform
+from engine.build.end_tokens import end_tokens
 from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
 from engine.execution.answers import LOST_TOKEN
@@ -434,6 +435,7 @@ def test_defaults_come_from_the_checkpoint(checkpoint: Path) -> None:
     assert resolved.max_prefill_tokens == resolved.max_num_batched_tokens == 512
     assert set(resolved.reasons) == {
         "max_model_len",
+        "eos_token_ids",
         "device",
         "dtype",
         "num_kv_blocks",
@@ -493,6 +495,57 @@ def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
         resolve(tmp_path)
+
+
+TOKENIZER = {"added_tokens": [{"id": 5, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0, "</s>": 7}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "tokenizer", "ends"),
+    [
+        ({"eos_token": "<|im_end|>"}, {}, TOKENIZER, (2, 5)),
+        ({"eos_token": {"content": "</s>", "lstrip": False}}, {}, TOKENIZER, (2, 7)),
+        ({"eos_token": "b"}, {}, {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}, (2, 1)),
+        ({"eos_token": "<|im_end|>"}, {"eos_token": "</s>"}, TOKENIZER, (2, 7)),
+        ({"eos_token": "<|im_end|>", "added_tokens_decoder": {}}, {"eos_token": "</s>"}, TOKENIZER, (2, 5)),
+        ({"eos_token": "<|im_end|>"}, {}, {"added_tokens": [{"id": 2, "content": "<|im_end|>"}]}, (2,)),
+        ({"eos_token": "<|im_end|>"}, {}, {"added_tokens": [{"id": VOCAB, "content": "<|im_end|>"}]}, (2,)),
+        ({"eos_token": "unknown"}, {}, TOKENIZER, (2,)),
+        ({"eos_token": None}, {}, TOKENIZER, (2,)),
+        ({"eos_token": "<|im_end|>"}, {}, None, (2,)),
+    ],
+    ids=[
+        "an added token",
+        "an object",
+        "Unigram's",
+        "the old map",
+        "no longer the map",
+        "known",
+        "beyond the model's vocabulary",
+        "in no vocabulary",
+        "none",
+        "no tokenizer",
+    ],
+)
+def test_the_tokenizers_own_end_of_sequence_ends_answers_too(
+    checkpoint: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    named: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
+    ends: tuple[int, ...],
+) -> None:
+    """Answers of fine-tunes ran to max_tokens and wrote further turns: their tokenizers end a turn with <|im_end|>, but
+    generation_config.json still names the base model's end of text."""
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    files = {"tokenizer_config.json": config, "special_tokens_map.json": named, "tokenizer.json": tokenizer}
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    found, why = end_tokens(tmp_path, VOCAB)
+    assert found == ends
+    assert ("the tokenizer's eos_token" in why) == (len(ends) > 1)
+    assert "2 of config.json" in why
 
 
 def test_end_tokens_of_a_checkpoint_with_other_inputs_stand_beside_its_text_decoders_shape(

@@ -52,6 +52,20 @@ def test_a_conversation_gets_only_the_special_tokens_that_its_template_writes(tm
     assert tokenizer.vocab_size == 6
 
 
+@pytest.mark.parametrize("newer", [{}, {"added_tokens_decoder": {}}], ids=["before 4.34", "since"])
+def test_the_map_of_special_tokens_has_the_last_word_where_nothing_newer_was_written(
+    newer: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    form = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "unk_token": "[UNK]"}
+    root = write_model(tmp_path, eos_token="<s>", **form, **newer)
+    (root / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    ours = Tokenizer.from_dir(root).eos_token_id
+    assert ours == (4 if newer else 5)
+    assert ours == AutoTokenizer.from_pretrained(root).eos_token_id
+
+
 def test_the_template_file_wins_and_named_templates_give_the_default(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
     root = write_model(tmp_path, chat_template=named)
