@@ -32,6 +32,8 @@ def build_config(gguf: GGUFFile) -> dict[str, Any]:
         raise ModelError(f"{gguf.path}: tensor token_embd.weight is missing.")
     if heads < 1:
         raise ModelError(f"{gguf.path}: metadata {arch}.attention.head_count is {heads}; expected at least 1.")
+    if not gguf.get(f"{arch}.attention.causal", bool, True):
+        raise ModelError(f"{gguf.path}: metadata {arch}.attention.causal is False; expected True.")
     context = gguf.require(f"{arch}.context_length", int)
     return {
         "architectures": [_ARCHITECTURES[arch]],

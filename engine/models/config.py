@@ -13,9 +13,10 @@ from engine.checkpoints.model_cache import ModelError
 from engine.features import IMAGES, PACKED, find_conflict
 from engine.models.description import ModelConfig as ModelConfig
 from engine.models.family import ModelFamily
+from engine.models.fields import expect
 from engine.models.quantization import read_quantization
 from engine.models.registry import FAMILIES
-from engine.models.values import sequence
+from engine.models.values import section, sequence
 from engine.models.vision_config import PixelConfig, VisionConfig, read_pixels
 
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -60,6 +61,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Like `read_model_config`, from the parsed object. Raises ValueError without the file's name."""
     family, quantization = _family(raw), read_quantization(raw)
+    for fields in (raw, section(raw, "text_config")):
+        expect(fields, "is_causal", True, None)  # transformers computes any of its decoders without the mask, too
     config = replace(family.describe(raw), architecture=family.architecture, quantization=quantization)
     if config.vision is not None and quantization is not None:
         on = {

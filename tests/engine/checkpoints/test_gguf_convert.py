@@ -267,6 +267,7 @@ def test_other_divisors_are_refused(tmp_path: Path) -> None:
         ({"llama__block_count": "two"}, r"llama\.block_count is of type str; expected int"),
         ({"llama__attention__head_count": [4, 4]}, r"head_count is of type list; expected int"),
         ({"llama__attention__head_count": 0}, r"head_count is 0; expected at least 1"),
+        ({"llama__attention__causal": False}, r"llama\.attention\.causal is False; expected True"),
         ({"llama__rope__dimension_count": 4}, r"rope\.dimension_count is 4; expected the head size, 8"),
         ({"llama__rope__scaling__type": "longrope"}, r"rope\.scaling\.type is 'longrope'"),
         ({"llama__block_count": 3}, r"tensor blk\.2\.attn_norm\.weight is missing; expected shape \[32\]"),
