@@ -12,7 +12,7 @@ from engine.build.model import ModelBuilder, Runner
 from engine.build.resolve import torch_dtype
 from engine.config import ConfigError, EngineConfig, ResolvedConfig
 from engine.models.computed import Model
-from engine.models.config import pixels_of
+from engine.models.config import image_processor, pixels_of
 from engine.models.contents import Contents
 from engine.models.description import ModelConfig
 from engine.models.encoding import EncodingModel
@@ -85,4 +85,6 @@ def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resol
     trained = pixels.max_pixels // model.vision.side**2
     reason = f"{kind.max_tokens} tokens, limited by {why}" if kind.max_tokens < trained else "as the checkpoint says"
     reasons = resolved.reasons | {"largest image": f"{reason}; larger ones are scaled down"}
+    if image_processor(model_dir)[0] is None:
+        reasons["images"] = "prepared as for the published models: the checkpoint has no preprocessor_config.json"
     return replace(resolved, inputs=(kind,), encoder_cache_tokens=kept, reasons=reasons)

@@ -1,4 +1,4 @@
-"""Owns the reader of a checkpoint's config.json, by the family that it names, and of preprocessor_config.json.
+"""Owns the reader of a checkpoint's config.json, by the family that it names, and of its image processor's.
 Never guesses: an unsupported setting that would change answers is refused by name."""
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from engine.models.quantization import read_quantization
 from engine.models.registry import FAMILIES
 from engine.models.values import section, sequence
 from engine.models.vision_config import PixelConfig, VisionConfig, read_pixels
-
-PROCESSOR_FILE = "preprocessor_config.json"
 
 
 class CheckpointError(ModelError):
@@ -84,13 +82,29 @@ def _family(raw: Mapping[str, Any]) -> ModelFamily:
 
 
 def pixels_of(model_dir: Path, vision: VisionConfig) -> PixelConfig:
-    """Read the checkpoint's description of images; its file may be missing.
+    """Read the checkpoint's description of images; without one, images are prepared as for the published checkpoints.
 
     Raises:
         CheckpointError: it asks for what the encoder does not do.
     """
-    path = model_dir / PROCESSOR_FILE
+    path, fields = image_processor(model_dir)
     try:
-        return read_pixels(read_json(path) if path.exists() else {}, vision)
+        return read_pixels(fields, vision)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def image_processor(model_dir: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return the file that describes how images are prepared, and its fields. None: there is none.
+
+    transformers 5 writes them into processor_config.json, and prefers these. Before, that file had no such object.
+
+    Raises:
+        CheckpointError: a file is no JSON object, or the description in it is none.
+    """
+    whole, own = model_dir / "processor_config.json", model_dir / "preprocessor_config.json"
+    if whole.exists() and (nested := read_json(whole).get("image_processor")) is not None:
+        if not isinstance(nested, dict):
+            raise CheckpointError(f"{whole}: image_processor is {nested!r}: expected an object.")
+        return whole, nested
+    return (own, read_json(own)) if own.exists() else (None, {})

@@ -54,7 +54,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelConfig:
-    """How a checkpoint wants images prepared, from its preprocessor_config.json."""
+    """How a checkpoint wants images prepared; see engine.models.config.image_processor."""
 
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
@@ -64,10 +64,10 @@ class PixelConfig:
 
 
 def read_pixels(raw: Mapping[str, Any], vision: VisionConfig) -> PixelConfig:
-    """Read the parsed file. Missing fields get the values of the published checkpoints.
+    """Read a parsed description. Missing fields get the values of the published checkpoints.
 
     Raises:
-        ValueError: the file asks for patches other than the encoder's, or for another way to prepare images.
+        ValueError: it asks for patches other than the encoder's, or for another way to prepare images.
     """
     expected = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
     expected |= {"merge_size": vision.merge_size, "resample": 3}

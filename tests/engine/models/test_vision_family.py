@@ -13,7 +13,7 @@ import torch
 
 from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
-from engine.models.config import CheckpointError, parse_model_config
+from engine.models.config import CheckpointError, parse_model_config, pixels_of
 from engine.models.encoding import EncodingModel
 from engine.models.native_encoding import NativeEncodingModel
 from engine.models.parameters import allocate, checkpoint_table
@@ -139,6 +139,37 @@ def test_a_processor_that_is_not_computed_is_refused_with_its_file(tmp_path: Pat
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match="an image has at least 3136 pixels"):
         create_executor(tmp_path, settings(num_kv_blocks=2))
+
+
+def test_images_are_prepared_as_the_processors_file_of_transformers_5_says(tmp_path: Path) -> None:
+    """transformers 5 writes no other file. It was not read, and such checkpoints saw images of other sizes and
+    colours than those that they were trained with."""
+    vision = parse_model_config(PUBLISHED).vision
+    assert vision is not None
+    means = {"image_mean": [0.5, 0.5, 0.5], "size": {"shortest_edge": 3136, "longest_edge": 200704}}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": means}))
+    found = pixels_of(tmp_path, vision)
+    assert (found.mean, found.min_pixels, found.max_pixels) == ((0.5, 0.5, 0.5), 3136, 200704)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0], "max_pixels": 4000}')
+    assert pixels_of(tmp_path, vision) == found
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
+    found = pixels_of(tmp_path, vision)
+    assert (found.mean, found.max_pixels) == ((0, 0, 0), 4000), "before transformers 5, the other file had them"
+    for nested, told in (
+        ({"do_resize": False}, "do_resize False is not supported"),
+        (["a"], r"image_processor is \['a'"),
+    ):
+        (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
+        with pytest.raises(CheckpointError, match=rf"/processor_config\.json: {told}"):
+            pixels_of(tmp_path, vision)
+
+
+def test_a_start_says_that_nothing_describes_how_images_are_prepared(tmp_path: Path) -> None:
+    save_vision_model(tmp_path)
+    dummy = settings(load_format="dummy", max_num_batched_tokens=2048, num_kv_blocks=2048)
+    assert "images" not in create_executor(tmp_path, dummy)[1].reasons
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert "no preprocessor_config.json" in create_executor(tmp_path, dummy)[1].reasons["images"]
 
 
 # --- starts ---------------------------------------------------------------------------------------------------------
