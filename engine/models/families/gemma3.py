@@ -29,8 +29,9 @@ def _gemma3(raw: Fields) -> ModelConfig:
     kinds = [SLIDING if (number + 1) % pattern else FULL for number in range(integer(raw, "num_hidden_layers"))]
     windows = windows_by_kind(raw, kinds, integer(raw, "sliding_window", 4096))
     everywhere, nearby = _ropes(raw)
-    # If positions are scaled, checkpoints give the extended limit; read_decoder expects the limit before scaling.
-    positions = int(integer(raw, "max_position_embeddings") / everywhere.factor)
+    # With linear scaling, checkpoints give the extended limit; read_decoder expects the limit before scaling.
+    scaled = everywhere.factor if everywhere.rope_type == "linear" else 1
+    positions = int(integer(raw, "max_position_embeddings") / scaled)
     biased = bool(raw.get("attention_bias", False))
     config = read_decoder(
         {**raw, "max_position_embeddings": positions},

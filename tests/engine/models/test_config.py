@@ -206,6 +206,22 @@ def test_gemma_3_counts_the_positions_that_scaling_reaches() -> None:
     assert config.layers[0].rope != config.rope, "layers that see a window are not scaled"
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_gemma_3_reaches_as_far_as_other_families_with_scaling_that_is_not_linear(scaling: dict[str, Any]) -> None:
+    gemma, llama = (parse_model_config(BASE | family | {"rope_scaling": scaling}) for family in (GEMMA3, {}))
+    for served in ("default_length", "longest_position"):
+        found = [getattr(config.rope, served)(config.max_position_embeddings) for config in (gemma, llama)]
+        assert found[0] == found[1] >= 128
+
+
 def test_smollm3_rotates_in_the_layers_that_it_lists() -> None:
     def rotated(**fields: Any) -> list[bool]:
         return [layer.rope is not None for layer in parse_model_config(BASE | SMOLLM3 | fields).layers]
