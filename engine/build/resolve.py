@@ -108,14 +108,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
     longest = model.rope.longest_position(model.max_position_embeddings)
+    rest = f"(max_position_embeddings {model.max_position_embeddings}, RoPE {model.rope.rope_type} "
+    rest += f"with factor {model.rope.factor:g})"
+    if (dense := model.dense_positions) is not None and dense < longest:
+        longest, rest = dense, "without dual chunk attention (dual_chunk_attention_config), which is not supported"
     if config.max_model_len is None:
         served = model.rope.default_length(model.max_position_embeddings)
+        if served > longest:
+            return longest, f"as many as the checkpoint serves {rest}"
         return served, f"what the checkpoint was trained for (RoPE {model.rope.rope_type})"
     if config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the checkpoint serves at most {longest} positions "
-            f"(max_position_embeddings {model.max_position_embeddings}, RoPE {model.rope.rope_type} "
-            f"with factor {model.rope.factor:g})."
+            f"max_model_len is {config.max_model_len}, but the checkpoint serves at most {longest} positions {rest}."
         )
     return config.max_model_len, f"asked for; the checkpoint serves up to {longest}"
 

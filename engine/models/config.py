@@ -16,7 +16,7 @@ from engine.models.family import ModelFamily
 from engine.models.fields import expect
 from engine.models.quantization import read_quantization
 from engine.models.registry import FAMILIES
-from engine.models.values import section, sequence
+from engine.models.values import integer, section, sequence
 from engine.models.vision_config import PixelConfig, VisionConfig, read_pixels
 
 
@@ -59,9 +59,13 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Like `read_model_config`, from the parsed object. Raises ValueError without the file's name."""
     family, quantization = _family(raw), read_quantization(raw)
-    for fields in (raw, section(raw, "text_config")):
-        expect(fields, "is_causal", True, None)  # transformers computes any of its decoders without the mask, too
-    config = replace(family.describe(raw), architecture=family.architecture, quantization=quantization)
+    dense_positions = _of_all_families(raw)
+    config = replace(
+        family.describe(raw),
+        architecture=family.architecture,
+        quantization=quantization,
+        dense_positions=dense_positions,
+    )
     if config.vision is not None and quantization is not None:
         on = {
             PACKED: f"the checkpoint is quantized ({quantization.summary})",
@@ -70,6 +74,17 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         if conflict := find_conflict(on):
             raise ValueError(conflict.text(on))
     return config
+
+
+def _of_all_families(raw: Mapping[str, Any]) -> int | None:
+    """Refuse what transformers computes in any decoder and this one in none. Return ModelConfig.dense_positions."""
+    lengths = []
+    for fields in (raw, section(raw, "text_config")):
+        expect(fields, "is_causal", True, None)
+        if chunks := section(fields, "dual_chunk_attention_config"):
+            original = integer(chunks, "original_max_position_embeddings")
+            lengths.append(min(original, integer(chunks, "chunk_size", original)))  # what one chunk covers is the same
+    return min(lengths, default=None)
 
 
 def _family(raw: Mapping[str, Any]) -> ModelFamily:

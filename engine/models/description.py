@@ -93,6 +93,9 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
+    dense_positions: int | None = None
+    """How many positions attention as it is computed here serves; beyond them the checkpoint wants dual chunk attention
+    (arXiv 2402.17463). None: as many as RoPE. Set by engine.models.config."""
     tie_word_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False

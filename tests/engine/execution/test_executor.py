@@ -497,6 +497,21 @@ def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_
         resolve(tmp_path)
 
 
+def test_no_position_is_served_at_which_the_checkpoint_wants_dual_chunk_attention(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Qwen2.5's models of a million tokens were served with ordinary attention throughout."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    chunks = {"chunk_size": 64, "local_size": 8, "original_max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dual_chunk_attention_config": chunks}))
+    resolved = resolve(tmp_path)
+    assert resolved.max_model_len == 64
+    assert "dual_chunk_attention_config" in resolved.reasons["max_model_len"]
+    assert resolve(tmp_path, max_model_len=40).max_model_len == 40
+    with pytest.raises(ConfigError, match=r"max_model_len is 65, .* at most 64 positions without dual chunk attention"):
+        resolve(tmp_path, max_model_len=65)
+
+
 TOKENIZER = {"added_tokens": [{"id": 5, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0, "</s>": 7}}}
 
 

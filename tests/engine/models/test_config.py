@@ -88,6 +88,7 @@ QWEN3_5_VL = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
         ({"is_causal": False}, "is_causal False is not supported; supported is True"),
         (QWEN3_MOE | {"is_causal": False}, "is_causal False"),
         (QWEN3_5_VL | {"text_config": BASE | {"is_causal": False}}, "is_causal False"),
+        ({"dual_chunk_attention_config": {"chunk_size": 64}}, "original_max_position_embeddings is None: expected"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is 'silu'"),
         ({"sliding_window": 64}, "sliding_window 64"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
