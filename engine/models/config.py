@@ -81,6 +81,8 @@ def _of_all_families(raw: Mapping[str, Any]) -> int | None:
     lengths = []
     for fields in (raw, section(raw, "text_config")):
         expect(fields, "is_causal", True, None)
+        if layers := fields.get("per_layer_config"):
+            raise ValueError(f"per_layer_config {str(layers)[:80]} is not supported; supported is one for all layers.")
         if chunks := section(fields, "dual_chunk_attention_config"):
             original = integer(chunks, "original_max_position_embeddings")
             lengths.append(min(original, integer(chunks, "chunk_size", original)))  # what one chunk covers is the same

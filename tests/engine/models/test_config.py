@@ -88,6 +88,8 @@ QWEN3_5_VL = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
         ({"is_causal": False}, "is_causal False is not supported; supported is True"),
         (QWEN3_MOE | {"is_causal": False}, "is_causal False"),
         (QWEN3_5_VL | {"text_config": BASE | {"is_causal": False}}, "is_causal False"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 1.0}}}, r"per_layer_config \{'1': .* is not supported"),
+        (QWEN3_5_VL | {"text_config": BASE | {"per_layer_config": {"1": {"head_dim": 8}}}}, "per_layer_config"),
         ({"dual_chunk_attention_config": {"chunk_size": 64}}, "original_max_position_embeddings is None: expected"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported is 'silu'"),
         ({"sliding_window": 64}, "sliding_window 64"),
