@@ -46,7 +46,8 @@ class ModelFamily:
     `{layer}` and `{expert}` stand for numbers; names with `{expert}` are only in layers with experts."""
     unused: tuple[str, ...] = ()
     """Prefixes of the checkpoint's tensors that the decoder does not use."""
-    nested: str | None = None
-    """The prefix that replaces `model.` in a checkpoint that was extracted from a larger model."""
+    nested: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes in other forms of a checkpoint, such as one that was extracted from a larger model -> those in
+    `names`."""
     stacked: Mapping[str, str] = field(default_factory=dict)
     """For checkpoints that store all of a layer's experts in one tensor: the tensor's name -> `gate_up` or `down`."""

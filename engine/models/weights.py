@@ -344,8 +344,10 @@ def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, wanted: tup
 
 def _own_name(stored: str, config: ModelConfig) -> str:
     """Return the tensor's name in the family's table."""
-    nested = FAMILIES[config.architecture].nested
-    return f"model.{stored.removeprefix(nested)}" if nested and stored.startswith(nested) else stored
+    for prefix, own in FAMILIES[config.architecture].nested.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:

@@ -59,6 +59,7 @@ QWEN3_5_NAMES = (
 )
 _UNUSED = ("mtp.",)  # layers that predict tokens further ahead
 _NESTED = "model.language_model."  # the text decoder in a vision-language model, or extracted from one by transformers
+_EXTRACTED = {_NESTED: "model."}
 _VISION = "model.visual."
 _STACKED = {
     "model.layers.{layer}.mlp.experts.gate_up_proj": "gate_up",
@@ -170,9 +171,9 @@ def _of_text(family: ModelFamily, architecture: str) -> ModelFamily:
 
 
 QWEN3_NEXT = ModelFamily("Qwen3NextForCausalLM", _qwen3_next, QWEN3_NEXT_NAMES, _UNUSED)
-QWEN3_5 = ModelFamily("Qwen3_5ForCausalLM", _qwen3_5, QWEN3_5_NAMES, _UNUSED, _NESTED)
+QWEN3_5 = ModelFamily("Qwen3_5ForCausalLM", _qwen3_5, QWEN3_5_NAMES, _UNUSED, _EXTRACTED)
 QWEN3_5_MOE = ModelFamily(
-    "Qwen3_5MoeForCausalLM", _qwen3_5_moe, QWEN3_5_NAMES | _EXPERT_NAMES, _UNUSED, _NESTED, _STACKED
+    "Qwen3_5MoeForCausalLM", _qwen3_5_moe, QWEN3_5_NAMES | _EXPERT_NAMES, _UNUSED, _EXTRACTED, _STACKED
 )
 QWEN3_5_VL = _of_text(QWEN3_5, "Qwen3_5ForConditionalGeneration")
 QWEN3_5_MOE_VL = _of_text(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration")

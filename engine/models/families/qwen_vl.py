@@ -65,4 +65,7 @@ def _vision(raw: Fields, sections: tuple[int, int, int], hidden_size: int) -> Vi
     return config
 
 
-QWEN2_5_VL = ModelFamily("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, LLAMA_NAMES)
+_WITHIN_MODEL = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""As transformers names its own modules since 4.52. It stores the published names, but other programs do not."""
+
+QWEN2_5_VL = ModelFamily("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, LLAMA_NAMES, nested=_WITHIN_MODEL)

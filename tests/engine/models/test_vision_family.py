@@ -4,16 +4,18 @@ Never computes an answer: tests/golden/test_vision.py does."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.build.executor import create_executor
 from engine.config import ConfigError, EngineConfig, SchedulerConfig
-from engine.models.config import CheckpointError, parse_model_config, pixels_of
+from engine.models.config import CheckpointError, parse_model_config, pixels_of, read_model_config
 from engine.models.encoding import EncodingModel
 from engine.models.native_encoding import NativeEncodingModel
 from engine.models.parameters import allocate, checkpoint_table
@@ -189,6 +191,32 @@ def test_a_tensor_of_the_encoder_that_is_missing_or_left_over_is_named(tmp_path:
     edit_config(tmp_path, vision_config=config["vision_config"])
     with pytest.raises(CheckpointError, match=r"unexpected tensor visual"):
         load_weights(tmp_path, parse_model_config(config), torch.float32)
+
+
+def test_the_names_that_the_modules_have_in_transformers_say_the_same(tmp_path: Path) -> None:
+    """Fine-tunes that other programs saved were refused."""
+    published, other = tmp_path / "published", tmp_path / "other"
+    published.mkdir()
+    save_vision_model(published)
+    shutil.copytree(published, other)
+
+    def renamed(name: str) -> str:
+        if name.startswith("model."):
+            return name.replace("model.", "model.language_model.", 1)
+        return name.replace("visual.", "model.visual.", 1)
+
+    stored = load_file(published / "model.safetensors")
+    save_file({renamed(name): tensor for name, tensor in stored.items()}, other / "model.safetensors")
+    config = read_model_config(published)
+    assert config.vision is not None
+    loaded = []
+    for directory in (published, other):
+        others = vision_table(allocate_vision(config.vision, torch.float32))
+        weights = load_weights(directory, config, torch.float32, others=others)
+        loaded.append(checkpoint_table(config, weights) | others)
+    assert loaded[0].keys() == loaded[1].keys()
+    for name, tensor in loaded[0].items():
+        assert torch.equal(tensor, loaded[1][name]), name
 
 
 def test_random_weights_are_those_of_the_encoder_too(tmp_path: Path) -> None:
