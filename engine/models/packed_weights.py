@@ -26,7 +26,7 @@ from engine.models.packing import BYTES, FP8, INT8, SHAPE, Gguf, Packing, Unpack
 from engine.models.quantization import Quantization
 from engine.models.stored_matrix import StoredMatrix
 from engine.models.stored_parts import Part, widened
-from engine.models.tensor_files import TensorFiles
+from engine.models.tensor_files import TensorNames
 from kernels.cpu.native.grouped import Form, Rows, fitting
 from kernels.forward import Linear
 
@@ -41,33 +41,33 @@ _T = TypeVar("_T")
 class Stored:
     """All tensors of a checkpoint, read only on demand."""
 
-    files: Mapping[str, tuple[Path, Any]]
-    """Tensor name -> (the file that holds it, the opened file)."""
+    files: Mapping[str, tuple[Path, Any, str]]
+    """Tensor name in the family's table -> (the file that holds it, the opened file, its name there)."""
 
     @classmethod
     @contextmanager
-    def open(cls, files: TensorFiles, device: torch.device) -> Iterator[Stored]:
+    def open(cls, names: TensorNames, device: torch.device) -> Iterator[Stored]:
         """Open all files. Raises CheckpointError if one is not a readable safetensors file."""
-        found: dict[str, tuple[Path, Any]] = {}
+        found: dict[str, tuple[Path, Any, str]] = {}
         with ExitStack() as opened:
-            for file, names in files.items():
+            for file, held in names.items():
                 tensors = _reading(file, partial(safe_open, file, framework="pt", device=str(device)))
                 opened.enter_context(tensors)
-                found |= dict.fromkeys(names, (file, tensors))
+                found |= {own: (file, tensors, stored) for stored, own in held.items()}
             yield cls(found)
 
     def kind(self, name: str) -> str:
         """Return the tensor's type, as safetensors spells it."""
-        file, tensors = self.files[name]
-        return str(_reading(file, lambda: tensors.get_slice(name).get_dtype()))
+        file, tensors, stored = self.files[name]
+        return str(_reading(file, lambda: tensors.get_slice(stored).get_dtype()))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        file, tensors = self.files[name]
-        return tuple(_reading(file, lambda: tensors.get_slice(name).get_shape()))
+        file, tensors, stored = self.files[name]
+        return tuple(_reading(file, lambda: tensors.get_slice(stored).get_shape()))
 
     def read(self, name: str) -> Tensor:
-        file, tensors = self.files[name]
-        found: Tensor = _reading(file, lambda: tensors.get_tensor(name))
+        file, tensors, stored = self.files[name]
+        found: Tensor = _reading(file, lambda: tensors.get_tensor(stored))
         return found
 
 
@@ -92,13 +92,16 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
         if part != "weight"  # unpacked matrices have one, too
     }
     found: dict[str, Packing] = {}
-    for name, (file, _) in stored.files.items():
+    for name, (file, _, stored_name) in stored.files.items():
         module, _, part = name.rpartition(".")
         if part not in parts and not (part == "weight" and stored.kind(name) in _NARROW):
             continue
-        packing = quantization.packing(module)
+        stored_module = stored_name.rpartition(".")[0]
+        packing = quantization.packing(stored_module)
         if packing is None:
-            raise CheckpointError(f"{file}: {name} is quantized, but quantization_config does not cover {module}.")
+            raise CheckpointError(
+                f"{file}: {stored_name} is quantized, but quantization_config does not cover {stored_module}."
+            )
         found[module] = packing
     return found
 

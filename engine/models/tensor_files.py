@@ -14,6 +14,8 @@ from engine.models.config import CheckpointError, read_json
 INDEX_FILE = "model.safetensors.index.json"
 TensorFiles = Mapping[Path, Sequence[str]]
 """The names of the tensors to be read from each file."""
+TensorNames = Mapping[Path, Mapping[str, str]]
+"""The same, with each tensor's name in its family's table."""
 _ROWS = 4096  # compared at a time, so that no whole matrix is in memory
 
 

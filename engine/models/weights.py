@@ -72,7 +72,7 @@ def load_weights(
         weights = allocate(config, dtype, device, Kept(rounded=rounded))
         missing = checkpoint_table(config, weights) | dict(others)
     else:
-        with Stored.open(files, device) as stored:
+        with Stored.open(names, device) as stored:
             packed = find_packed(stored, config.quantization)
             kept = _kept(stored, packed, cuts, keep, rounded, round_inputs)
             weights = allocate(config, dtype, device, kept)
@@ -136,7 +136,7 @@ def _described(model_dir: Path | None, config: ModelConfig, dtype: torch.dtype, 
     """Return what load_weights would, without memory."""
     kept = Kept()
     if model_dir is not None and config.quantization is not None and keep is not Keep.NOTHING:
-        with Stored.open(tensor_files(model_dir), CPU) as stored:
+        with Stored.open(_own_names(tensor_files(model_dir), config, dtype), CPU) as stored:
             kept = _kept(stored, find_packed(stored, config.quantization), cuts_of(config), keep)
     return allocate(config, dtype, torch.device("meta"), kept)
 
@@ -306,12 +306,12 @@ def _load_file(
     elsewhere: frozenset[str],
 ) -> None:
     """Fill the tensors that `file` holds, and remove them from `missing`. names: see _own_names. stacked: see
-    stacked_table. taken: tensors that were read already. shapes: of those that are cut. elsewhere: modules that other
-    ranks have."""
+    stacked_table. taken: those that were read already, by their own names. shapes: of those that are cut. elsewhere:
+    modules that other ranks have."""
     try:
         with safe_open(file, framework="pt", device=str(device)) as tensors:
             for stored, name in names.items():
-                if stored in taken or name.rpartition(".")[0] in elsewhere:
+                if name in taken or name.rpartition(".")[0] in elsewhere:
                     continue
                 found = tensors.get_slice(stored)
                 place, parts = stacked.get(name) or (

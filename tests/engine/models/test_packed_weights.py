@@ -4,12 +4,13 @@ Never trusts the reader's own arithmetic: tests/support/packed_models.py writes 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.build.executor import create_executor
 from engine.config import EngineConfig
@@ -17,7 +18,7 @@ from engine.models.config import CheckpointError, read_model_config
 from engine.models.narrow import Keep
 from engine.models.parameters import checkpoint_table
 from engine.models.quantization import read_quantization
-from engine.models.weights import load_weights
+from engine.models.weights import load_weights, weight_bytes
 from tests.support.compiler import needs_compiler
 from tests.support.packed_models import FORMATS, compressed, save_packed
 from tests.support.plans import forced_logits
@@ -48,6 +49,23 @@ def test_every_weight_is_to_the_bit_what_its_format_defines(name: str, tmp_path:
     assert got.keys() == want.keys()
     for key, view in got.items():
         assert torch.equal(view, want[key]), key
+
+
+@pytest.mark.parametrize("keep", [Keep.NOTHING, Keep.NARROW])
+def test_packed_decoders_under_the_names_of_a_larger_model_are_read_too(keep: Keep, tmp_path: Path) -> None:
+    """They were refused, since only plain tensors had their names mapped."""
+    packed, nested = tmp_path / "packed", tmp_path / "nested"
+    save_packed(packed, tmp_path / "plain", "int_by_output", "qwen3_5")
+    shutil.copytree(packed, nested)
+    stored = load_file(packed / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
+    save_file(renamed, nested / "model.safetensors")
+    want, got = table(packed, keep=keep), table(nested, keep=keep)
+    assert got.keys() == want.keys()
+    for key, view in got.items():
+        assert torch.equal(view, want[key]), key
+    config = read_model_config(packed)
+    assert len({weight_bytes(directory, config, torch.float32, keep=keep) for directory in (packed, nested)}) == 1
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen3_moe", "qwen3_5_vl"])
