@@ -82,7 +82,12 @@ def _gptq(found: Fields) -> Quantization:
     version = _one_of(found, "gptq", "checkpoint_format", "gptq", "gptq_v2")
     _one_of(found, "gptq", "is_marlin_format", False)
     _one_of(found, "gptq", "pack_dtype", "int32", "torch.int32")
-    _none_of(found, "gptq", "dynamic")
+    for pattern, changes in _object(found, "gptq", "dynamic").items():
+        if not pattern.startswith("-:") and changes:  # others say what is packed or not, which the tensors show
+            raise ValueError(
+                f"quantization_config (gptq): dynamic has {str(changes)[:80]} for {pattern}, which is not supported; "
+                "supported is one format for all matrices."
+            )
     packing = Gptq(
         bits=bits,
         group_size=_group_size(found, "gptq", "group_size"),

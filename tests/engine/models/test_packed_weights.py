@@ -257,7 +257,12 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
         (GPTQ | {"bits": 3}, r"\(gptq\): bits is 3; supported are 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are gptq, gptq_v2"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
-        (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic is .*, which is not supported"),
+        (
+            GPTQ | {"dynamic": {".*attn.*": {"bits": 8}}},
+            r"dynamic has \{'bits': 8\} for \.\*attn\.\*, which is not supp",
+        ),
+        (GPTQ | {"dynamic": {"+:.*attn.*": {"bits": 8}}}, r"dynamic has \{'bits': 8\} for \+:"),
+        (GPTQ | {"dynamic": ["-:.*attn.*"]}, "dynamic is .*: expected an object"),
         (GPTQ | {"group_size": 0}, "group_size is 0: expected a positive integer, or -1"),
         (AWQ | {"bits": 8}, r"\(awq\): bits is 8; supported is 4"),
         (AWQ | {"version": "gemv"}, "version is 'gemv'; supported is gemm"),
@@ -291,6 +296,21 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 def test_a_variant_that_is_not_read_is_refused_with_those_that_are(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_quantization({"quantization_config": config})
+
+
+def test_what_gptq_leaves_unpacked_is_seen_by_its_tensors(tmp_path: Path) -> None:
+    """Qwen3.5's own GPTQ checkpoints list it, and were refused."""
+    unpacked = {"-:.*attn.*": {}, "-:.*mtp.*": {}, "lm_head": {}, "model.language_model.embed_tokens": {}}
+    save_packed(tmp_path / "packed", tmp_path / "plain", "gptq_4")
+    mixed, plain = load_file(tmp_path / "packed" / "model.safetensors"), load_file(tmp_path / "plain/model.safetensors")
+    mixed = {name: tensor for name, tensor in mixed.items() if "attn" not in name}
+    mixed |= {name: tensor for name, tensor in plain.items() if "attn" in name}
+    save_file(mixed, tmp_path / "packed" / "model.safetensors")
+    edit_config(tmp_path / "packed", quantization_config=FORMATS["gptq_4"].config | {"dynamic": unpacked})
+    got, want = table(tmp_path / "packed"), table(tmp_path / "plain")
+    assert got.keys() == want.keys()
+    for key, view in got.items():
+        assert torch.equal(view, want[key]), key
 
 
 def test_groups_have_their_targets_by_name_before_all_others() -> None:
