@@ -15,7 +15,7 @@ from engine.models.description import ModelConfig as ModelConfig
 from engine.models.family import ModelFamily
 from engine.models.fields import expect
 from engine.models.quantization import read_quantization
-from engine.models.registry import FAMILIES
+from engine.models.registry import BASE_MODELS, FAMILIES
 from engine.models.values import integer, section, sequence
 from engine.models.vision_config import PixelConfig, VisionConfig, read_pixels
 
@@ -92,8 +92,8 @@ def _of_all_families(raw: Mapping[str, Any]) -> int | None:
 def _family(raw: Mapping[str, Any]) -> ModelFamily:
     names = sequence(raw, "architectures")
     for name in names:
-        if isinstance(name, str) and name in FAMILIES:
-            return FAMILIES[name]
+        if isinstance(name, str) and (family := FAMILIES.get(name) or BASE_MODELS.get(name)):
+            return family
     found = ", ".join(map(str, names)) or "none"
     raise ValueError(f"architecture {found} is not supported; supported are {', '.join(FAMILIES)}.")
 

@@ -40,6 +40,8 @@ DUMMY_SEED = 0
 CPU = torch.device("cpu")
 NO_OTHERS: Mapping[str, Tensor] = MappingProxyType({})
 _HEAD = "lm_head.weight"
+_BASE = "model."
+"""The prefix of the model without an LM head, which its own checkpoints do not have."""
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
@@ -264,7 +266,16 @@ def fill_randomly(tensors: Mapping[str, Tensor], seed: int = DUMMY_SEED) -> None
 
 def _own_names(files: TensorFiles, config: ModelConfig, dtype: torch.dtype) -> dict[Path, dict[str, str]]:
     """Return the tensors to be read from each file, and their names in the family's table."""
-    names = {file: {stored: _own_name(stored, config) for stored in held} for file, held in files.items()}
+    family = FAMILIES[config.architecture]
+    has_base = any(name.startswith(_BASE) for name in family.names)
+    is_base = has_base and not any(name.startswith(_BASE) for held in files.values() for name in held)
+
+    def own_name(stored: str) -> str:
+        name = _BASE + stored if is_base and not stored.startswith(("lm_head.", *family.unused)) else stored
+        nested = next((prefix for prefix in family.nested if name.startswith(prefix)), None)
+        return name if nested is None else family.nested[nested] + name.removeprefix(nested)
+
+    names = {file: {stored: own_name(stored) for stored in held} for file, held in files.items()}
     if config.tie_word_embeddings:
         _tie_stored_head(names, config, dtype)
     return names
@@ -340,14 +351,6 @@ def _check(file: Path, name: str, shape: tuple[int, ...], kind: str, wanted: tup
         raise CheckpointError(f"{file}: {name} has shape {list(shape)}, but config.json says {list(wanted)}.")
     if kind not in _FLOATING:
         raise CheckpointError(f"{file}: {name} is {kind}; supported are {', '.join(_FLOATING)}.")
-
-
-def _own_name(stored: str, config: ModelConfig) -> str:
-    """Return the tensor's name in the family's table."""
-    for prefix, own in FAMILIES[config.architecture].nested.items():
-        if stored.startswith(prefix):
-            return own + stored.removeprefix(prefix)
-    return stored
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:

@@ -20,7 +20,7 @@ from engine.models.parameters import DecoderWeights, checkpoint_table
 from engine.models.registry import FAMILIES
 from engine.models.tensor_files import INDEX_FILE
 from engine.models.weights import CheckpointError, dummy_weights, load_weights
-from tests.support.tiny_models import KINDS, edit_config, edit_tensors, save_model
+from tests.support.tiny_models import KINDS, edit_config, edit_tensors, make_model, save_model
 
 
 @pytest.fixture
@@ -207,6 +207,23 @@ def test_a_text_decoder_that_was_taken_out_of_a_larger_model_is_the_same_model(t
     save_file(nested, taken / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"unexpected tensor model\.language_model\.layers\.0\.mlp\.experts"):
         load(taken)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_the_model_without_its_head_is_the_same_model(kind: str, tmp_path: Path) -> None:
+    """Models for embeddings are saved so, and were refused."""
+    save_model(kind, tmp_path)
+    config = read_model_config(tmp_path)
+    want = checkpoint_table(config, load(tmp_path))
+    base = type(make_model(kind).base_model).__name__
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("model."): stored[name] for name in stored}, tmp_path / "model.safetensors")
+    edit_config(tmp_path, architectures=[base])
+    assert read_model_config(tmp_path) == config
+    got = checkpoint_table(config, load(tmp_path))
+    assert got.keys() == want.keys()
+    for name, view in got.items():
+        assert torch.equal(view, want[name]), name
 
 
 def test_layers_that_predict_further_ahead_are_left_out_of_hybrids_and_refused_elsewhere(
