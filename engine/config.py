@@ -927,6 +927,8 @@ class ResolvedConfig:
     """Maximum tokens of a step's decode rows together, if any carries drafts; None means what all seats could carry."""
     inputs: tuple[InputKind, ...] = ()
     """The kinds of inputs that the model takes besides text."""
+    headless: bool = False
+    """Whether the model has no LM head: then prompts can be pooled, and nothing is answered."""
     max_encoder_tokens: int = 512
     encoder_cache_tokens: int = 0
     """Tokens of inputs whose embeddings fit into encoder_cache_memory_gib."""

@@ -47,6 +47,8 @@ def read_draft(model_dir: Path, model: ModelConfig, config: EngineConfig) -> Dra
     except ModelError as error:  # the text names a model: say which of the two
         raise ModelError(f"speculative.model is {name}: {error}") from error
     _check_kind(name, draft)
+    if draft.headless:
+        raise ConfigError(f"speculative.model is {name}, which has no LM head: expected a model that writes text.")
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"speculative.model is {name}, whose vocabulary has {draft.vocab_size} tokens, but the model's has "
@@ -88,7 +90,7 @@ def _check_kind(name: str, draft: ModelConfig) -> None:
 
 def check_length(draft: DraftCheckpoint, max_model_len: int) -> None:
     """Raise ConfigError if the draft model cannot read `max_model_len` positions."""
-    longest = draft.model.rope.longest_position(draft.model.max_position_embeddings)
+    longest = draft.model.longest_position
     if longest < max_model_len:
         raise ConfigError(
             f"max_model_len is {max_model_len}, but the draft model in {draft.directory} supports at most "

@@ -75,6 +75,7 @@ def resolve(
         max_model_len=max_model_len,
         num_kv_blocks=num_blocks,
         vocab_size=model.vocab_size,
+        headless=model.headless,
         eos_token_ids=eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
         device=device[0].name,
@@ -94,6 +95,7 @@ def resolve(
             "chunk_halving_context": halving_reason,
             "speculative": _why_drafts(config, same_bits, draft, undrafted),
         }
+        | ({"lm_head": "the checkpoint has none: the model makes embeddings alone"} if model.headless else {})
         | ({"recurrent_state": memory_summary(model, config, dtype)} if model.linear_layers else {})
         | ({"kv_cache_dtype": _narrow_cache(model, config, dtype)} if config.kv_cache_dtype != "auto" else {})
         | ({"activations": _rounded(dtype)} if config.rounds_activations else {})
@@ -107,19 +109,19 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> tuple[int, str]:
-    longest = model.rope.longest_position(model.max_position_embeddings)
-    rest = f"(max_position_embeddings {model.max_position_embeddings}, RoPE {model.rope.rope_type} "
-    rest += f"with factor {model.rope.factor:g})"
-    if (dense := model.dense_positions) is not None and dense < longest:
-        longest, rest = dense, "without dual chunk attention (dual_chunk_attention_config), which is not supported"
+    longest = model.longest_position
+    why = f"(max_position_embeddings {model.max_position_embeddings}, RoPE {model.rope.rope_type} "
+    why += f"with factor {model.rope.factor:g})"
+    if longest == model.dense_positions:
+        why = "without dual chunk attention (dual_chunk_attention_config), which is not supported"
     if config.max_model_len is None:
         served = model.rope.default_length(model.max_position_embeddings)
         if served > longest:
-            return longest, f"as many as the checkpoint serves {rest}"
+            return longest, f"as many as the checkpoint serves {why}"
         return served, f"what the checkpoint was trained for (RoPE {model.rope.rope_type})"
     if config.max_model_len > longest:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the checkpoint serves at most {longest} positions {rest}."
+            f"max_model_len is {config.max_model_len}, but the checkpoint serves at most {longest} positions {why}."
         )
     return config.max_model_len, f"asked for; the checkpoint serves up to {longest}"
 

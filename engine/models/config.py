@@ -3,57 +3,42 @@ Never guesses: an unsupported setting that would change answers is refused by na
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoints.model_cache import ModelError
 from engine.features import IMAGES, PACKED, find_conflict
 from engine.models.description import ModelConfig as ModelConfig
 from engine.models.family import ModelFamily
 from engine.models.fields import expect
+from engine.models.json_files import CheckpointError as CheckpointError
+from engine.models.json_files import read_json as read_json
 from engine.models.quantization import read_quantization
 from engine.models.registry import BASE_MODELS, FAMILIES
+from engine.models.tensor_files import is_base_model, lacks_head
 from engine.models.values import integer, section, sequence
 from engine.models.vision_config import PixelConfig, VisionConfig, read_pixels
 
 
-class CheckpointError(ModelError):
-    """A checkpoint cannot be served as it is. The message names the file, what was found and what was expected."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        CheckpointError: the file is missing, is not JSON, or is not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: expected a Hugging Face model directory.") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}: expected an object.")
-    return value
-
-
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """Read the decoder that `model_dir/config.json` describes.
+    """Read the decoder that `model_dir/config.json` describes. Whether it has an LM head, the tensors' names show.
 
     Raises:
         CheckpointError: a field is missing or of the wrong kind, or a feature is not supported. The message says what
-            is supported.
+            is supported. Or a file of weights is not readable.
     """
     path = model_dir / "config.json"
     raw = read_json(path)
     try:
-        return parse_model_config(raw)
+        config = parse_model_config(raw)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    has_base = not is_base_model([*FAMILIES[config.architecture].names])
+    if has_base and not config.tie_word_embeddings and lacks_head(model_dir):
+        # A head that nothing uses takes no memory where it is the embedding.
+        return replace(config, tie_word_embeddings=True, headless=True)
+    return config
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:

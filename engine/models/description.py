@@ -97,6 +97,8 @@ class ModelConfig:
     """How many positions attention as it is computed here serves; beyond them the checkpoint wants dual chunk attention
     (arXiv 2402.17463). None: as many as RoPE. Set by engine.models.config."""
     tie_word_embeddings: bool
+    headless: bool = False
+    """Whether the checkpoint has no LM head, so that the model makes embeddings alone. Set by engine.models.config."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -125,6 +127,12 @@ class ModelConfig:
     """Which part of the model the numbers of heads and the intermediate sizes are of; see engine.models.shards."""
     whole: ModelConfig | None = None
     """The model that this is a part of, as config.json describes it. None: this is all of it."""
+
+    @property
+    def longest_position(self) -> int:
+        """Number of positions that can be served."""
+        longest = self.rope.longest_position(self.max_position_embeddings)
+        return longest if self.dense_positions is None else min(longest, self.dense_positions)
 
     @property
     def num_layers(self) -> int:

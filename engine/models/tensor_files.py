@@ -9,13 +9,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.models.config import CheckpointError, read_json
+from engine.models.json_files import CheckpointError, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 TensorFiles = Mapping[Path, Sequence[str]]
 """The names of the tensors to be read from each file."""
 TensorNames = Mapping[Path, Mapping[str, str]]
 """The same, with each tensor's name in its family's table."""
+BASE = "model."
+"""The prefix of the model without an LM head, which its own checkpoints do not have."""
+HEAD = "lm_head."
 _ROWS = 4096  # compared at a time, so that no whole matrix is in memory
 
 
@@ -36,6 +39,24 @@ def tensor_files(model_dir: Path) -> TensorFiles:
     for name, held_by in holders.items():
         found[_chosen(name, held_by, weight_map.get(name))].append(name)
     return found
+
+
+def lacks_head(model_dir: Path) -> bool:
+    """Whether the weights are those of a model without an LM head, as models for embeddings are saved. False: there
+    are no weights yet.
+
+    Raises:
+        CheckpointError: as tensor_files.
+    """
+    if not any(model_dir.glob("*.safetensors")):
+        return False
+    names = [name for held in tensor_files(model_dir).values() for name in held]
+    return is_base_model(names) and not any(name.startswith(HEAD) for name in names)
+
+
+def is_base_model(names: Sequence[str]) -> bool:
+    """Whether tensors lack the prefix that a model with an LM head gives to the rest of it."""
+    return not any(name.startswith(BASE) for name in names)
 
 
 def equal_tensors(first: tuple[Path, str], second: tuple[Path, str], dtype: torch.dtype) -> bool:

@@ -32,7 +32,7 @@ from engine.models.parameters import (
 )
 from engine.models.registry import FAMILIES
 from engine.models.stored_forms import form_of
-from engine.models.tensor_files import TensorFiles, equal_tensors, some, tensor_files
+from engine.models.tensor_files import BASE, HEAD, TensorFiles, equal_tensors, is_base_model, some, tensor_files
 from kernels.cpu.native.grouped import fitting
 from kernels.forward import Linear
 
@@ -40,8 +40,6 @@ DUMMY_SEED = 0
 CPU = torch.device("cpu")
 NO_OTHERS: Mapping[str, Tensor] = MappingProxyType({})
 _HEAD = "lm_head.weight"
-_BASE = "model."
-"""The prefix of the model without an LM head, which its own checkpoints do not have."""
 _FLOATING = ("F64", "F32", "F16", "BF16")
 
 
@@ -267,11 +265,10 @@ def fill_randomly(tensors: Mapping[str, Tensor], seed: int = DUMMY_SEED) -> None
 def _own_names(files: TensorFiles, config: ModelConfig, dtype: torch.dtype) -> dict[Path, dict[str, str]]:
     """Return the tensors to be read from each file, and their names in the family's table."""
     family = FAMILIES[config.architecture]
-    has_base = any(name.startswith(_BASE) for name in family.names)
-    is_base = has_base and not any(name.startswith(_BASE) for held in files.values() for name in held)
+    is_base = is_base_model([name for held in files.values() for name in held]) and not is_base_model([*family.names])
 
     def own_name(stored: str) -> str:
-        name = _BASE + stored if is_base and not stored.startswith(("lm_head.", *family.unused)) else stored
+        name = BASE + stored if is_base and not stored.startswith((HEAD, *family.unused)) else stored
         nested = next((prefix for prefix in family.nested if name.startswith(prefix)), None)
         return name if nested is None else family.nested[nested] + name.removeprefix(nested)
 

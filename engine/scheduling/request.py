@@ -198,6 +198,9 @@ def create_request(submission: Submission, config: ResolvedConfig, arrival_index
         RequestRejected: names the field, the limit and the value.
     """
     prompt, params = submission.prompt_token_ids, submission.sampling
+    if config.headless and submission.pooling is None:
+        text = "This model has no LM head: it makes embeddings alone, and answers no prompt."
+        raise RequestRejected(ErrorCode.INVALID_PARAMETER, text, "model")
     _check_prompt(prompt, params, config)
     inputs = check_inputs(submission, config)
     atomic = tuple(sorted((*submission.atomic_spans, *atomic_spans(inputs, config))))

@@ -109,7 +109,10 @@ async def warm_up(engine: AsyncEngine) -> None:
     config = engine.config
     prompt = (0,) * max(1, min(config.max_prefill_tokens, config.max_request_tokens - 2))
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=0, ignore_eos=True, max_tokens=2)
-    async for events in engine.stream(Submission("warm-up", prompt, sampling, cache_salt=uuid4().hex)):
+    submission = Submission("warm-up", prompt, sampling, cache_salt=uuid4().hex)
+    if config.headless:
+        submission = dataclasses.replace(submission, sampling=SamplingParams(max_tokens=0), pooling="last")
+    async for events in engine.stream(submission):
         for event in events:
             if isinstance(event, Failed):
                 raise EngineError(event.code, f"The engine failed to warm up: {event.message}")

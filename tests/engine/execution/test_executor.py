@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from engine.batch.inputs import build_inputs
 from engine.batch.row_order import NO_LOGIT
@@ -495,6 +496,21 @@ def test_end_tokens_come_from_the_generation_config_first(checkpoint: Path, tmp_
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
         resolve(tmp_path)
+
+
+def test_a_checkpoint_without_an_lm_head_starts_and_says_that_it_makes_embeddings_alone(tmp_path: Path) -> None:
+    """The largest of Qwen3's models for embeddings ties nothing, and has none; it was refused."""
+    save_model("llama", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    del stored["lm_head.weight"]
+    save_file({name.removeprefix("model."): stored[name] for name in stored}, tmp_path / "model.safetensors")
+    executor, resolved = create_executor(tmp_path, EngineConfig(num_kv_blocks=4, dtype="float32"))
+    executor.shutdown()
+    assert resolved.headless
+    assert resolved.reasons["lm_head"] == "the checkpoint has none: the model makes embeddings alone"
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight missing"):
+        create_executor(tmp_path, EngineConfig(num_kv_blocks=4, dtype="float32"))
 
 
 def test_no_position_is_served_at_which_the_checkpoint_wants_dual_chunk_attention(

@@ -39,6 +39,16 @@ def test_the_mean_is_that_of_all_positions_and_the_last_is_that_of_the_last() ->
     assert len(set(lasts)) == 3
 
 
+def test_a_model_without_an_lm_head_pools_prompts_and_answers_none() -> None:
+    core = RecordingCore(headless=True)
+    for params in ({"max_tokens": 5}, {"max_tokens": 0}, {"max_tokens": 0, "prompt_logprobs": 1}):
+        with pytest.raises(RequestRejected, match=r"no LM head: it makes embeddings alone"):
+            core.send("answered", PROMPT, **params)
+    core.send("pooled", PROMPT, max_tokens=0, pooling="mean")
+    core.run()
+    assert vectors_of(core, "pooled") == [pytest.approx(alone(PROMPT, "mean"))]
+
+
 @pytest.mark.parametrize("loop", [{}, {"overlap": True}, {"num_speculative_tokens": 3}, {"recurrent_state": True}])
 @pytest.mark.parametrize("budget", [1, 2, 5, 18, 19, 64])
 @pytest.mark.parametrize("pooling", ["mean", "last"])

@@ -76,6 +76,13 @@ async def test_an_engine_whose_context_is_shorter_than_a_step_warms_up_within_it
     assert warmed.plans
 
 
+async def test_an_engine_that_makes_embeddings_alone_warms_up_with_one(engines: list[AsyncEngine]) -> None:
+    warmed = Warmed(headless=True)
+    engines.append(warmed.engine)
+    await warm_up(warmed.engine)
+    assert max(plan.num_tokens for plan in warmed.plans) == warmed.engine.config.max_prefill_tokens
+
+
 async def test_an_engine_that_cannot_warm_up_is_not_ready(engines: list[AsyncEngine]) -> None:
     warmed = Warmed(failing="out of luck")
     engines.append(warmed.engine)
