@@ -52,8 +52,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "draining": Entry(
         (503,),
-        "The server is shutting down, or an administrator drains it.",
-        "Send the request to another server, or after `/admin/resume`.",
+        "The server, or the replica that has the connection, is shutting down, or an administrator drains it.",
+        "Send the request again: another replica or server takes it, or this one after `/admin/resume`.",
     ),
     "empty_prompt": Entry((400,), "The prompt has no tokens.", "Send some text."),
     "engine_dead": Entry(

@@ -13,7 +13,8 @@ from serve_app.settings.application import CONTROL_CALLS, AppSettings
 from serve_app.store.shared import StoreReplica
 from serve_app.tracing.export import check_exporter
 
-# Serve kills a replica that still drains this long after its drain timeout, at which the ingress ends its streams.
+# Serve kills a replica that still drains this long after its drain timeout, at which the ingress ends its streams; see
+# `replicas.stopping`.
 _DRAIN_MARGIN_S = 15
 _STORE_SHUTDOWN_S = 2
 _STARTS = 3

@@ -38,6 +38,7 @@ from serve_app.replicas.ranks import launcher_here
 from serve_app.replicas.room_maker import RoomMaker, Sleepy
 from serve_app.replicas.served_model import read_text_side, share_threads, warm_up
 from serve_app.replicas.sleeper import EngineSleeper, meet_in_time
+from serve_app.replicas.stopping import end_at_stop, is_stopping
 from serve_app.replicas.watchdog import Watchdog
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
@@ -216,6 +217,8 @@ class IngressReplica:
         self._recent_times = RecentTimes()
         self._tracer = make_tracer(settings.tracing, self._first.settings.model_id, self._replica_id)
         self._keys = Keys.load(settings.auth)
+        is_stopping()  # fails the start if Ray hides it, and not a stream at the stop
+        self._end = asyncio.ensure_future(end_at_stop(settings.drain_timeout_s, self._end_streams))
         take_short_turns()
         spare_garbage_collections()
 
@@ -295,7 +298,14 @@ class IngressReplica:
 
     async def drain(self) -> int:
         """Drain before a shutdown: let requests finish, end the rest with errors, and return how many those were."""
-        timeout_s = self._settings.drain_timeout_s
+        return await self._drain(self._settings.drain_timeout_s)
+
+    async def _end_streams(self) -> None:
+        """End what still runs when Serve is about to kill this replica."""
+        if num_late := await self._drain(0):
+            logger.warning("%s requests did not finish in drain_timeout_s and were ended with an error", num_late)
+
+    async def _drain(self, timeout_s: float) -> int:
         num_late = await asyncio.gather(*(model.gate.drain(timeout_s) for model in self._models.values()))
         for model in self._models.values():
             model.client.end()

@@ -56,7 +56,8 @@ class AppSettings(ModelSettings):
     ingress_num_cpus: float = Field(0.25, description="CPUs that Ray reserves for an ingress replica.", ge=0)
     drain_timeout_s: float = Field(
         120,
-        description="How long running requests may continue at shutdown, in seconds; the rest then end with an error.",
+        description="How long running requests may continue when the server or their ingress replica is stopped, in "
+        "seconds; the rest then end with an error.",
         gt=0,
     )
     health_check_period_s: float = Field(

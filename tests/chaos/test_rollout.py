@@ -1,5 +1,5 @@
-"""Owns the promise that a changed config, deployed while streams run, breaks neither them nor new ones.
-Never says how long a roll-out takes."""
+"""Owns the promise that a changed config, deployed while streams run, breaks neither them nor new ones, and tells
+streams longer than the drain timeout of their end. Never says how long a roll-out takes."""
 
 from __future__ import annotations
 
@@ -95,3 +95,21 @@ async def test_a_rolling_redeploy_breaks_no_stream(server: Server, tmp_path: Pat
 async def test_a_scale_down_breaks_no_stream(server: Server, tmp_path: Path) -> None:
     changed = SETTINGS | {"engine": SETTINGS["engine"] | {"max_num_seqs": 200}, "engine_replicas": 1}
     await check_roll_out(server, tmp_path, changed, 1)
+
+
+async def test_a_stream_longer_than_the_drain_timeout_ends_with_an_error_frame(server: Server, tmp_path: Path) -> None:
+    """Its ingress replica goes, and its connection with it: Serve used to kill the process in the middle of it."""
+    short = SETTINGS | {"drain_timeout_s": 3}
+    before = {*replicas(server, INGRESS)}
+    await asyncio.to_thread(deploy, server, tmp_path, short)
+    async with asyncio.timeout(60):
+        while before & {*replicas(server, INGRESS)}:
+            await asyncio.sleep(0.2)
+    crowd = Crowd(server.url, completions(8, 1000))
+    crowd.start()
+    await crowd.until(begun)
+    changed = {"engine": SETTINGS["engine"] | {"max_num_seqs": 200}, "max_body_bytes": 2**20}
+    await asyncio.to_thread(deploy, server, tmp_path, short | changed)
+    streams = await crowd.finish()
+    assert [(stream.broken, stream.done) for stream in streams] == [(None, True)] * len(streams)
+    assert {stream.error and stream.error["code"] for stream in streams} == {"draining"}
