@@ -60,8 +60,6 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
     began = time.monotonic()
     import ray  # imported while the checks run, because it takes as long as they do
 
-    from serve_app.front.shutdown import drain_and_shutdown
-
     for check in checks:
         check.finish()
     with ExitStack() as held:
@@ -75,24 +73,28 @@ def run(launch: Launch, checks: list[EngineCheck], console: Console) -> None:
             raise
         except Exception:
             if ray.is_initialized():
-                _take_down(launch, console)
+                _take_down_after_failure(launch, console)
             raise
         except SystemExit as end:
             if end.code not in (signal.SIGTERM, signal.SIGINT) or not ray.is_initialized():
                 raise
-            drain_and_shutdown(console.mention)
+            _take_down(launch, console)
 
 
 def _take_down(launch: Launch, console: Console) -> None:
-    """Take everything down after a failure, without hiding that failure. On a cluster that others use, only take the
-    config's applications down."""
+    """Take everything down. On a cluster that others use, only take the config's applications down."""
     from serve_app.front.shutdown import drain_and_delete, drain_and_shutdown
 
+    if launch.own_cluster:
+        drain_and_shutdown(console.mention)
+    else:
+        drain_and_delete(launch.names, console.mention)
+
+
+def _take_down_after_failure(launch: Launch, console: Console) -> None:
+    """Take everything down without hiding the failure."""
     try:
-        if launch.own_cluster:
-            drain_and_shutdown(console.mention)
-        else:
-            drain_and_delete(launch.names, console.mention)
+        _take_down(launch, console)
     except Exception as error:  # noqa: BLE001 - the earlier failure must be raised instead
         traceback.print_exc()
         console.mention(f"not everything was taken down: {in_a_line(error)}")

@@ -140,6 +140,15 @@ def test_a_failed_start_leaves_the_others_of_a_joined_cluster(tmp_path: Path, cl
     assert cluster.done == ["delete ours", "delete theirs"]
 
 
+def test_a_signal_leaves_the_others_of_a_joined_cluster(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C used to take down Serve, with everybody's applications."""
+    monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(signal.SIGINT)))
+    running.run(launch(tmp_path, own_cluster=False), [], Said())
+    assert cluster.done == ["delete ours", "delete theirs"]
+
+
 def test_an_engine_that_does_not_say_what_it_chose_is_a_warning(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
