@@ -6,10 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from pydantic import ValidationError
 
 from serve_app.api.request_facts import EndedRequest, RequestFacts
@@ -18,7 +22,9 @@ from serve_app.app import build
 from serve_app.settings.application import AppSettings
 from serve_app.settings.tracing import TracingSettings
 from serve_app.tracing import export
+from serve_app.tracing import spans as spans_module
 from serve_app.tracing.export import MissingExporter, make_tracer
+from serve_app.tracing.spans import RequestTracer
 from tests.serve_app.metrics.test_request_times import Turned
 
 ROOT = Path(__file__).parents[3]
@@ -100,3 +106,32 @@ def test_a_service_that_the_environment_names_keeps_its_name(
     assert tracer is not None
     assert tracer.resource.attributes["service.name"] == "llm-eu"
     tracer.shutdown()
+
+
+class Stuck(SpanExporter):
+    """An exporter whose collector does not answer for now, and a replica that must not wait for it."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.has_answered = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.answers.wait(1)
+        self.has_answered = True
+        return SpanExportResult.FAILURE
+
+
+@pytest.mark.parametrize("end", [RequestTracer.flush, RequestTracer.shutdown])
+def test_a_collector_that_does_not_answer_holds_a_replica_up_no_longer_than_the_limit(
+    end: Callable[[RequestTracer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK takes no limit for a flush, and 30 s for its own end, in which the watchdog killed the replica."""
+    monkeypatch.setattr(spans_module, "FLUSH_MS", 1)
+    stuck, provider = Stuck(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(stuck))
+    tracer = RequestTracer(provider, "tiny")
+    provider.get_tracer("test").start_span("waits").end()
+    end(tracer)
+    assert not stuck.has_answered
+    stuck.answers.set()
+    provider.shutdown()
