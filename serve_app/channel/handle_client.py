@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from grpc.aio import AioRpcError
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import BackPressureError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from engine.protocol import (
@@ -134,7 +134,7 @@ class HandleClient:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self._engine.check_health.remote()
-        except (RayError, AioRpcError, DeploymentUnavailableError, TimeoutError) as error:
+        except (RayError, AioRpcError, RayServeException, TimeoutError) as error:
             raise EngineError(ErrorCode.ENGINE_DEAD, "No engine replica answers.") from error
 
     async def load(self) -> list[LoadSnapshot]:
@@ -189,7 +189,7 @@ class HandleClient:
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 await self._engine.check_health.remote()
-        except (RayError, AioRpcError, DeploymentUnavailableError, TimeoutError) as error:
+        except (RayError, AioRpcError, RayServeException, TimeoutError) as error:
             raise EngineError(ErrorCode.ENGINE_DEAD, "No engine replica answers.") from error
 
     async def metrics(self) -> Scrape:
@@ -207,11 +207,11 @@ class HandleClient:
         return FleetActivity(engines, ingresses, no_engine + no_ingress)
 
     async def _gather_engines(self, method: str, kind: type[T], *arguments: object) -> tuple[list[T], int]:
-        # Without an engine, a broadcast would wait for the first to start.
+        # Without an engine there is none that does not answer, as a broadcast would say.
         return ([], 0) if self._has_no_engine() else await gather(self._engine, method, kind, *arguments)
 
     async def _ask_engines(self, method: str, *arguments: object) -> list[Any]:
-        # Without an engine, a broadcast would wait for the first to start.
+        # Without an engine there is nobody to ask, which a broadcast takes for a failure.
         return [] if self._has_no_engine() else await _broadcast(self._engine, method, *arguments)
 
     def _has_no_engine(self) -> bool:
@@ -291,7 +291,7 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream, re
         stream.fail(RequestRejected(ErrorCode.QUEUE_FULL, "Every engine replica is full."))
     except RequestCancelledError:
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica was cancelled."))
-    except (RayError, AioRpcError, DeploymentUnavailableError, MalformedFrame) as error:
+    except (RayError, AioRpcError, RayServeException, MalformedFrame) as error:
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, f"The engine replica went away: {type(error).__name__}."))
     finally:  # whatever else ended the call; otherwise its reader would wait forever
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica ended without an answer."))
@@ -327,12 +327,12 @@ async def _broadcast(
     """Call a method of every running replica, and return the answers.
 
     Raises:
-        EngineError: a replica did not answer.
+        EngineError: a replica did not answer, or none runs.
     """
     try:
         async with asyncio.timeout(timeout_s):
             return list(await handle.broadcast(method, *arguments).results_async())
-    except (RayError, AioRpcError, TimeoutError) as error:
+    except (RayError, AioRpcError, RayServeException, TimeoutError) as error:
         raise EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer.") from error
 
 

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    RequestCancelledError,
+)
 
 from engine.protocol import (
     EngineError,
@@ -492,3 +497,43 @@ async def test_any_other_deployment_without_engines_is_not_healthy(monkeypatch: 
         await client.check_health()
     assert caught.value.code is ErrorCode.ENGINE_DEAD
     assert nobody.num_asked == 1
+
+
+class Unavailable:
+    """A handle by which nobody can be reached, as between the replicas of two versions."""
+
+    def __init__(self, error: Exception) -> None:
+        self.check_health, self._error = self, error
+
+    def broadcast(self, *_: object) -> Unavailable:
+        return self
+
+    async def results_async(self) -> None:
+        raise self._error
+
+    remote = results_async
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.drain_all(True),
+        lambda client: client.abort("x"),
+        lambda client: client.load(),
+        lambda client: client.reset_prefix_cache(),
+        lambda client: client.load_adapter("a", "/x"),
+        lambda client: client.unload_adapter("a"),
+        lambda client: client.check_health(),
+        lambda client: client._wake(),
+    ],
+)
+@pytest.mark.parametrize("error", [DeploymentUnavailableError(DeploymentID("Engine", "app")), RayServeException("x")])
+async def test_what_is_asked_of_nobody_is_answered_that_no_replica_answers(
+    ask: Callable[[HandleClient], Awaitable[None]], error: Exception
+) -> None:
+    """Administrators got a 500 with a traceback."""
+    unavailable: Any = Unavailable(error)
+    unused: Any = None
+    with pytest.raises(EngineError, match="replica") as caught:
+        await ask(HandleClient(unavailable, unavailable, unused, unused))
+    assert caught.value.code is ErrorCode.ENGINE_DEAD
