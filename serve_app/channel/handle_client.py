@@ -41,8 +41,10 @@ T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 5.0
 MOST_BY_VALUE = 2 * 2**20
-"""The most bytes of inputs in a call by value: Serve's replicas take messages of 4 MiB, including the rest of the call.
-"""
+"""The most bytes of a prompt, its inputs and its grammar in a call by value: Serve's replicas take messages of 4 MiB,
+including the rest of the call."""
+_TOKEN_BYTES = 5
+"""The most that a token id takes when it is pickled."""
 LOAD_TIMEOUT_S = 60.0
 """How long the engines may take to load an adapter."""
 STOP_GRACE_S = 1.0
@@ -121,7 +123,7 @@ class HandleClient:
         stream = self._receiver.open(submission.request_id, may_move=may_move)
         call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
         try:
-            engine = self._engine if _input_bytes(submission) <= MOST_BY_VALUE else self._large
+            engine = self._engine if _num_bytes(submission) <= MOST_BY_VALUE else self._large
             return _HandleAttempt(engine, call, self._receiver, stream, self._attempts, record)
         except BaseException:
             self._receiver.close(stream)
@@ -297,8 +299,10 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream, re
         stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The call to the engine replica ended without an answer."))
 
 
-def _input_bytes(submission: Submission) -> int:
-    return sum(len(given.data) for given in submission.inputs)
+def _num_bytes(submission: Submission) -> int:
+    """Estimate the size of what may be large, without pickling it."""
+    inputs = sum(len(given.data) for given in submission.inputs)
+    return inputs + _TOKEN_BYTES * len(submission.prompt_token_ids) + len(submission.sampling.grammar or "")
 
 
 def same_adapter(answers: Mapping[str, AdapterRef | EngineError]) -> AdapterRef:

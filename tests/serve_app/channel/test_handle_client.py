@@ -7,6 +7,7 @@ import asyncio
 import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
+from engine.multimodal_inputs import SpanInput
 from engine.protocol import (
     EngineError,
     ErrorCode,
@@ -537,3 +539,29 @@ async def test_what_is_asked_of_nobody_is_answered_that_no_replica_answers(
     with pytest.raises(EngineError, match="replica") as caught:
         await ask(HandleClient(unavailable, unavailable, unused, unused))
     assert caught.value.code is ErrorCode.ENGINE_DEAD
+
+
+# --- calls that are too large to go by value -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "submission",
+    [
+        Submission("r", tuple(range(100_000, 600_000)), LONG),
+        Submission("r", PROMPT, replace(LONG, grammar="x" * 2_500_000)),
+        Submission("r", PROMPT, LONG, inputs=(SpanInput.of("image", 0, (1, 1, 1), bytes(2_500_000)),)),
+    ],
+    ids=["prompt", "grammar", "image"],
+)
+async def test_a_call_that_serve_may_not_take_by_value_goes_by_reference(submission: Submission) -> None:
+    """Serve refuses a call above 4 MiB, which four engines in turn were said to have died of."""
+    async with rig() as engine:
+        small, large = Handle(running(engine.sender)), Handle(running(engine.sender))
+        handles: tuple[Any, Any] = (small, large)
+        receiver = engine.receiver()
+        client = HandleClient(handles[0], handles[0], receiver, Migration(0, 20.0, 256), large=handles[1])
+        for given in (Submission("r", PROMPT, LONG), submission):
+            client._start(given, None, (), StreamRecord(), may_move=False).close()
+        assert [len(handle.calls) for handle in (small, large)] == [1, 1]
+        await small.end()
+        await large.end()
