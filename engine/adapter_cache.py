@@ -55,14 +55,13 @@ class AdapterCache:
             RequestRejected: its files are missing or have changed, or all adapters in memory are in use.
         """
         host = self._checked("model")
-        if self._use(adapter.digest):
-            return
         work = asyncio.get_running_loop().run_in_executor
-        try:
-            await work(self._thread, self._load, host, adapter.path, adapter.digest)
-        except AdapterError as error:
-            text = f"The adapter {adapter.name} cannot be read again: {error}"
-            raise RequestRejected(ErrorCode.ADAPTER_UNAVAILABLE, text, "model") from error
+        while not self._use(adapter.digest):  # again after a load: it may have made room for the next one already
+            try:
+                await work(self._thread, self._load, host, adapter.path, adapter.digest)
+            except AdapterError as error:
+                text = f"The adapter {adapter.name} cannot be read again: {error}"
+                raise RequestRejected(ErrorCode.ADAPTER_UNAVAILABLE, text, "model") from error
 
     def _checked(self, param: str) -> AdapterHost:
         if self._host is None or not self._most:

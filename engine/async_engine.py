@@ -212,14 +212,14 @@ class AsyncEngine:
         """
         spent: dict[TimeCause, float] = {}
         try:
-            if submission.adapter is not None:
-                begun = time.monotonic()
-                await self.adapters.have(submission.adapter)
-                spent[TimeCause.ADAPTER] = time.monotonic() - begun
             if (grammar := submission.sampling.grammar) is not None:
                 begun = time.monotonic()
                 await self._compilation.compile(grammar)
                 spent[TimeCause.GRAMMAR] = time.monotonic() - begun
+            if submission.adapter is not None:  # last: until `submit` holds it, it may have to make room for another
+                begun = time.monotonic()
+                await self.adapters.have(submission.adapter)
+                spent[TimeCause.ADAPTER] = time.monotonic() - begun
         except RequestRejected as error:
             self._tell_rejected(error)
             raise

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -211,6 +212,47 @@ def test_64_adapters_loaded_and_used_and_unloaded_leave_nothing_behind(make: Cal
         assert fake.host.kept == set()
         assert fake.engine.adapters.loaded == ()
         assert fake.engine.adapters._held == {}
+
+    run(work())
+
+
+def test_an_adapter_is_there_at_the_end_of_a_long_compilation(
+    make: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made room for another meanwhile, and its request was refused although no request held the room."""
+
+    async def work() -> None:
+        fake = make(max_loras=1)
+        a, b = await fake.load("a"), await fake.load("b")
+
+        async def compile_long(_: str) -> None:
+            await fake.engine.adapters.have(b)
+
+        monkeypatch.setattr(fake.engine._compilation, "compile", compile_long)
+        await fake.engine.make_ready(replace(fake.submission(a), sampling=SamplingParams(grammar="start: /a/")))
+        assert fake.engine.adapters.loaded == (a.digest,)
+
+    run(work())
+
+
+def test_an_adapter_that_makes_room_before_its_request_hears_of_it_is_read_again(
+    make: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        fake = make(max_loras=1)
+        a, b = await fake.load("a"), await fake.load("b")
+        cache, load, paths = fake.engine.adapters, fake.engine.adapters._load, list[str]()
+
+        def load_both(host: Any, path: str, digest: str | None) -> str:
+            paths.append(path)
+            found = load(host, path, digest)
+            if len(paths) == 1:
+                load(host, b.path, b.digest)
+            return found
+
+        monkeypatch.setattr(cache, "_load", load_both)
+        await fake.answer(a)
+        assert paths == [a.path, a.path]
 
     run(work())
 
