@@ -132,11 +132,12 @@ class EngineRecorder:
 
     def _lora_requests(self) -> list[Sample]:
         """List the adapters in use, in vLLM's form: of a replica's series, the one with the latest time is current."""
-        running, waiting = dict[str, None](), dict[str, None]()
+        running, waiting = set[str](), set[str]()
         for request in list(self._requests.values()):  # a copy, because other threads submit meanwhile
             if request.adapter:
-                (running if request.runs else waiting)[request.adapter] = None
-        labels = (str(self._config.max_loras), ",".join(running), ",".join(waiting))
+                (running if request.runs else waiting).add(request.adapter)
+        # Sorted, because each order would be a series of its own.
+        labels = (str(self._config.max_loras), ",".join(sorted(running)), ",".join(sorted(waiting)))
         return [Sample("vllm:lora_requests_info", labels, self._today())]
 
     # --- EngineObserver -----------------------------------------------------------------------------------------------

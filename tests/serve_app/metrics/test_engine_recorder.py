@@ -394,7 +394,7 @@ def test_adapters_are_named_while_requests_for_them_run_or_wait() -> None:
     assert bench.adapters == ([], [])
     for name, adapter in (("1", "b"), ("2", ""), ("3", "a"), ("4", "b"), ("5", "c")):
         bench.send(name, range(1, 9), adapter=adapter, max_tokens=4)
-    assert bench.adapters == ([], ["b", "a", "c"])
+    assert bench.adapters == ([], ["a", "b", "c"]), "in one order, or each order of arrivals would be a series"
     bench.step()
     assert bench.adapters == (["b"], ["a", "b", "c"]), "two seats, of which one has no adapter"
     bench.abort("5")
