@@ -83,6 +83,7 @@ class Gate:
         # The waiting requests: a queue for each tenant, first that of the tenant whose turn it is.
         self._queues: OrderedDict[str, OrderedDict[AdmissionTicket, None]] = OrderedDict()
         self._num_dispatched = 0
+        self._num_leaving: Callable[[], int] = lambda: 0
         self._draining = False
         self._empty = asyncio.Event()
 
@@ -165,8 +166,14 @@ class Gate:
     def refresh(self) -> None:
         """Use new capacity. Arrivals and departures call this by themselves; call it when an engine joins."""
         capacity = self._policy.capacity(self._num_engines())
+        if capacity is not None and self._queues and self._num_dispatched >= capacity:  # otherwise it need not be known
+            capacity += self._num_leaving()
         while self._queues and (capacity is None or self._num_dispatched < capacity):
             self._num_dispatched += self._next().admit()
+
+    def leave_out(self, num_leaving: Callable[[], int]) -> None:
+        """Count no place for as many requests as this returns: they are with engines that take no others."""
+        self._num_leaving = num_leaving
 
     def close(self) -> None:
         """Refuse new requests until `reopen`; those inside continue."""

@@ -69,5 +69,12 @@ def engines_with_calls(deployment: str = ENGINE) -> frozenset[str]:
     return frozenset(_known(deployment).placed.copy().values()) - {None}  # type: ignore[return-value]
 
 
+def num_leaving_calls(deployment: str = ENGINE) -> int:
+    """Count the open calls at engine replicas that the router no longer knows: those that Serve stops finish theirs."""
+    known = _known(deployment)
+    stay, placed = known.engines | {None}, known.placed.copy()
+    return len(placed) - sum(map(stay.__contains__, placed.values()))
+
+
 def close_call(stream_id: int, deployment: str = ENGINE) -> None:
     _known(deployment).placed.pop(stream_id, None)

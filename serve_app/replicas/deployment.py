@@ -26,6 +26,7 @@ from serve_app.channel.token_sender import TokenSender
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
 from serve_app.engines.engine_count import on_change
 from serve_app.engines.engine_load import engine_load
+from serve_app.engines.liveness import num_leaving_calls
 from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.store_counts import StoreCounts
@@ -212,6 +213,8 @@ class IngressReplica:
             await self._first.learn(await self._first.engine.resolved_config.remote())
         self._loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(settings.hang_timeout_s)
+        for model in self._models.values():
+            model.gate.leave_out(partial(num_leaving_calls, model.deployment))
         on_change(self._use_new_engines)
         self._live = LiveRequests()
         self._recent_times = RecentTimes()

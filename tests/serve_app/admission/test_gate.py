@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.protocol import EngineError, ErrorCode, RequestRejected
 from loadtest.sim.virtual_loop import VirtualLoop
 from serve_app.admission.gate import AdmissionTicket, Gate
+from serve_app.engines import liveness
 from serve_app.errors.api_error import ApiError
 from serve_app.settings.admission import AdmissionSettings
 from serve_app.settings.application import AppSettings
@@ -98,6 +99,36 @@ async def test_a_freed_place_goes_to_exactly_the_next_one() -> None:
     await quiet()
     assert (first.inside, second.inside, third.inside) == (False, True, False)
     await end(second, third)
+
+
+async def test_what_runs_on_an_engine_that_leaves_keeps_no_place_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a rollout, a new engine had nothing to do until the streams of the old one had ended."""
+    monkeypatch.setattr(liveness, "_deployments", {})
+    liveness.set_engines(frozenset("ab"))
+    gate = Gate(at_most(1), lambda: len(liveness.engines()))
+    gate.leave_out(liveness.num_leaving_calls)
+    guests = [Guest(gate) for _ in range(5)]
+    await quiet()
+    for stream_id, engine in enumerate("ab"):
+        liveness.open_call(stream_id)
+        liveness.place_call(stream_id, engine)
+    liveness.open_call(2)  # of a request that has no engine yet
+    assert [guest.inside for guest in guests] == [True, True, False, False, False]
+    liveness.set_engines(frozenset("b"))
+    gate.refresh()
+    await quiet()
+    assert [guest.inside for guest in guests] == [True, True, False, False, False], "b has one"
+    liveness.set_engines(frozenset("bc"))
+    gate.refresh()
+    await quiet()
+    assert [guest.inside for guest in guests] == [True, True, True, False, False], "c has none"
+    guests[0].finish()
+    liveness.close_call(0)
+    await quiet()
+    assert [guest.inside for guest in guests] == [False, True, True, False, False], "a gets nothing more"
+    await end(*guests)
 
 
 async def test_who_comes_later_does_not_overtake_while_a_freed_place_is_on_its_way_to_the_next() -> None:
