@@ -4,7 +4,11 @@ Never decides how long that takes: each application's ingress does, by its `drai
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import TypeVar
 
 from ray import serve
 from ray.exceptions import RayError
@@ -12,14 +16,16 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview, ReplicaState
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 def drain_and_shutdown(say: Say) -> None:
     """Let every application finish or end its streams, then take Serve down. A second signal cuts this short."""
     signal.alarm(0)  # the one of Ray's handler, if the signal came before `exit_on_signals` replaced that
     say("Shutting down: letting running requests finish. Signal again to stop at once.")
-    for name, app in serve.status().applications.items():
-        if (ended := drain(name, app, say)) is not None:
+    applications = serve.status().applications
+    for name, ended in _drained(applications, say):
+        if ended is not None:
             _report(name, ended, say)
             _delete(name, say)
     serve.shutdown()
@@ -30,15 +36,35 @@ def drain_and_delete(names: Sequence[str], say: Say) -> None:
     signal.alarm(0)  # as above
     say(f"Deleting {', '.join(names)}: letting running requests finish.")
     applications = serve.status().applications
-    for name in names:
-        if name in applications:
-            _report(name, drain(name, applications[name], say) or 0, say)
-            _delete(name, say)
+    for name, ended in _drained({name: applications[name] for name in names if name in applications}, say):
+        _report(name, ended or 0, say)
+        _delete(name, say)
+
+
+def _drained(applications: Mapping[str, ApplicationStatusOverview], say: Say) -> Iterator[tuple[str, int | None]]:
+    """Drain all at the same time, and yield what `drain` returns for each."""
+    drains = [(name, _begun(partial(drain, name, app, say))) for name, app in applications.items()]
+    for name, ended in drains:
+        yield name, ended.result()
+
+
+def _begun(call: Callable[[], T]) -> Future[T]:
+    """Call it in a thread that does not keep the process from ending at a second signal, as an executor's would."""
+    future = Future[T]()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
 
 
 def drain(app_name: str, app: ApplicationStatusOverview, say: Say) -> int | None:
     """Ask every ingress replica of an application to drain, and return how many requests had to be ended; None if no
-    replica runs, because then a wait could last forever.
+    replica runs, so that nobody can be asked.
 
     An application that is still deploying or unhealthy may have streams, too, so only running replicas count.
     """
@@ -46,7 +72,7 @@ def drain(app_name: str, app: ApplicationStatusOverview, say: Say) -> int | None
         ingress = serve.get_app_handle(app_name)
         deployment = app.deployments.get(ingress.deployment_name)
         if deployment is None or not deployment.replica_states.get(ReplicaState.RUNNING):
-            return None  # a broadcast would wait for the first replica
+            return None
         if not ingress.is_initialized:
             ingress._init(_run_router_in_separate_loop=True)  # here is no event loop for RUN_ROUTER_IN_SEPARATE_LOOP=0
         late: list[int] = ingress.broadcast("drain").results()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +139,21 @@ def test_a_failed_start_leaves_the_others_of_a_joined_cluster(tmp_path: Path, cl
     with pytest.raises(StartFailed, match="application ours failed to start: it broke"):
         running.run(launch(tmp_path, own_cluster=False), [], Said())
     assert cluster.done == ["delete ours", "delete theirs"]
+
+
+@pytest.mark.parametrize(
+    ("own_cluster", "done"),
+    [(True, ["delete ours", "delete theirs", "delete another", "shutdown"]), (False, ["delete ours", "delete theirs"])],
+)
+def test_applications_drain_at_the_same_time(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, own_cluster: bool, done: list[str]
+) -> None:
+    """One after another, the last took requests until it was its turn, and the command took the sum of all drains."""
+    all_drain = Barrier(3 if own_cluster else 2)
+    monkeypatch.setattr(shutdown, "drain", lambda *_: all_drain.wait(5))
+    monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(signal.SIGTERM)))
+    running.run(launch(tmp_path, own_cluster), [], Said())
+    assert cluster.done == done
 
 
 def test_a_signal_leaves_the_others_of_a_joined_cluster(
