@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json
@@ -19,6 +20,9 @@ MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_NESTING = 32
 """Limits how deep a schema's objects and lists are nested, because its readers recurse."""
 
+MAX_REMEMBERED_CHARS = 4096
+"""The longest schema whose kept form is remembered."""
+
 WRITTEN = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "coerce_one_of": True}
 """As `json.dumps` writes it, and as chat templates show it. Small models never get out of free white space."""
 
@@ -26,6 +30,10 @@ _WITHOUT_CODES = {"json_allowed_escapes": 'nrbtf\\"'}
 r"""llguidance does not know that `\u0061` is an `a`, and would take it for a key that the schema does not name."""
 _CODED = re.compile(f"[{CODES}]")
 
+_MAY_CHANGE = re.compile(
+    '"(?:const|enum|multipleOf|pattern|patternProperties|minProperties|(?:exclusiveM|m)(?:in|ax)imum)"'
+)
+"""The keywords that `kept` looks at. A property may have such a name, too."""
 _IGNORED = ("nullable", "x-guidance")
 """Keywords that llguidance silently ignores, or that are its own and not for clients to set."""
 
@@ -90,6 +98,19 @@ def kept(schema: Json) -> Json:
         GrammarRefused: llguidance would not keep it, or it is too much work.
     """
     _check_nesting(schema)
+    text = json.dumps(schema)
+    if not _MAY_CHANGE.search(text):
+        return schema
+    return _kept_again(text) if len(text) <= MAX_REMEMBERED_CHARS else _kept(schema)
+
+
+@lru_cache(1024)
+def _kept_again(text: str) -> Json:
+    """Agents bring the same tools with each request. What is returned is never changed."""
+    return _kept(json.loads(text))
+
+
+def _kept(schema: Json) -> Json:
     check_work(schema)
     broken = fractions(schema)
     written: Json = rewritten(schema, lambda part: with_kept_bounds(_with_kept_words(part), broken))
