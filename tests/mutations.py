@@ -1996,6 +1996,14 @@ MUTATIONS = (
         (TIERS,),
     ),
     Mutation(
+        "I-19 asleep",
+        "An engine sleeps until a load ends that its own last step has ended.",
+        "engine/core/core.py",
+        "self._awaits_moves = not waits_again and bool(self._scheduler.loading)",
+        "self._awaits_moves = bool(self._scheduler.loading or plan.loads or plan.unloaded)",
+        (TIERS,),
+    ),
+    Mutation(
         "I-37 queued",
         "Loads that wait for those of others are late while the tier answers.",
         "engine/scheduling/loading.py",

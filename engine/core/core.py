@@ -399,14 +399,15 @@ class EngineCore:
         if plan is None:
             return None, []
         self._deferred, self._reserved_blocks = plan.deferred, plan.reserved_blocks
-        self._awaits_moves = not plan.rows and bool(self._scheduler.loading or plan.loads)
-        if plan.loads or plan.unloaded:
-            self._note_loads(plan, now)
+        self._awaits_moves = False
         if not plan.rows:
             if plan.has_moves or (self._tiers is not None and self._tiers.has_queued):
                 self._move(self._scheduler.commit(plan, now))
+            waits_again = self._note_loads(plan, now)  # and may run in the next step, for which no move will wake it
+            self._awaits_moves = not waits_again and bool(self._scheduler.loading)
+            goes_on = self._in_flight or self._awaits_moves or waits_again
             assert self._in_flight or not self._scheduler.num_running, "live requests, but nothing to run"
-            assert self._in_flight or self._awaits_moves or not self._scheduler.waiting, "nothing to wait for"
+            assert goes_on or not self._scheduler.waiting, "nothing to wait for"
             return None, []
         aside = self._scheduler.standing_aside if self._drafts_in_turn else ()
         fresh = [row.request for row in plan.rows if not row.request.was_scheduled]
@@ -414,6 +415,7 @@ class EngineCore:
             self._wall_times.preempted(request.request_id, request.computed, now)
         step = self._scheduler.commit(plan, now)
         self._move(step)
+        self._note_loads(plan, now)
         if self._draft_model_policy is not None:
             step = self._draft_model_policy.attach(plan, step)
         for row in plan.rows:
@@ -429,11 +431,15 @@ class EngineCore:
         self._retrying = False
         return launched, events
 
-    def _note_loads(self, plan: Plan, now: float) -> None:
-        for load in plan.loads:
-            self._wall_times.loads(load.request.request_id, now)
+    def _note_loads(self, plan: Plan, now: float) -> bool:
+        """Note which requests a committed plan lets load, and which it lets load no more. Return whether any waits
+        again: those, and requests whose blocks no tier has any more."""
+        begun = [load.request.request_id for load in plan.loads if load.request.loading is not None]
+        for request_id in begun:
+            self._wall_times.loads(request_id, now)
         for request in plan.unloaded:
             self._wall_times.loaded(request.request_id, now)
+        return bool(plan.unloaded) or len(begun) < len(plan.loads)
 
     def _start(self, plan: Plan, step: StepPlan, aside: tuple[str, ...]) -> _Launched:
         """Launch a step. An ordinary failure is kept as its output: it affects only the step's rows."""

@@ -75,13 +75,18 @@ class FakeMover:
             self._under_way[move.move_id] = move, self._block(move) if move.kind is MoveKind.STORE else []
         if not self._held:
             self.release(len(self._under_way))
-        self._wake()
+        self._tell()
 
     def release(self, count: int) -> None:
         """Let up to `count` moves end, the oldest first."""
         for move_id in list(self._under_way)[:count]:
             self._end(*self._under_way.pop(move_id))
-        self._wake()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake the core, but only if there is something to take, as movers with threads do."""
+        if self._results or self._changes:
+            self._wake()
 
     def _end(self, move: BlockMove, stored: list[Any]) -> None:
         error = self._failing(move) or ""
@@ -109,6 +114,7 @@ class FakeMover:
         """Another engine, or the disk's bound, removes a block; the core is told with the next changes."""
         self._kept[tier].pop(digest, None)
         self._changes.append(TierChange(tier, digest, present=False))
+        self._tell()
 
     def cancel(self, move_ids: Sequence[int]) -> None:
         for move_id in move_ids:

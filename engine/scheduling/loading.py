@@ -73,6 +73,7 @@ class Loads:
                 block_id = self._fetch(loading, request, digest) if claimed_id is None else claimed_id
                 if block_id is None:  # the plan believed an older look at the tiers
                     self._blocks.release([other for other in found[len(taken) :] if other is not None])
+                    request.tier_match = None
                     break
                 taken.append(block_id)
             loading.block_ids = tuple(taken)

@@ -16,8 +16,8 @@ from engine.fake.draft_model import FakeDraftModel
 from engine.fake.executor import FakeExecutor
 from engine.fake.kv_mover import FakeMover
 from engine.lockstep.shape import StepShape
-from engine.protocol import Event, Finished, SamplingParams, Submission, Token
-from engine.scheduling.request import create_request
+from engine.protocol import Event, Finished, FinishReason, SamplingParams, Submission, Token
+from engine.scheduling.request import Request, create_request
 from engine.scheduling.resources import Resource
 from engine.scheduling.step_prediction import StepTimeModel
 from engine.scheduling.step_time import StepCosts, work_of
@@ -117,6 +117,7 @@ class RecordingCore(EngineCore):
         self.mover = executor.mover
         self.now = 0.0
         self._tick_s = tick_ms / 1000
+        self._woken = False
         super().__init__(
             executor if ranks is None else ranks(executor),
             config,
@@ -124,17 +125,52 @@ class RecordingCore(EngineCore):
             step_times=step_times,
             lockstep=ranks is not None,
         )
+        self.on_move(self._wake)
 
     def propose(self) -> StepShape:
         """Propose a step, before which the clock moves by `tick_ms`."""
-        self.now += self._tick_s
+        self._begin()
         return super().propose()
 
     def step(self, joint: StepShape | None = None) -> list[Event]:
         """Make a step, before which the clock moves by `tick_ms` unless it was proposed."""
         if self._proposal is None:
-            self.now += self._tick_s
+            self._begin()
         return super().step(joint)
+
+    def _begin(self) -> None:
+        self.now += self._tick_s
+        self._woken = False
+
+    # --- who wakes it -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the thread of an engine would step now: there is work, a call or a move's end has woken it, or a
+        deadline has passed."""
+        deadline = self.next_deadline
+        return self.has_work or self._woken or (deadline is not None and deadline <= self.now)
+
+    def _wake(self) -> None:
+        self._woken = True
+
+    def submit(self, request: Request, **options: Any) -> list[Event]:
+        self._wake()
+        return super().submit(request, **options)
+
+    def prepared(self, request_id: str) -> list[Event]:
+        self._wake()
+        return super().prepared(request_id)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+        self._wake()
+        return super().abort(request_id, reason)
+
+    def reset_prefix_cache(self) -> int:
+        self._wake()
+        return super().reset_prefix_cache()
+
+    # --- what it is asked, and what it answers ------------------------------------------------------------------------
 
     def _record(self, plan: StepPlan) -> None:
         self.plans.append(plan)

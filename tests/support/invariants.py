@@ -124,11 +124,24 @@ class CheckedCore(RecordingCore):
         self._last_ratio = self._scheduler.reserve_ratio  # an idle engine starts over
 
     def checked_step(self, joint: StepShape | None = None) -> None:
+        """Step, or let as much time pass if the thread of an engine would sleep. With `joint`, other ranks wake it."""
+        if joint is None and not self.is_awake:
+            self.now += self._tick_s
+            self._check_asleep()
+            return
         events = self.step(joint)
         if self._violation is not None:
             raise self._violation
         self.see(events)
         self.check_state()
+
+    def _check_asleep(self) -> None:
+        """Whoever waits is woken: requests that can run by the end of loads, and these by the mover."""
+        loading, waiting = self._scheduler.loading.values(), self._scheduler.waiting
+        assert loading or not waiting, f"I-19: nobody will wake it: {self.load()}"
+        under_way = {} if self.mover is None else self.mover._under_way
+        awaited = {move_id for request in loading if request.loading for move_id in request.loading.awaited}
+        assert not loading or awaited & under_way.keys(), "I-37: no load is under way"
 
     def finish(self) -> None:
         """Run to the end and check what every request got."""

@@ -15,6 +15,7 @@ from engine.fake.kv_mover import BLOCK_BYTES, FakeMover
 from engine.kv_tiers import BlockMove, MoveKind, MoveResult, Tier
 from engine.prefix import extend_chain
 from engine.protocol import Finished, SamplingParams, Scheduled, TimeCause, Token
+from engine.scheduling.planner import LONG_CHAIN
 from engine.scheduling.request import Request
 from engine.scheduling.tier_index import LEAST_LOADING
 from engine.scheduling.tier_rates import TierRates
@@ -73,9 +74,9 @@ def core(mover: Callable[..., FakeMover], **overrides: Any) -> Engine:
 
 
 def run(engine: Engine) -> None:
-    """Step until nothing is left to do, moves included."""
+    """Step for as long as the thread of an engine would."""
     for _ in range(400):
-        if not engine.has_work and not engine.is_moving:
+        if not engine.is_awake:
             return
         engine.keep(engine.step())
     raise AssertionError(engine.load())
@@ -86,7 +87,7 @@ def settle(engine: Engine) -> None:
     assert engine.mover is not None
     for _ in range(400):
         engine.mover.release(100)
-        if not engine.has_work and not engine.is_moving:
+        if not engine.is_awake:
             return
         engine.keep(engine.step())
     raise AssertionError(engine.load())
@@ -468,9 +469,73 @@ def test_an_urgent_request_does_not_wait_for_the_loads_of_others() -> None:
     engine.keep(engine.step())
     assert engine.load().num_loading == 1
     engine.send("urgent", (7,) * 20, max_tokens=2, ignore_eos=True, priority=-5)
-    for _ in range(4):
-        engine.keep(engine.step())
+    run(engine)
     assert isinstance(engine.events["urgent"][-1], Finished)
+
+
+def test_an_urgent_request_that_ends_the_last_load_does_not_leave_the_engine_asleep() -> None:
+    """Regression: nothing ran, so that the step that ended the load had no rows. The engine then waited for the end of
+    a load that was given up, until another request came."""
+    engine = core(tiers(host_blocks=40, held=True))
+    prepare_lost(engine)
+    engine.send("low", LONG, max_tokens=2, ignore_eos=True, priority=5)
+    run(engine)
+    assert engine.load().num_loading == 1
+    engine.send("urgent", (7,) * 24, max_tokens=2, ignore_eos=True)
+    run(engine)
+    assert isinstance(engine.events["urgent"][-1], Finished)
+
+
+def forget_after_a_look(engine: Engine) -> None:
+    """Let a request look at the tiers for a prompt that is too long to be looked up in every step, while it waits for
+    memory, and let the tiers lose it then."""
+    long = tuple(1 + (number * number) % 29 for number in range(4 * LONG_CHAIN + 40))
+    engine.send("first", long, max_tokens=2, ignore_eos=True)
+    settle(engine)
+    engine._blocks.reset_cache()
+    engine.send("runs", tuple(reversed(long[:400])), max_tokens=200, ignore_eos=True)
+    while not engine.events["runs"]:
+        engine.keep(engine.step())
+    engine.send("long", long, max_tokens=2, ignore_eos=True)
+    engine.keep(engine.step())
+    request = engine.find("long")
+    assert request is not None
+    assert request.tier_match is not None
+    assert request.tier_match.reach > LONG_CHAIN
+    engine.reset_prefix_cache()
+    engine.cancel_quietly("runs")
+
+
+def long_core() -> Engine:
+    sizes = {"max_model_len": 1300, "max_prefill_tokens": 512, "max_num_batched_tokens": 512}
+    return core(tiers(host_blocks=2000, move_s=1e-9), num_kv_blocks=300, tick_ms=1.0, **sizes)
+
+
+def test_a_load_that_finds_its_tier_empty_does_not_leave_the_engine_asleep() -> None:
+    """Regression: it ended where it began, and the engine waited for its end until another request came."""
+    engine = long_core()
+    forget_after_a_look(engine)
+    run(engine)
+    assert isinstance(engine.events["long"][-1], Finished)
+
+
+def test_a_load_that_finds_its_tier_empty_is_not_planned_again() -> None:
+    engine = long_core()
+    forget_after_a_look(engine)
+    engine.keep(engine.step())
+    engine.keep(engine.step())
+    assert engine.events["long"] == [Scheduled("long", 0)]
+
+
+def test_the_time_after_a_load_that_found_its_tier_empty_is_no_time_of_a_load() -> None:
+    engine = long_core()
+    forget_after_a_look(engine)
+    engine.keep(engine.step())
+    engine.now += 1.0  # it waits for its turn
+    run(engine)
+    times = engine.finished("long").times
+    assert times is not None
+    assert TimeCause.KV_LOAD not in times.seconds
 
 
 def test_what_a_tier_lost_is_stored_again_while_the_cache_has_it() -> None:
