@@ -40,7 +40,8 @@ class Conversations:
         have. `most`: how many digests to remember.
 
         It goes on from the turn that it shares most with, be it only the system prompt: where thoughts are left out of
-        a prompt, all behind the first of them has moved. A much shorter one is a helper's, which begins alike.
+        a prompt, all behind the first of them has moved. A much shorter one is a helper's, which begins alike. One that
+        shares as much with several goes on from none: they are conversations of one application, which names all alike.
         """
         if not chain:
             return ()
@@ -48,10 +49,10 @@ class Conversations:
         self._sessions[session] = found
         found.num_turns += 1
         superseded: Sequence[bytes] = ()
-        shared, number = max(
-            ((_num_shared(branch, chain), number) for number, branch in enumerate(found.branches)), default=(0, -1)
-        )
-        if shared and len(chain) >= LEAST_LENGTH * len(found.branches[number]):
+        shares = [_num_shared(branch, chain) for branch in found.branches]
+        shared = max(shares, default=0)
+        number = shares.index(shared) if shared and shares.count(shared) == 1 else None
+        if number is not None and len(chain) >= LEAST_LENGTH * len(found.branches[number]):
             before = found.branches.pop(number)
             self._num_digests -= len(before)
             superseded = before[shared:]

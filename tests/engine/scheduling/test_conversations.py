@@ -28,6 +28,18 @@ def test_a_turn_that_lost_its_thoughts_supersedes_all_behind_the_first_of_them()
     assert list(talks.end_turn("s", after, MUCH)) == before[1:]
 
 
+def test_a_turn_that_shares_as_much_with_several_goes_on_from_none_of_them() -> None:
+    """Regression: applications name all their conversations alike, and each new one, which shared only the system
+    prompt with the others, superseded the newest of them."""
+    talks = Conversations()
+    first, second = path_of(12, 1, 1), path_of(5, 1, 2)
+    talks.end_turn("app", first, MUCH)
+    assert talks.end_turn("app", second, MUCH) == (), "too short to go on from the first"
+    assert talks.end_turn("app", path_of(20, 1, 3), MUCH) == (), "it may go on from either"
+    assert list(talks.end_turn("app", path_of(14, 1, 1), MUCH)) == [], "the first goes on, and lost nothing"
+    assert list(talks.end_turn("app", [*path_of(4, 1, 2), *path_of(9, 1, 2, 0, 0, 7)[4:]], MUCH)) == second[4:]
+
+
 def test_a_session_has_so_many_branches_and_no_more() -> None:
     talks = Conversations()
     for number in range(MAX_BRANCHES + 1):
