@@ -161,7 +161,10 @@ class ByValue(Chains):
             block.used_at = now
             if block.kind == SUPERSEDED or (block.session and (block.kind != kind or block.session != session)):
                 self._take_turn(block, session, kind)
-        self.supersede(before)
+        blocks = self._blocks
+        self.supersede(  # but not what others have, too
+            digest for digest in before if (block := blocks.get(digest)) is not None and block.session == session
+        )
 
     def _take_turn(self, block: Block, session: str, kind: int) -> None:
         if session and block.session == session:

@@ -120,6 +120,21 @@ def test_a_session_of_another_name_supersedes_nothing() -> None:
     assert drain(kept, 2)[:3] == once[::-1]
 
 
+def test_a_turn_supersedes_nothing_that_others_have_asked_for_too() -> None:
+    """Regression: a session that turned from a document to another took the document from those who went on asking."""
+    kept = ByValue()
+    system = path_of(1)
+    document, after, once = [*system, *path_of(4, 0, 1)[1:]], [*system, *path_of(5, 0, 2)[1:]], path_of(3, 7)
+    store(kept, once, 0)
+    for now, session in enumerate(["a", "b", "c", "b"], 1):
+        kept.use([digest for digest in document if digest in kept], now)
+        store(kept, document, now, session=session)
+        kept.end_turn(session, document, now)
+    store(kept, after, 5, session="a")
+    kept.end_turn("a", after, 5)
+    assert drain(kept, 6)[:3] == once[::-1]
+
+
 def test_a_prompt_that_nobody_came_back_to_leaves_before_a_session_in_a_pause() -> None:
     kept = ByValue()
     session, once = path_of(3, 1), path_of(3, 2)
