@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal, assert_never
 
 from engine.config import SchedulerConfig
@@ -25,11 +24,14 @@ class Lane:
     """The requests of one priority and one tenant, in the order of their places, with the lane's rank among the
     others."""
 
-    __slots__ = ("age_key", "aged", "key", "rank", "requests")
+    __slots__ = ("age_key", "aged", "ages", "key", "rank", "requests")
 
     def __init__(self, key: LaneKey) -> None:
         self.key = key
         self.requests: SortedList[tuple[tuple[int, int], Request]] = SortedList()
+        self.ages: SortedList[tuple[float, int, Request]] = SortedList()
+        """The same requests by when they began to wait: places by time, and those of preempted requests, tell nothing
+        of it."""
         self.aged = False
         self.rank: Rank | None = None  # None: not ranked yet
         self.age_key: tuple[float, LaneKey] = (math.inf, key)
@@ -37,6 +39,11 @@ class Lane:
     def __iter__(self) -> Iterator[Request]:
         for _, request in self.requests:
             yield request
+
+    @property
+    def since(self) -> float:
+        """When the longest-waiting request began to wait."""
+        return self.ages.first[0]
 
 
 class WaitingQueue:
@@ -105,6 +112,7 @@ class WaitingQueue:
         if lane is None:
             lane = self._lanes[key] = Lane(key)
         lane.requests.add((request.place, request))
+        lane.ages.add(_age(request))
         self._changed[key] = lane
         self._requests[request.request_id] = request
         self._count(request, 1)
@@ -130,6 +138,7 @@ class WaitingQueue:
         key = _lane_key(request)
         lane = self._lanes[key]
         lane.requests.remove((request.place, request))
+        lane.ages.remove(_age(request))
         self._changed[key] = lane
         if not lane.requests:
             self._unrank(lane)
@@ -155,7 +164,7 @@ class WaitingQueue:
     def oldest_since(self) -> float | None:
         """Return when the longest-waiting request began to wait, in monotonic seconds."""
         if len(self._lanes) < 2:
-            return min(map(_since, self._lanes.values()), default=None)
+            return min((lane.since for lane in self._lanes.values()), default=None)
         self._look_at_changed()
         return min(by_age.first[0] for by_age in self._by_age.values() if by_age)
 
@@ -176,8 +185,8 @@ class WaitingQueue:
             else:
                 walk = heapq.heappop(under_way)[1]
             yield walk.take()
-            if walk.rest:
-                heapq.heappush(under_way, (self._rank(walk.rest[0], _since(walk.rest), walk.served, now), walk))
+            if walk.head is not None:
+                heapq.heappush(under_way, (self._rank(walk.head, walk.since, walk.served, now), walk))
 
     # --- the order among lanes ------------------------------------------------------------------------------------
 
@@ -202,7 +211,7 @@ class WaitingQueue:
 
     def _place(self, lane: Lane, *, aged: bool) -> None:
         self._unrank(lane)
-        since, head = _since(lane), lane.requests.first[1]
+        since, head = lane.since, lane.requests.first[1]
         lane.aged, lane.age_key = aged, (since, lane.key)
         lane.rank = self._rank(head, since, self._shares.served(lane.key), math.inf if aged else -math.inf)
         self._by_age[aged].add(lane.age_key)
@@ -219,33 +228,33 @@ class _Walk:
     """A lane from which one walk through the queue takes requests."""
 
     def __init__(self, lane: Lane, served: float, service: Service) -> None:
-        self._coming = iter(lane)
+        self._coming, self._ages = iter(lane), iter(lane.ages)
         self._service = service
-        self.rest: deque[Request] = deque()
-        """The next requests, as many as are needed to know since when the lane waits; empty at its end."""
+        self._taken: set[Request] = set()
+        self._oldest = next(self._ages, None)
+        self.head = next(self._coming, None)
+        """The next request; None at the end."""
         self.served = served
-        self._look_ahead()
+
+    @property
+    def since(self) -> float:
+        """When the longest-waiting request of the rest began to wait."""
+        while self._oldest is not None and self._oldest[2] in self._taken:
+            self._oldest = next(self._ages, None)
+        return math.inf if self._oldest is None else self._oldest[0]
 
     def take(self) -> Request:
-        taken = self.rest.popleft()
+        taken = self.head
+        assert taken is not None, "the lane has no more"
+        self._taken.add(taken)
         self.served += self._service.prompt(taken.expected_cached, len(taken.token_ids))
-        self._look_ahead()
+        self.head = next(self._coming, None)
         return taken
 
-    def _look_ahead(self) -> None:
-        while (not self.rest or self.rest[-1].was_scheduled) and (coming := next(self._coming, None)):
-            self.rest.append(coming)
 
-
-def _since(lane: Iterable[Request]) -> float:
-    """Return when the longest-waiting request of a lane began to wait. Preempted ones may stand before others that have
-    waited longer."""
-    oldest = math.inf
-    for request in lane:
-        oldest = min(oldest, request.waiting_since)
-        if not request.was_scheduled:
-            break
-    return oldest
+def _age(request: Request) -> tuple[float, int, Request]:
+    """Return since when a request waits, with what tells it from others. It does not change while it waits."""
+    return request.waiting_since, request.arrival_index, request
 
 
 def _lane_key(request: Request) -> LaneKey:

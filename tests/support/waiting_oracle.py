@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from engine.scheduling.request import Request
 
@@ -60,16 +60,8 @@ class PlainQueue:
 
 
 def _since(lane: Iterable[Request]) -> float:
-    """Return the earliest time since which one of a lane waits:
-    of those that ran before, and of the first behind them that did not."""
-    return min(_told_by(lane), default=math.inf)
-
-
-def _told_by(lane: Iterable[Request]) -> Iterator[float]:
-    for request in lane:
-        yield request.waiting_since
-        if not request.was_scheduled:
-            return
+    """Return the earliest time since which one of a lane waits."""
+    return min((request.waiting_since for request in lane), default=math.inf)
 
 
 def _lane_key(request: Request) -> tuple[int, str]:

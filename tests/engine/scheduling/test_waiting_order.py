@@ -42,11 +42,14 @@ class Life:
         self.tenants = [f"t{i}" for i in range(self.draw.choice([1, 2, 9]))]
         self.priorities = list(range(self.draw.choice([1, 2, 4])))
         self.where = self.draw.choice(["arrival", "front", "back"])
+        self.by_time = self.draw.random() < 0.4
 
     def arrive(self) -> None:
         tenant, priority = self.draw.choice(self.tenants), self.draw.choice(self.priorities)
         request = request_of(next(self._arrivals), tenant=tenant, priority=priority, tokens=self.draw.randint(1, 9))
         request.waiting_since = self.now
+        if self.by_time:  # with targets, short prompts may go first
+            request.place = round(1e6 * self.now) + self.draw.randint(0, 10**6), request.arrival_index
         request.expected_cached = self.draw.randint(0, len(request.token_ids) - 1)
         self.queue.enter(request)
         self.plain.enter(request)
@@ -110,6 +113,20 @@ def test_the_order_is_that_of_a_queue_which_is_sorted_anew_each_time(seed: int) 
         life.now += life.draw.choice([0.0, 0.01, 0.2])
         if life.draw.random() < 0.6:  # otherwise several events come between two looks
             life.check()
+
+
+def test_whoever_waited_for_the_age_bound_goes_before_other_priorities_also_behind_a_place_by_time() -> None:
+    """Regression: only the first request of a priority was asked since when it waits. With targets, short prompts that
+    came later stood before it, so that the old one waited as long as there were urgent ones."""
+    queue = WaitingQueue(SchedulerConfig(priority_age_ms=10_000))
+    for number, (priority, since, place) in enumerate([(5, 0.0, 9), (5, 5.0, 8), (0, 9.0, 10)]):
+        request = request_of(number, priority=priority)
+        request.waiting_since, request.place = since, (place, number)
+        queue.enter(request)
+    assert queue.oldest_since() == 0.0
+    assert [request.arrival_index for request in queue.in_order(9.9)] == [2, 1, 0]
+    assert [request.arrival_index for request in queue.in_order(10.1)] == [1, 0, 2]
+    assert [request.arrival_index for request in queue.in_order(9.9)] == [2, 1, 0], "an earlier look"
 
 
 @pytest.mark.parametrize("where", ["front", "back"])
