@@ -91,13 +91,22 @@ class Pool:
         held = []
         for number, name in enumerate(chain[:count]):
             if name not in self.kept:
-                if len(self.kept) >= self._capacity and self.kept.pop_victim(now) is None:
-                    break
-                self.kept.add(name, self._facts(turn, chain, number), now)
+                about = self._facts(turn, chain, number)
+                if len(self.kept) >= self._capacity and not self._makes_room(name, about, now):
+                    if self._holds:
+                        break
+                    continue
+                self.kept.add(name, about, now)
             if self._holds:
                 self.kept.hold(name)
                 held.append(name)
         return held
+
+    def _makes_room(self, name: bytes, about: BlockFacts, now: float) -> bool:
+        """Drop a block for a new one. A device needs the new one; a tier need not take it."""
+        if self._holds:
+            return self.kept.pop_victim(now) is not None
+        return self.kept.pop_victim_for(name, about, now) not in (None, name)
 
     def _facts(self, turn: Turn, chain: list[bytes], number: int) -> BlockFacts:
         begin = number * self._block_tokens

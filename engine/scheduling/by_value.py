@@ -104,20 +104,28 @@ class ByValue(Chains):
 
     def add(self, digest: bytes, facts: BlockFacts, now: float) -> None:
         """See Retention."""
+        self._enter(digest, facts, now)
+        self._learn_return(digest, now)
+
+    def _enter(self, digest: bytes, facts: BlockFacts, now: float) -> None:
         block = self._insert(digest, facts, now)
         block.weight = self._weight(facts.cost_s)
         block.octave = frexp(block.weight)[1]
         if facts.session:
             block.kind = _kind_of_turn(self._conversations.num_turns(facts.session))
-        if (ghost := self._ghosts.pop(digest, None)) is not None:
-            kind, used_at = ghost
-            self._times[kind].returned(now - used_at)
-            if kind < OFTEN and not facts.session:
-                block.kind = kind + 1
+        ghost = self._ghosts.get(digest)
+        if ghost is not None and ghost[0] < OFTEN and not facts.session:
+            block.kind = ghost[0] + 1
         if self._shares.enter(facts.tenant):
             self._queue_by_tenant()
         if not block.num_pins:
             self._queue(block)
+
+    def _learn_return(self, digest: bytes, now: float) -> None:
+        """Learn that a block that was dropped has come back, if it was remembered."""
+        if (ghost := self._ghosts.pop(digest, None)) is not None:
+            kind, used_at = ghost
+            self._times[kind].returned(now - used_at)
 
     def _weight(self, cost_s: float | None) -> float:
         """Return the root of a cost; if nobody knows it, about the mean of the others."""
@@ -200,6 +208,7 @@ class ByValue(Chains):
 
     def _remember(self, block: Block, now: float) -> None:
         ghosts = self._ghosts
+        self._learn_return(block.digest, now)  # of a newcomer that was not let in
         ghosts[block.digest] = block.kind, block.used_at
         if len(ghosts) > GHOSTS * max(len(self), LEAST):
             _, (kind, used_at) = ghosts.popitem(last=False)

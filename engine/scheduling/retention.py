@@ -75,6 +75,11 @@ class Retention(Protocol):
         """Choose a block to drop, and forget it. None if there is none, or all are held or precede one that is."""
         ...
 
+    def pop_victim_for(self, digest: bytes, facts: BlockFacts, now: float) -> bytes | None:
+        """Choose what to drop for a block that the tier is to have, and forget it: `digest` itself if that is worth
+        least. The block is not there before `add`."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __contains__(self, digest: object) -> bool: ...
@@ -142,6 +147,14 @@ class Chains(ABC):
         if (block := self._blocks.get(digest)) is not None:
             self._unpin(block)
 
+    def pop_victim_for(self, digest: bytes, facts: BlockFacts, now: float) -> bytes | None:
+        """See Retention."""
+        self._enter(digest, facts, now)
+        victim = self.pop_victim(now)
+        if victim != digest:
+            self.remove(digest)
+        return victim
+
     def _insert(self, digest: bytes, facts: BlockFacts, now: float) -> Block:
         if digest in self._blocks:
             raise KeyError(f"the tier has block {digest.hex()} already")
@@ -206,6 +219,14 @@ class Chains(ABC):
             heapify(queue)
 
     @abstractmethod
+    def _enter(self, digest: bytes, facts: BlockFacts, now: float) -> None:
+        """Keep a block, perhaps for a comparison only."""
+
+    @abstractmethod
+    def pop_victim(self, now: float) -> bytes | None:
+        """See Retention."""
+
+    @abstractmethod
     def _queue(self, block: Block) -> None:
         """Queue a block that can be dropped."""
 
@@ -222,6 +243,9 @@ class LeastRecent(Chains):
 
     def add(self, digest: bytes, facts: BlockFacts, now: float) -> None:
         """See Retention."""
+        self._enter(digest, facts, now)
+
+    def _enter(self, digest: bytes, facts: BlockFacts, now: float) -> None:
         block = self._insert(digest, facts, now)
         if not block.num_pins:
             self._queue(block)

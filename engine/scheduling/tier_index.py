@@ -210,12 +210,8 @@ class TierIndex:
         known = self._known[Tier.HOST]
         if len(known.has) + len(known.storing) < self._host_blocks:
             return True
-        self._kept.add(digest, facts, now)
-        victim = self._kept.pop_victim(now)
-        if victim == digest:
-            return False
-        self._kept.remove(digest)  # until it is stored
-        if victim is None:
+        victim = self._kept.pop_victim_for(digest, facts, now)
+        if victim is None or victim == digest:
             return False
         del known.has[victim]
         known.totals.evicted_blocks += 1

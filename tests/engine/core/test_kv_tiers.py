@@ -15,6 +15,7 @@ from engine.fake.kv_mover import BLOCK_BYTES, FakeMover
 from engine.kv_tiers import BlockMove, MoveKind, MoveResult, Tier
 from engine.prefix import extend_chain
 from engine.protocol import Finished, SamplingParams, Scheduled, TimeCause, Token
+from engine.scheduling.by_value import USED, ByValue
 from engine.scheduling.planner import LONG_CHAIN
 from engine.scheduling.request import Request
 from engine.scheduling.tier_index import LEAST_LOADING
@@ -321,6 +322,21 @@ def test_the_host_tier_keeps_its_bound() -> None:
     load = engine.load().tiers[0]
     assert (load.num_blocks, load.used_bytes) == (3, 3 * BLOCK_BYTES)
     assert load.stored_blocks - load.evicted_blocks == 3
+
+
+def test_a_full_host_tier_learns_from_the_return_of_what_it_has_dropped() -> None:
+    """Regression: it had forgotten a dropped block by the time that it was stored again."""
+    engine = core(tiers(host_blocks=8), num_kv_blocks=16)
+    for number in range(4):
+        ask(engine, f"r{number}", tuple((number + 2) * place % 29 + 1 for place in range(1, 31)))
+    first = tuple(2 * place % 29 + 1 for place in range(1, 31))
+    head = engine_hashes(engine, first)[0]
+    kept = engine._tiers._kept  # type: ignore[union-attr]
+    assert isinstance(kept, ByValue)
+    assert head in kept._ghosts
+    engine._blocks.reset_cache()
+    ask(engine, "again", first)
+    assert kept._blocks[head].kind == USED
 
 
 def test_a_busy_tier_is_asked_again() -> None:

@@ -200,6 +200,34 @@ def test_the_return_of_a_block_that_was_dropped_is_learned_from() -> None:
     assert kept._blocks[b"a"].kind == by_value.USED
 
 
+def test_asking_for_room_learns_nothing_of_a_newcomer_that_is_let_in() -> None:
+    """Regression: a full tier entered a block to find what to drop for it, removed it until it was stored, and had
+    forgotten by then that it had dropped the block before."""
+    kept = ByValue()
+    kept.add(b"a", BlockFacts(0), 0)
+    assert kept.pop_victim(5) == b"a"
+    kept.add(b"b", BlockFacts(0), 6)
+    before = kept._times[by_value.ONCE].total
+    assert kept.pop_victim_for(b"a", BlockFacts(0), 10) == b"b"
+    assert b"a" not in kept
+    assert kept._times[by_value.ONCE].total == before
+    kept.add(b"a", BlockFacts(0), 11)
+    assert kept._times[by_value.ONCE].total == before + 1
+    assert kept._blocks[b"a"].kind == by_value.USED
+
+
+def test_a_newcomer_that_is_worth_least_is_not_let_in_and_its_return_is_learned() -> None:
+    kept = ByValue()
+    kept.add(b"a", BlockFacts(0, cost_s=1e-9), 0)
+    assert kept.pop_victim(5) == b"a"
+    kept.add(b"b", BlockFacts(0, cost_s=10.0), 6)
+    before = kept._times[by_value.ONCE].total
+    assert kept.pop_victim_for(b"a", BlockFacts(0, cost_s=1e-9), 10) == b"a"
+    assert (b"a" in kept, b"b" in kept) == (False, True)
+    assert kept._times[by_value.ONCE].total == before + 1
+    assert kept._ghosts[b"a"] == (by_value.USED, 10)
+
+
 def test_a_block_that_was_dropped_while_its_request_ran_is_waited_for_from_the_end() -> None:
     kept = ByValue()
     kept.add(b"a", BlockFacts(0), 0)
