@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kernels.collectives import star
 from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import RankLostError
 from kernels.collectives.star import accept_ranks, reach_leader
@@ -148,3 +149,25 @@ def test_who_does_not_know_the_token_is_no_rank(listener: socket.socket) -> None
     for peers in (wrong_token, no_such_rank, rank, found):
         for peer in peers.values():
             peer.close()
+
+
+def test_connections_that_say_nothing_hold_the_start_up_no_longer_than_the_ranks_may_take(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each was listened to for as long as all ranks had to come, and its deadline was looked at only while
+    nobody connected."""
+    strays = [socket.create_connection(listener.getsockname()) for _ in range(8)]
+    clock, listened = [0.0], []
+
+    def say_nothing(peer: socket.socket, token: bytes, timeout_s: float) -> None:
+        listened.append(timeout_s)
+        clock[0] += timeout_s
+
+    monkeypatch.setattr(star, "_rank_of", say_nothing)
+    monkeypatch.setattr(star.time, "monotonic", lambda: clock[0])
+    with pytest.raises(RankLostError, match="Rank 1 did not join within 15 s"):
+        accept_ranks(listener, b"t" * 16, 2, 15)
+    assert sum(listened) == 15
+    assert len(listened) > 1, "a stray does not use up the time of the ranks"
+    for stray in strays:
+        stray.close()
