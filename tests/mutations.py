@@ -1674,8 +1674,8 @@ MUTATIONS = (
         "fair age head",
         "A request behind one that was just preempted does not age.",
         "engine/scheduling/waiting.py",
-        "        if not request.was_scheduled:\n            break\n",
-        "        break\n",
+        "        return self.ages.first[0]",
+        "        return self.requests.first[1].waiting_since",
         (WAITING,),
     ),
     Mutation(
