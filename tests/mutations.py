@@ -1996,7 +1996,7 @@ MUTATIONS = (
         (TIERS,),
     ),
     Mutation(
-        "I-19 asleep",
+        "I-37 asleep",
         "An engine sleeps until a load ends that its own last step has ended.",
         "engine/core/core.py",
         "self._awaits_moves = not waits_again and bool(self._scheduler.loading)",
