@@ -2145,9 +2145,9 @@ MUTATIONS = (
         "Grammar f",
         "A request whose grammar cannot be compiled is not counted as refused.",
         "engine/async_engine.py",
-        "                spent[TimeCause.GRAMMAR] = time.monotonic() - begun\n"
+        "                spent[TimeCause.ADAPTER] = time.monotonic() - begun\n"
         "        except RequestRejected as error:\n            self._tell_rejected(error)\n",
-        "                spent[TimeCause.GRAMMAR] = time.monotonic() - begun\n        except RequestRejected:\n",
+        "                spent[TimeCause.ADAPTER] = time.monotonic() - begun\n        except RequestRejected:\n",
         (GRAMMAR,),
     ),
     Mutation(
