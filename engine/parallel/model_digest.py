@@ -1,10 +1,11 @@
-"""Owns the digest by which ranks see that they have read the same model.
+"""Owns the digest by which ranks, and engines of one deployment, see that they have read the same model.
 Never reads a model whole: samples of each file tell two versions of weights apart, and a header two shapes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _SETTINGS = ("config.json", "model.safetensors.index.json")
@@ -20,8 +21,17 @@ def model_digest(model_dir: Path) -> str:
     Raises:
         OSError: a file cannot be read.
     """
+    return _digest(sorted(path for path in model_dir.iterdir() if path.name in _SETTINGS or _has_weights(path)))
+
+
+def file_digest(path: Path) -> str:
+    """Return the same of a model in a single file. Raises OSError."""
+    return _digest([path])
+
+
+def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for path in model_dir.iterdir() if path.name in _SETTINGS or _has_weights(path)):
+    for path in paths:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -27,6 +27,7 @@ from engine.protocol import (
 from serve_app.channel.frames import MalformedFrame, decode_frame, unpack_times
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
+from serve_app.engines import versions
 from serve_app.engines.engine_call import EngineCall
 from serve_app.engines.engine_client import StreamRecord
 from serve_app.engines.engine_count import num_engines
@@ -100,7 +101,11 @@ class HandleClient:
         most = self._migration.max_migrations
 
         def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
-            return self._start(rest, session, avoid, record, may_move=len(record.moves) < most)
+            if not record.moves and versions.is_replaced(self._deployment):
+                raise EngineError(ErrorCode.ENGINE_DEAD, "The model is being replaced: all engines have the new one.")
+            begun_at = None if not avoid else versions.version_of(avoid[0], self._deployment)
+            files = "" if begun_at is None else begun_at.files
+            return self._start(rest, session, avoid, record, files=files, may_move=len(record.moves) < most)
 
         return self._migration.stream(submission, start, record)
 
@@ -115,13 +120,14 @@ class HandleClient:
         avoid: tuple[str, ...],
         record: StreamRecord,
         *,
+        files: str = "",
         may_move: bool,
     ) -> Attempt:
         if self._ended:
             raise _late()
         address, num_waiting = self._receiver.address, self._num_waiting()
         stream = self._receiver.open(submission.request_id, may_move=may_move)
-        call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting)
+        call = EngineCall(submission, stream.stream_id, address, session, avoid, num_waiting, files)
         try:
             engine = self._engine if _num_bytes(submission) <= MOST_BY_VALUE else self._large
             return _HandleAttempt(engine, call, self._receiver, stream, self._attempts, record)

@@ -35,3 +35,6 @@ class EngineCall:
     """The ids of replicas at which this request has failed."""
     num_waiting: int = 0
     """How many requests wait in the ingress for a place with the engines, which use the number for scaling."""
+    files: str = ""
+    """Only an engine whose model has these files may take the call: an answer continues with the weights that began
+    it. Empty: any engine of the model."""

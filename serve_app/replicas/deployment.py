@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -40,6 +41,7 @@ from serve_app.replicas.room_maker import RoomMaker, Sleepy
 from serve_app.replicas.served_model import read_text_side, share_threads, warm_up
 from serve_app.replicas.sleeper import EngineSleeper, meet_in_time
 from serve_app.replicas.stopping import end_at_stop, is_stopping
+from serve_app.replicas.version import files_digest, wanted_version
 from serve_app.replicas.watchdog import Watchdog
 from serve_app.routing.stats import RoutingReporter
 from serve_app.scaling.signals import EngineSignals
@@ -80,8 +82,13 @@ class EngineReplica:
         await self._adapters.load_all(settings.lora_adapters)
         config = self._engine.config
         self._signals = EngineSignals.of(settings.signals, config)
+        files = await asyncio.to_thread(files_digest, settings)
+        self._version = replace(wanted_version(settings), files=files)
         self._routing = RoutingReporter(
-            self._engine, settings.routing.published_blocks, lambda: self._signals.prefill_tokens_per_s
+            self._engine,
+            settings.routing.published_blocks,
+            lambda: self._signals.prefill_tokens_per_s,
+            self._version,
         )
         self._recorder = EngineRecorder(config)
         self._engine.observe(self._recorder)  # only now, so that the warm-up does not count as a request

@@ -20,11 +20,13 @@ from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.roll_call import call_the_roll
 from serve_app.channel.token_receiver import TokenReceiver
+from serve_app.engines import versions
 from serve_app.engines.engine_count import num_engines
 from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.store_counts import StoreCounts
 from serve_app.replicas.served_model import TextSide, served_model
+from serve_app.replicas.version import wanted_version
 from serve_app.settings.application import AppSettings
 from serve_app.settings.limits import GatePolicy
 
@@ -71,6 +73,7 @@ def open_model(
     """Open a model of which no engine has told anything yet. `engine`, `ingress`: the handles of its engines and of
     this deployment. `room`: what several models share; None if this one is alone."""
     counts, deployment = ChannelCounts(), str(engine.deployment_name)
+    versions.want(wanted_version(settings), deployment)
     receiver = TokenReceiver(
         ray.util.get_node_ip_address(),
         settings.max_unread_tokens,

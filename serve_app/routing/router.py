@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,13 +15,14 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from engine.config import EngineConfig
 from serve_app.admission.fleet_forecast import FleetForecast, set_fleet_forecast
-from serve_app.engines import liveness
+from serve_app.engines import liveness, versions
 from serve_app.engines.engine_call import EngineCall
 from serve_app.engines.engine_count import num_engines, set_num_engines
 from serve_app.engines.engine_load import set_engine_load
 from serve_app.metrics import overlap
 from serve_app.routing.chooser import Chooser
 from serve_app.routing.placement import Candidate, two_choices
+from serve_app.routing.stats import version_of
 from serve_app.settings.routing import RoutingSettings
 
 __all__ = ["EngineRouter", "num_engines", "router_config"]
@@ -54,16 +55,42 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         self._fleet = self._chooser.fleet
         self._name = self._deployment_id.name
         self._expected: dict[str, dict[str, int]] = {}  # attempt -> replica -> prompt tokens cached there, if any
+        self._revision = self._announced = 0  # of what is known of versions, when the rest was made of it
+        self._foreign: frozenset[str] = frozenset()
+        self._untold: frozenset[str] = frozenset()
+        self._ours: dict[ReplicaID, RunningReplica] = {}
+
+    @property
+    def curr_replicas(self) -> dict[ReplicaID, RunningReplica]:
+        """The engines of this process's model, which also a broadcast goes to. While a changed config is rolled out
+        there may be others, which do not count."""
+        return self._ours
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        for replica in replicas:
+            if (version := version_of(replica.routing_stats)) is not None:
+                versions.tell(replica.replica_id.unique_id, version, self._name)
         super().update_replicas(replicas)
-        self._fleet.update({replica.replica_id.unique_id: replica.routing_stats for replica in replicas})
+        self._know_versions()
+        stats = {replica.replica_id.unique_id: replica.routing_stats for replica in self._ours.values()}
+        self._fleet.update(stats)
         self._publish_fleet()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._fleet.forget(replica_id.unique_id)
+        self._know_versions()
         self._publish_fleet()
+
+    def _know_versions(self) -> None:
+        """Sort the replicas by what is known of them."""
+        self._revision, named = versions.revision(self._name), {one.unique_id: one for one in self._replicas}
+        self._foreign = frozenset(name for name in named if versions.is_foreign(name, self._name))
+        takes_any = versions.wanted(self._name) is None
+        told = () if takes_any else (name for name in named if versions.version_of(name, self._name) is None)
+        self._untold = frozenset(told)
+        versions.set_replaced(bool(named) and len(self._foreign) == len(named), self._name)
+        self._ours = {key: one for key, one in self._replicas.items() if key.unique_id not in self._foreign}
 
     def _publish_fleet(self) -> None:
         liveness.set_engines(frozenset(replica_id.unique_id for replica_id in self.curr_replicas), self._name)
@@ -72,6 +99,9 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         forecasts = self._fleet.forecasts()
         forecast = FleetForecast(forecasts, self._chooser.most_cached) if forecasts else None
         set_fleet_forecast(forecast, self._name)
+        if versions.wanted(self._name) is not None and self._announced != self._revision:
+            self._announced = self._revision
+            versions.announce()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -79,16 +109,39 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         """Rank the replicas. Serve tries them until one takes the request; if none does, it waits and asks again."""
         if pending_request is not None:  # otherwise Serve would ask again at once, as long as all are full
             pending_request.routing_context.should_backoff = True
-        silent = liveness.silent_engines(self._name)  # if there are no others, the request waits here
-        candidate_replicas = [one for one in candidate_replicas if one.replica_id.unique_id not in silent]
+        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if versions.revision(self._name) != self._revision:
+            self._know_versions()
+            self._publish_fleet()
+        # If there are no others, the request waits here.
+        hidden = liveness.silent_engines(self._name) | self._foreign
+        if isinstance(call, EngineCall):
+            hidden |= self._unfit(call)
+        candidate_replicas = [one for one in candidate_replicas if one.replica_id.unique_id not in hidden]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ready = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
-        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if pending_request is not None and isinstance(call, EngineCall):
             ranks = self._place(pending_request.metadata.internal_request_id, call, list(by_id), by_id.keys() - ready)
         else:
-            ranks = two_choices([Candidate(name, full=name not in ready) for name in by_id], self._random)
+            ranks = self._any_of(by_id, ready)
         return [[by_id[name] for name in names] for names in ranks]
+
+    def _unfit(self, call: EngineCall) -> frozenset[str]:
+        """Return the engines that must not take a request: those that have not told what they are, and for an answer
+        that another engine began, those with other files."""
+        if not call.files:
+            return self._untold
+        found = ((name.unique_id, versions.version_of(name.unique_id, self._name)) for name in self._ours)
+        return self._untold.union(name for name, version in found if version and version.files != call.files)
+
+    def _any_of(self, names: Iterable[str], ready: Container[str]) -> list[list[str]]:
+        """Rank the engines for a call that computes nothing: first those of this process's own settings, as it may ask
+        for what follows from them."""
+        own: list[Candidate] = []
+        others: list[Candidate] = []
+        for name in names:
+            (own if versions.is_own(name, self._name) else others).append(Candidate(name, full=name not in ready))
+        return [*two_choices(own, self._random), *two_choices(others, self._random)]
 
     def _place(self, attempt: str, call: EngineCall, names: list[str], full: set[str]) -> list[list[str]]:
         choice = self._chooser.place(

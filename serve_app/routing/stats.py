@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 from engine.async_engine import AsyncEngine
 from engine.kv_tiers import Tier
 from engine.prefix_index import KEY_BYTES
 from engine.protocol import EngineError, LoadSnapshot, PrefillCosts
+from serve_app.engines.versions import EngineVersion
 
 _FORMAT = 1
 """Increased when the meaning changes, because routers and engines of two versions meet in a rolling update."""
@@ -85,9 +86,11 @@ def encode(
     taken_at_s: float,
     adapters: Sequence[str] = (),
     tiers: Mapping[Tier, Sequence[bytes]] | None = None,
+    version: EngineVersion | None = None,
 ) -> dict[str, Any]:
     """Pack the return value of `record_routing_stats`. `digests`: from `AsyncEngine.cached_digests(limit)`. `adapters`:
     the digests of the engine's adapters. `tiers`: from `AsyncEngine.tier_digests(limit)`, if there are tiers.
+    `version`: what the engine is.
 
     Serve pickles the value, keeps it in its controller, and sends it with those of all other replicas to every router
     each time that one of them changes. Therefore it consists of few bytes.
@@ -99,6 +102,7 @@ def encode(
             predicted |= {"idle_token_s": idle.token_s, "idle_pair_s": idle.pair_s}
     return {
         **predicted,
+        **({} if version is None else {"version": astuple(version)}),
         "format": _FORMAT,
         "taken_at_s": taken_at_s,
         "requests": load.num_running + load.num_waiting,
@@ -123,8 +127,15 @@ def encode(
 class RoutingReporter:
     """Reports one engine's stats, for which Serve's controller asks every `stats_period_s`."""
 
-    def __init__(self, engine: AsyncEngine, published_blocks: int, prefill_tokens_per_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        published_blocks: int,
+        prefill_tokens_per_s: Callable[[], float],
+        version: EngineVersion | None = None,
+    ) -> None:
         self._engine = engine
+        self._version = version
         self._limit = published_blocks
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._last: dict[str, Any] = {}
@@ -147,6 +158,7 @@ class RoutingReporter:
             taken_at_s=time.time(),
             adapters=self._engine.adapters.loaded,
             tiers=tiers,
+            version=self._version,
         )
         changed = any(fresh[name] != self._last.get(name) for name in _CHANGES)
         if fresh["queued_tokens"] or changed or _cost_changed(self._last.get("token_s"), fresh.get("token_s")):
@@ -168,6 +180,11 @@ def _cost_changed(before: float | None, now: float | None) -> bool:
 def taken_at_s(stats: Mapping[str, Any]) -> float | None:
     """Return when the stats were taken; None if there are none in a format of this version."""
     return stats["taken_at_s"] if stats.get("format") == _FORMAT else None
+
+
+def version_of(stats: Mapping[str, Any]) -> EngineVersion | None:
+    """Return what the engine is that reported the stats; None before its first report."""
+    return EngineVersion(*stats["version"]) if stats.get("format") == _FORMAT and "version" in stats else None
 
 
 def decode(stats: Mapping[str, Any]) -> RoutingReport | None:

@@ -1,5 +1,6 @@
-"""Owns the promise that a changed config, deployed while streams run, breaks neither them nor new ones, and tells
-streams longer than the drain timeout of their end. Never says how long a roll-out takes."""
+"""Owns the promise that a changed config, deployed while streams run, breaks neither them nor new ones, tells streams
+longer than the drain timeout of their end, and lets no answer be of two models.
+Never says how long a roll-out takes."""
 
 from __future__ import annotations
 
@@ -113,3 +114,32 @@ async def test_a_stream_longer_than_the_drain_timeout_ends_with_an_error_frame(s
     streams = await crowd.finish()
     assert [(stream.broken, stream.done) for stream in streams] == [(None, True)] * len(streams)
     assert {stream.error and stream.error["code"] for stream in streams} == {"draining"}
+
+
+async def test_no_answer_is_of_two_models(tmp_path: Path) -> None:
+    """Regression: streams continued on the new model, and each version of the ingress used both."""
+
+    def settings(reply: str) -> dict[str, Any]:
+        engine = SETTINGS["engine"] | {"fake": {"step_delay_ms": 100, "reply": reply * 4000}}
+        return SETTINGS | {"engine": engine, "drain_timeout_s": 2}
+
+    with serve_run(settings("a")) as server:
+        crowd = Crowd(server.url, completions(20, 400))  # longer than engines are left for their streams
+        crowd.start()
+        await crowd.until(begun)
+        stop, old = asyncio.Event(), {*replicas(server, ENGINE), *replicas(server, INGRESS)}
+        newcomers = asyncio.ensure_future(trickle(server, stop))
+        await asyncio.to_thread(deploy, server, tmp_path, settings("b"))
+        streams = await crowd.finish()
+        async with asyncio.timeout(90):
+            while old & {*replicas(server, ENGINE), *replicas(server, INGRESS)}:
+                await asyncio.sleep(0.2)
+        await until_replicas(server, ENGINE, 2)
+        await until_replicas(server, INGRESS, 2)
+        stop.set()
+        short = await newcomers
+        assert {stream.text[:1] for stream in streams} <= {"a", "b"}
+        for stream in (*streams, *short):
+            assert len(set(stream.text)) <= 1
+        after = await read_all(server.url, completions(4, 5))
+        check_undisturbed(after, [("bbbbb", "length", 5)] * 4)

@@ -40,9 +40,10 @@ from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.channel.token_sender import TokenSender
-from serve_app.engines import engine_count
+from serve_app.engines import engine_count, liveness, versions
 from serve_app.engines.engine_call import EngineCall
 from serve_app.engines.engine_client import StreamRecord
+from serve_app.engines.versions import EngineVersion
 from tests.serve_app.channel.rig import LONG, Rig, rig, spied_aborts
 from tests.support.conditions import until
 from tests.support.engines import answer_alone
@@ -60,6 +61,12 @@ def no_backoff() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migration, "FIRST_BACKOFF_S", 0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_deployments", {})
+    monkeypatch.setattr(liveness, "_deployments", {})
 
 
 class Response:
@@ -227,6 +234,36 @@ async def test_a_call_carries_the_session_and_the_replicas_to_keep_away_from() -
         at.engine.gate.open()
         assert tokens(await task) == EXPECTED
         assert [(call.session, call.avoid) for call in at.handle.calls] == [("alice", ()), ("alice", ("replica-1",))]
+
+
+async def test_an_answer_that_began_with_other_files_says_so_in_its_next_call() -> None:
+    """The engine that began it is gone, and with it what the router knows of it."""
+    versions.tell("replica-1", EngineVersion("m", "s", "files"))
+    async with ingress(gated=True) as at:
+        task = asyncio.ensure_future(collect(at.stream()))
+        await at.engine.submitted(1)
+        at.engine.gate.let(3)
+        await until(lambda: any(attempt.replica_id for attempt in at.client._attempts))
+        at.handle.responses[0].task.cancel()
+        await until(lambda: len(at.handle.calls) == 2)
+        at.engine.gate.open()
+        await task
+        assert [call.files for call in at.handle.calls] == ["", "files"]
+
+
+async def test_a_new_request_is_refused_while_all_engines_have_another_model_and_a_running_one_looks_on() -> None:
+    async with ingress(gated=True) as at:
+        task = asyncio.ensure_future(collect(at.stream()))
+        await at.engine.submitted(1)
+        at.engine.gate.let(3)
+        versions.set_replaced(True)
+        with pytest.raises(EngineError, match="The model is being replaced") as caught:
+            await collect(at.stream("new"))
+        assert (caught.value.code, len(at.handle.calls)) == (ErrorCode.ENGINE_DEAD, 1)
+        at.handle.responses[0].task.cancel()
+        await until(lambda: len(at.handle.calls) == 2)
+        at.engine.gate.open()
+        assert tokens(await task) == EXPECTED
 
 
 LOST = [

@@ -20,9 +20,10 @@ from engine.config import EngineConfig
 from engine.prefix import extend_chain
 from engine.protocol import AdapterRef, PrefillCosts, SamplingParams, Submission
 from serve_app.admission.fleet_forecast import fleet_forecast
-from serve_app.engines import engine_count, liveness
+from serve_app.engines import engine_count, liveness, versions
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
 from serve_app.engines.engine_load import EngineLoad, engine_load
+from serve_app.engines.versions import EngineVersion
 from serve_app.metrics import overlap
 from serve_app.routing.router import EngineRouter, num_engines, router_config
 from serve_app.routing.stats import encode
@@ -66,6 +67,8 @@ class FakeReplica(RunningReplica):  # type: ignore[misc]
 def unknown_number_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_count, "_known", {})
     monkeypatch.setattr(liveness, "_deployments", {})
+    monkeypatch.setattr(versions, "_deployments", {})
+    monkeypatch.setattr(versions, "_listeners", [])
 
 
 def make_router(seed: int = 0, deployment: DeploymentID = DEPLOYMENT, **routing: Any) -> EngineRouter:
@@ -241,6 +244,93 @@ async def test_a_report_of_an_engine_moves_requests_away_from_it() -> None:
     busy = stats(1.0, requests=90, queued=50_000)
     router.update_replicas([FakeReplica("a", busy), FakeReplica("b", {})])
     assert {await route(router, pending(engine_call((i, *PROMPT)))) for i in range(10)} == {"b"}
+
+
+# --- engines of several versions --------------------------------------------------------------------------------------
+
+OURS, EARLIER, FOREIGN = EngineVersion("m", "2", "f"), EngineVersion("m", "1", "f"), EngineVersion("other", "3", "f")
+
+
+def is_a(version: EngineVersion) -> dict[str, Any]:
+    """Return the first report of an engine of that version."""
+    return encode(snapshot(), (), limit=9, prefill_tokens_per_s=0, taken_at_s=1.0, version=version)
+
+
+@pytest.mark.parametrize("args", [(engine_call(),), ()], ids=["request", "control call"])
+async def test_an_engine_of_another_model_is_none_of_the_engines(args: tuple[Any, ...]) -> None:
+    """Regression: streams continued on the other model, and new requests went to it with their own tokenizer's ids."""
+    versions.want(OURS)
+    router = make_router()
+    told = {"a": OURS, "b": EARLIER, "c": FOREIGN, "d": FOREIGN}
+    router.update_replicas([FakeReplica(name, is_a(version)) for name, version in told.items()])
+    assert {await route(router, pending(*args)) for _ in range(20)} <= {"a", "b"}
+    assert (num_engines(), liveness.engines()) == (2, {"a", "b"})
+    assert {one.unique_id for one in router.curr_replicas} == {"a", "b"}, "to which a broadcast goes"
+    assert engine_load() == EngineLoad(0, 0)
+    assert not versions.is_replaced()
+
+
+async def test_with_engines_of_another_model_alone_a_call_waits_and_new_requests_are_refused() -> None:
+    versions.want(OURS)
+    router = make_router()
+    router.update_replicas([FakeReplica("a", is_a(FOREIGN))])
+    assert (num_engines(), versions.is_replaced()) == (0, True)
+    waiting = asyncio.ensure_future(route(router, pending(engine_call())))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    router.update_replicas([FakeReplica("a", is_a(FOREIGN)), FakeReplica("b", is_a(EARLIER))])
+    assert await waiting == "b"
+    assert (num_engines(), versions.is_replaced()) == (1, False)
+    router.on_replica_actor_died(ReplicaID("b", DEPLOYMENT))
+    assert (num_engines(), versions.is_replaced()) == (0, True)
+    router.update_replicas([])
+    assert not versions.is_replaced(), "one may start"
+
+
+async def test_an_engine_that_has_not_told_what_it_is_gets_calls_and_no_request() -> None:
+    versions.want(OURS)
+    router = make_router()
+    router.update_replicas([FakeReplica("a")])
+    assert (num_engines(), await route(router, pending())) == (1, "a")
+    waiting = asyncio.ensure_future(route(router, pending(engine_call())))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    versions.tell("a", OURS)  # it has answered a call, before its first report
+    assert await waiting == "a"
+
+
+async def test_an_answer_continues_only_where_the_model_has_the_same_files() -> None:
+    versions.want(OURS)
+    router = make_router()
+    told = {"a": replace(OURS, files="g"), "b": EARLIER, "c": FOREIGN}
+    router.update_replicas([FakeReplica(name, is_a(version)) for name, version in told.items()])
+    assert {await route(router, pending(engine_call(files="f"))) for _ in range(10)} == {"b"}
+    assert {await route(router, pending(engine_call((i, *PROMPT)))) for i in range(20)} == {"a", "b"}
+
+
+async def test_calls_that_compute_nothing_go_to_engines_of_the_own_settings_first() -> None:
+    versions.want(OURS)
+    router = make_router()
+    told = {"a": EARLIER, "b": OURS, "c": EARLIER}
+    replicas = {name: FakeReplica(name, is_a(version)) for name, version in told.items()}
+    router.update_replicas(list(replicas.values()))
+    assert {await route(router, pending()) for _ in range(10)} == {"b"}
+    replicas["b"].queue_len = FULL
+    router.on_new_queue_len_info(ReplicaID("b", DEPLOYMENT), FULL)
+    assert await route(router, pending()) in {"a", "c"}
+
+
+async def test_news_of_versions_are_told_once_the_engines_are_known() -> None:
+    versions.want(OURS)
+    heard: list[frozenset[str]] = []
+    versions.on_news(lambda: heard.append(liveness.engines()))
+    router = make_router()
+    router.update_replicas([FakeReplica("a", is_a(EARLIER))])
+    router.update_replicas([FakeReplica("a", is_a(EARLIER))])
+    router.update_replicas([FakeReplica("b", is_a(OURS))])  # as many as before
+    assert heard == [{"a"}, {"b"}]
 
 
 # --- how an attempt ends ---------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from engine.fake.executor import FakeExecutor
 from engine.kv_tiers import Tier, TierLoad
 from engine.prefix_index import KEY_BYTES, prefix_keys
 from engine.protocol import EngineError, ErrorCode, LoadSnapshot, PrefillCosts, SamplingParams
-from serve_app.routing.stats import RoutingReport, RoutingReporter, TierReport, decode
+from serve_app.engines.versions import EngineVersion
+from serve_app.routing.stats import RoutingReport, RoutingReporter, TierReport, decode, encode, version_of
 from tests.support.engines import resolved_config
 from tests.support.reports import snapshot, stats
 
@@ -195,3 +196,13 @@ async def test_stats_of_an_engine_that_knows_of_no_tiers_are_read() -> None:
     report = decode(packed)
     assert report is not None
     assert report.tiers == ()
+
+
+def test_what_an_engine_is_travels_in_its_reports() -> None:
+    version = EngineVersion("m", "s", "f")
+    packed = pickle.loads(
+        pickle.dumps(encode(snapshot(), (), limit=9, prefill_tokens_per_s=0, taken_at_s=1.0, version=version))
+    )
+    assert version_of(packed) == version
+    assert version_of({}) is None, "it has not reported yet"
+    assert version_of(stats(1.0)) is None
