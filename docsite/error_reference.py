@@ -22,7 +22,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "adapter_unavailable": Entry(
         (503,),
-        "The LoRA adapter cannot be read: its files changed or are gone, or running requests use all of `max_loras`.",
+        "The LoRA adapter cannot be read: its files changed or are gone, no engine has it, or `max_loras` are in use.",
         "Try again later. Load the adapter again if its files changed; raise `max_loras` if adapters take turns.",
     ),
     "admin_disabled": Entry(
@@ -58,7 +58,7 @@ ENTRIES: dict[str, Entry] = {
     "empty_prompt": Entry((400,), "The prompt has no tokens.", "Send some text."),
     "engine_dead": Entry(
         (503,),
-        "No engine replica answers.",
+        "No engine replica answers, or a new model is being deployed and this ingress replica still has the old one.",
         "Try again: Serve starts a new one. If it persists, the log of `serve run` has the engine's last messages.",
     ),
     "gateway_timeout": Entry(

@@ -163,6 +163,9 @@ class _Generate(Generic[RequestT]):
         facts = admitted.facts
         facts.request, facts.session, facts.answer_id = request, session, admitted.request_id
         model = self._context.lanes.served_by(lane, request.model)
+        if model.adapter is not None and not model.adapter.digest:
+            with admitted.lifecycle.bound():
+                model = await lane.with_adapter(request.model)
         facts.targets = targets_of(headers, request, model.targets)
         try:
             choices = facts.choices = await self._start(request, admitted, session, model)

@@ -167,12 +167,17 @@ class HandleClient:
         return list(await self._ask_engines("reset_prefix_cache"))
 
     async def adapters(self) -> list[AdapterRef]:
-        """List the adapters of all engine replicas. One that started late may only know those of the config.
+        """List the adapters of all engine replicas with this replica's settings. One that started late may only know
+        those of the config.
 
         Raises:
             EngineError: a replica did not answer.
         """
-        return [adapter for known in await _broadcast(self._engine, "adapters") for adapter in known]
+        deployment = self._deployment
+        if versions.wanted(deployment) is None:
+            return [adapter for _, known in await self._ask_engines("adapters") for adapter in known]
+        answers = await self._ask_engines("adapters") if versions.has_own(deployment) else []
+        return [adapter for name, known in answers if versions.is_own(name, deployment) for adapter in known]
 
     async def load_adapter(self, name: str, path: str) -> AdapterRef:
         if self._has_no_engine():

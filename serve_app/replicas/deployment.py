@@ -16,7 +16,6 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from engine.build.engine import build_engine
-from engine.config import ResolvedConfig
 from engine.protocol import AdapterRef, EngineError, ErrorCode, LoadSnapshot
 from serve_app.adapters.named_adapters import NamedAdapters
 from serve_app.admission.room import Room
@@ -28,6 +27,7 @@ from serve_app.engines.engine_call import ChannelAddress, EngineCall
 from serve_app.engines.engine_count import on_change
 from serve_app.engines.engine_load import engine_load
 from serve_app.engines.liveness import num_leaving_calls
+from serve_app.engines.versions import EngineFacts, on_news
 from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
 from serve_app.metrics.store_counts import StoreCounts
@@ -136,8 +136,9 @@ class EngineReplica:
         """Let the autoscaler end this replica for another model, if it has no request; broadcast to all."""
         return self._signals.sleep_if_idle()
 
-    async def resolved_config(self) -> ResolvedConfig:
-        return self._engine.config
+    async def facts(self) -> EngineFacts:
+        """Return what this replica is, and what it serves."""
+        return EngineFacts(self._replica_id, self._version, self._engine.config, tuple(self._adapters.known))
 
     async def load(self) -> LoadSnapshot:
         return self._engine.load()
@@ -150,9 +151,10 @@ class EngineReplica:
         """See EngineClient.activity; broadcast to every engine replica."""
         return encode(self._recorder.activity(self._replica_id, self._engine.load(), after.get(self._replica_id)))
 
-    async def adapters(self) -> list[AdapterRef]:
-        """List the adapters; each ingress replica asks all engine replicas for them when it starts."""
-        return self._adapters.known
+    async def adapters(self) -> tuple[str, list[AdapterRef]]:
+        """List the adapters, with this replica's id; each ingress replica asks all engine replicas for them when it
+        starts."""
+        return self._replica_id, self._adapters.known
 
     async def load_adapter(self, name: str, path: str) -> tuple[str, AdapterRef | EngineError]:
         """See EngineClient.load_adapter; broadcast to every engine replica. A refusal is returned and not raised."""
@@ -217,12 +219,14 @@ class IngressReplica:
         if settings.models:
             await meet_in_time(self._sleepers[one.model_id] for one in settings.models if not one.may_sleep)
         else:  # without its engine there is nothing to serve
-            await self._first.learn(await self._first.engine.resolved_config.remote())
+            await self._first.learner.meet()
         self._loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(settings.hang_timeout_s)
         for model in self._models.values():
             model.gate.leave_out(partial(num_leaving_calls, model.deployment))
         on_change(self._use_new_engines)
+        on_news(self._meet_new_engines)
+        self._meet_new_engines()
         self._live = LiveRequests()
         self._recent_times = RecentTimes()
         self._tracer = make_tracer(settings.tracing, self._first.settings.model_id, self._replica_id)
@@ -247,6 +251,7 @@ class IngressReplica:
                 engine_load=partial(engine_load, model.deployment),
                 allow_lora_updates=model.settings.allow_lora_updates,
                 sleeper=self._sleepers.get(name),
+                ask_adapters=model.ask_adapters,
             )
             for name, model in self._models.items()
         ]
@@ -271,6 +276,11 @@ class IngressReplica:
         """Let waiting requests use an engine that joined; called on the router's thread."""
         for model in self._models.values():
             self._loop.call_soon_threadsafe(model.gate.refresh)
+
+    def _meet_new_engines(self) -> None:
+        """Let models learn from engines of their own settings; called on the router's thread."""
+        for model in self._models.values():
+            self._loop.call_soon_threadsafe(model.learner.look)
 
     def _model(self, name: str | None) -> OpenModel:
         return self._first if name is None else self._models[name]
@@ -339,10 +349,10 @@ def _sleepers(settings: AppSettings, models: Iterable[OpenModel], application: s
     maker = RoomMaker([Sleepy(one.engine, needs_of(one.settings), one.gate) for one in sleepy], RayCluster(application))
     return {
         (name := model.settings.model_id): EngineSleeper(
-            model.engine,
+            model.learner,
+            model.deployment,
             name,
             entries[name].wake_timeout_s,
-            model.learn,
             partial(maker.make_room, model.deployment) if model.settings.may_sleep else None,
         )
         for model in several

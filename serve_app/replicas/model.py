@@ -10,7 +10,6 @@ from functools import partial
 import ray
 from ray.serve.handle import DeploymentHandle
 
-from engine.config import ResolvedConfig
 from engine.protocol import AdapterRef
 from serve_app.adapters.names import AdapterNames
 from serve_app.admission.fleet_forecast import fleet_forecast
@@ -22,9 +21,11 @@ from serve_app.channel.roll_call import call_the_roll
 from serve_app.channel.token_receiver import TokenReceiver
 from serve_app.engines import versions
 from serve_app.engines.engine_count import num_engines
+from serve_app.engines.versions import EngineFacts
 from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.ingress_recorder import IngressRecorder
 from serve_app.metrics.store_counts import StoreCounts
+from serve_app.replicas.learner import Learner
 from serve_app.replicas.served_model import TextSide, served_model
 from serve_app.replicas.version import wanted_version
 from serve_app.settings.application import AppSettings
@@ -42,23 +43,38 @@ class OpenModel:
     gate: Gate
     names: AdapterNames
     recorder: IngressRecorder
+    learner: Learner
     roll_call: asyncio.Future[None]
 
     @property
     def deployment(self) -> str:
         return str(self.engine.deployment_name)
 
-    async def learn(self, resolved: ResolvedConfig) -> None:
-        """Take what an engine serves.
+    async def ask_adapters(self) -> None:
+        """Take the adapters that engines of these settings have.
 
         Raises:
             EngineError: an engine does not say which adapters it has.
-            ValueError: the settings do not fit the model.
         """
-        self.client.serves(resolved.max_request_tokens)
-        self.names.become(served_model(self.settings, self.text, resolved))
-        for adapter in await self.client.adapters() if resolved.max_loras else ():
+        for adapter in await self.client.adapters():
             self.names.put(adapter)
+
+
+async def learn(
+    facts: EngineFacts, settings: AppSettings, text: TextSide, client: HandleClient, names: AdapterNames
+) -> None:
+    """Take what an engine serves. One of earlier settings may have adapters that these do not name: they are not taken.
+
+    Raises:
+        EngineError: an engine does not say which adapters it has.
+        ValueError: the settings do not fit the model.
+    """
+    client.serves(facts.config.max_request_tokens)
+    names.become(served_model(settings, text, facts.config))
+    found = await client.adapters() if facts.config.max_loras else []
+    same = [one for one in facts.adapters if settings.lora_adapters.get(one.name) == one.path]
+    for adapter in found or same:
+        names.put(adapter)
 
 
 def open_model(
@@ -104,4 +120,5 @@ def open_model(
     )
     recorder = IngressRecorder(gate, counts, stored, deployment)
     roll_call = asyncio.ensure_future(call_the_roll(engine, receiver))
-    return OpenModel(settings, engine, text, client, gate, names, recorder, roll_call)
+    learner = Learner(engine, partial(learn, settings=settings, text=text, client=client, names=names))
+    return OpenModel(settings, engine, text, client, gate, names, recorder, learner, roll_call)

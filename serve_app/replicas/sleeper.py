@@ -5,24 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable
 
-from grpc.aio import AioRpcError
-from ray.exceptions import RayError
-from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle
-
-from engine.config import ResolvedConfig
 from serve_app.engines.engine_count import num_engines
 from serve_app.errors.api_error import ApiError, cannot_wake
+from serve_app.replicas.learner import FAILURES, Learner
 
 logger = logging.getLogger(__name__)
 
 START_S = 120.0
 """How long an ingress replica waits for first engines when it starts."""
-
-_FAILURES = (RayError, AioRpcError, DeploymentUnavailableError, RequestCancelledError)
 
 
 class EngineSleeper:
@@ -30,22 +22,25 @@ class EngineSleeper:
 
     def __init__(
         self,
-        engine: DeploymentHandle,
+        learner: Learner,
+        deployment: str,
         model_id: str,
         timeout_s: float,
-        learn: Callable[[ResolvedConfig], Awaitable[None]],
         make_room: Callable[[], Coroutine[None, None, None]] | None,
     ) -> None:
-        """`learn`: takes what the first engine serves. `make_room`: runs beside the wait, and is cancelled at its
-        end; None for a model that never sleeps, whose engine has only failed or not started yet."""
-        self._engine = engine
-        self._deployment = str(engine.deployment_name)
+        """`learner`: calls an engine, and takes what the first one serves. `deployment`: the engines'. `make_room`:
+        runs beside the wait, and is cancelled at its end; None for a model that never sleeps, whose engine has only
+        failed or not started yet."""
+        self._learner = learner
+        self._deployment = deployment
         self._model_id = model_id
         self._timeout_s = timeout_s
-        self._learn = learn
         self._make_room = make_room
         self._waking: asyncio.Task[None] | None = None
-        self.is_known = False
+
+    @property
+    def is_known(self) -> bool:
+        return self._learner.is_known
 
     async def wake(self) -> None:
         """Return once there is an engine.
@@ -64,18 +59,12 @@ class EngineSleeper:
     async def _wake(self) -> None:
         logger.info("%s is woken", self._model_id)
         rescue = None if self._make_room is None else asyncio.ensure_future(self._make_room())
-        call = self._engine.resolved_config.remote()
         try:
             async with asyncio.timeout(self._timeout_s):
-                resolved = await call
-                if not self.is_known:
-                    await self._learn(resolved)
-                    self.is_known = True
+                await self._learner.meet()
         except TimeoutError:
-            with suppress(Exception):  # it may have ended meanwhile, and how is of no interest
-                call.cancel()
             raise cannot_wake(self._model_id, self._timeout_s) from None
-        except _FAILURES as error:
+        except FAILURES as error:
             logger.warning("%s could not be woken: %s", self._model_id, error)
             why = "its engine could not be started, as the server's log says"
             raise cannot_wake(self._model_id, self._timeout_s, why) from error

@@ -3,10 +3,11 @@ Never chooses between models: `lanes` does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.protocol import ErrorCode, RequestRejected
 from serve_app.adapters.names import AdapterNames
 from serve_app.admission.gate import Gate
 from serve_app.api.generation.answer_readers import content_stops, thought_counter
@@ -48,6 +49,8 @@ class Lane:
     allow_lora_updates: bool = False
     sleeper: Sleeper | None = None
     """None if there is always an engine."""
+    ask_adapters: Callable[[], Awaitable[None]] | None = None
+    """Asks engines for their adapters again, and enters these in `names`."""
 
     @property
     def model(self) -> ServedModel:
@@ -66,6 +69,23 @@ class Lane:
         """Wait until there is an engine. Raises ApiError as `known`."""
         if self.sleeper is not None:
             await self.sleeper.wake()
+
+    async def with_adapter(self, asked: str) -> ServedModel:
+        """Return what answers to the name of an adapter of the config of which nothing is known but the path, because
+        the engines that were asked did not have it: others are asked.
+
+        Raises:
+            ApiError: as `known`.
+            EngineError: no engine has read the adapter yet.
+        """
+        await self.awake()
+        if self.ask_adapters is not None:
+            await self.ask_adapters()
+        found = self.names.served(asked)
+        if found.adapter is not None and not found.adapter.digest:
+            text = f"No engine has read the adapter {found.adapter.name} yet."
+            raise RequestRejected(ErrorCode.ADAPTER_UNAVAILABLE, text, "model")
+        return found
 
     def thoughts(self, request: ChatRequest, ready: Prepared) -> ThoughtCounter | None:
         """See thought_counter."""

@@ -8,6 +8,7 @@ import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ray.serve.exceptions import (
 
 from engine.multimodal_inputs import SpanInput
 from engine.protocol import (
+    AdapterRef,
     EngineError,
     ErrorCode,
     Event,
@@ -264,6 +266,25 @@ async def test_a_new_request_is_refused_while_all_engines_have_another_model_and
         await until(lambda: len(at.handle.calls) == 2)
         at.engine.gate.open()
         assert tokens(await task) == EXPECTED
+
+
+async def test_only_engines_of_the_own_settings_are_asked_for_adapters() -> None:
+    ours, earlier = AdapterRef("a", "/a", "01"), AdapterRef("a", "/a", "02")
+
+    async def results_async() -> list[tuple[str, list[AdapterRef]]]:
+        return [("new", [ours]), ("old", [earlier])]
+
+    handle: Any = SimpleNamespace(broadcast=lambda method: SimpleNamespace(results_async=results_async))
+    none: Any = None
+    client = HandleClient(engine=handle, ingress=none, receiver=none, migration=none)
+    assert await client.adapters() == [ours, earlier], "a process without settings of its own takes any"
+    versions.want(EngineVersion("m", "2"))
+    for name, number in (("old", "1"), ("new", "2")):
+        versions.tell(name, EngineVersion("m", number))
+    liveness.set_engines(frozenset({"old"}))
+    assert await client.adapters() == []
+    liveness.set_engines(frozenset({"old", "new"}))
+    assert await client.adapters() == [ours]
 
 
 LOST = [

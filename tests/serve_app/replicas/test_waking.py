@@ -13,17 +13,20 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from serve_app.admission.gate import Gate
-from serve_app.engines import engine_count
+from serve_app.engines import engine_count, versions
+from serve_app.engines.versions import EngineFacts, EngineVersion
 from serve_app.errors.api_error import ApiError
 from serve_app.replicas import room_maker
 from serve_app.replicas.cluster import is_without_place, lacking
+from serve_app.replicas.learner import Learner
 from serve_app.replicas.room_maker import RoomMaker, Sleepy, longest_idle
 from serve_app.replicas.sleeper import EngineSleeper
 from tests.support.conditions import until
+from tests.support.engines import resolved_config
 
 pytestmark = pytest.mark.anyio
 
-RESOLVED = SimpleNamespace(max_request_tokens=10)
+FACTS = EngineFacts("e", EngineVersion("model", "settings"), resolved_config())
 asleep: list[str] = []
 """The deployments that were asked to sleep, in that order."""
 
@@ -34,6 +37,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     known: dict[str, int] = {}
     asleep.clear()
     monkeypatch.setattr(engine_count, "_known", known)
+    monkeypatch.setattr(versions, "_deployments", {})
     monkeypatch.setattr(room_maker, "LOOK_S", 0.01)
     return known
 
@@ -60,7 +64,7 @@ class Engine:
         self.calls: list[Call] = []
         self.idle = idle
         self.asked_to_sleep = 0
-        self.resolved_config = SimpleNamespace(remote=self._remote)
+        self.facts = SimpleNamespace(remote=self._remote)
 
     def _remote(self) -> Call:
         self.calls.append(Call())
@@ -88,10 +92,11 @@ class Rig:
         self.learnt: list[Any] = []
         self.making_room = asyncio.Event()
         self.stopped = asyncio.Event()
-        self.sleeper: Any = EngineSleeper(self.engine, "a", timeout_s, self._learn, self._make_room)
+        self.learner = Learner(self.engine, self._learn)  # type: ignore[arg-type]
+        self.sleeper = EngineSleeper(self.learner, "Engine-a", "a", timeout_s, self._make_room)
 
-    async def _learn(self, resolved: Any) -> None:
-        self.learnt.append(resolved)
+    async def _learn(self, facts: EngineFacts) -> None:
+        self.learnt.append(facts)
 
     async def _make_room(self) -> None:
         self.making_room.set()
@@ -109,24 +114,25 @@ async def test_all_requests_wait_for_one_call_and_what_it_says_is_learnt_once() 
     waits = [asyncio.ensure_future(rig.sleeper.wake()) for _ in range(3)]
     await rig.making_room.wait()
     assert len(rig.engine.calls) == 1
-    rig.engine.calls[0].answer.set_result(RESOLVED)
+    rig.engine.calls[0].answer.set_result(FACTS)
     await asyncio.gather(*waits)
-    assert (rig.learnt, rig.sleeper.is_known) == ([RESOLVED], True)
+    assert (rig.learnt, rig.sleeper.is_known) == ([FACTS], True)
     await rig.stopped.wait()
 
 
 async def test_a_model_that_is_awake_is_not_asked() -> None:
     rig = Rig()
-    rig.sleeper.is_known = True
+    rig.learner.is_known = True
     engine_count.set_num_engines(1, "Engine-a")
     await rig.sleeper.wake()
     assert not rig.engine.calls
     engine_count.set_num_engines(0, "Engine-a")
     wait = asyncio.ensure_future(rig.sleeper.wake())
     await rig.making_room.wait()
-    rig.engine.calls[0].answer.set_result(RESOLVED)
+    rig.engine.calls[0].answer.set_result(FACTS)
     await wait
     assert rig.learnt == [], "it is known already"
+    assert versions.version_of("e", "Engine-a") == FACTS.version, "what it is counts for routing at once"
 
 
 async def test_a_client_that_leaves_does_not_end_the_wait_of_the_others() -> None:
@@ -136,7 +142,7 @@ async def test_a_client_that_leaves_does_not_end_the_wait_of_the_others() -> Non
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert not rig.stopped.is_set()
-    rig.engine.calls[0].answer.set_result(RESOLVED)
+    rig.engine.calls[0].answer.set_result(FACTS)
     await second
 
 

@@ -444,6 +444,36 @@ async def test_only_the_model_whose_adapters_may_change_changes_them(tmp_path: P
     assert (await server.post("/v1/load_lora_adapter", body | {"model": "second"})).status == 200
 
 
+# --- an adapter that no engine has read yet --------------------------------------------------------------------------
+
+
+async def test_an_adapter_of_which_only_the_path_is_known_is_asked_for_and_never_sent(tmp_path: Path) -> None:
+    """Regression: after a roll-out that added it, requests had a digest that no file has, for good."""
+    server, known = Server(tmp_path), AdapterRef("tax", "/tax", "0a" * 16)
+    server.names[0].put(replace(known, digest=""))
+    answers: list[AdapterRef | EngineError | None] = [None, EngineError(ErrorCode.ENGINE_DEAD, "gone"), known]
+
+    async def ask_adapters() -> None:
+        match answers.pop(0):
+            case AdapterRef() as told:
+                server.names[0].put(told)
+            case EngineError() as error:
+                raise error
+
+    lanes = [replace(server.lanes[0], ask_adapters=ask_adapters), server.lanes[1]]
+    server.app = create_app_of(lanes)
+    body = PROMPT | {"model": "tax"}
+    refused = await server.post("/v1/completions", body)
+    assert (refused.status, refused.error["code"]) == (503, "adapter_unavailable")
+    assert "No engine has read the adapter tax yet" in refused.error["message"]
+    assert (await server.post("/v1/completions", body)).status == 503
+    assert server.asked == [0, 0]
+    assert (await server.post("/v1/completions", body)).status == 200
+    assert (await server.post("/v1/completions", body)).status == 200
+    assert [submission.adapter for submission in server.clients[0].submissions] == [known, known]
+    assert not answers, "it is not asked for again"
+
+
 # --- a model that sleeps --------------------------------------------------------------------------------------------
 
 
