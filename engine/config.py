@@ -927,8 +927,6 @@ class ResolvedConfig:
     """Maximum tokens of a step's decode rows together, if any carries drafts; None means what all seats could carry."""
     inputs: tuple[InputKind, ...] = ()
     """The kinds of inputs that the model takes besides text."""
-    headless: bool = False
-    """Whether the model has no LM head: then prompts can be pooled, and nothing is answered."""
     max_encoder_tokens: int = 512
     encoder_cache_tokens: int = 0
     """Tokens of inputs whose embeddings fit into encoder_cache_memory_gib."""
@@ -943,6 +941,8 @@ class ResolvedConfig:
     """How many ranks have requests, seats and KV of their own; the numbers here are of one of them."""
     reasons: dict[str, str] = field(default_factory=dict)
     """Setting -> why it has its value, one sentence each; logged at start."""
+    headless: bool = False
+    """Whether the model has no LM head: then prompts can be pooled, and nothing is answered."""
 
     @classmethod
     def of(

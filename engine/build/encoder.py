@@ -86,5 +86,5 @@ def with_inputs(model_dir: Path, model: ModelConfig, config: EngineConfig, resol
     reason = f"{kind.max_tokens} tokens, limited by {why}" if kind.max_tokens < trained else "as the checkpoint says"
     reasons = resolved.reasons | {"largest image": f"{reason}; larger ones are scaled down"}
     if image_processor(model_dir)[0] is None:
-        reasons["images"] = "prepared as for the published models: the checkpoint has no preprocessor_config.json"
+        reasons["images"] = "prepared as for the published models: the checkpoint describes no image processor"
     return replace(resolved, inputs=(kind,), encoder_cache_tokens=kept, reasons=reasons)

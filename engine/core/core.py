@@ -518,6 +518,7 @@ class EngineCore:
             raise
         except Exception as error:
             logger.exception("step %d failed, %d rows", launched.step.step_id, len(launched.step.rows))
+            self._read_back_at = time.perf_counter()
             return error
         if isinstance(output, StepOutput):
             self._num_steps += 1

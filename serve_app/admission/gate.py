@@ -94,7 +94,9 @@ class Gate:
     def check_open(self) -> None:
         """Raise RequestRejected if the deployment drains."""
         if self._draining:
-            raise RequestRejected(ErrorCode.DRAINING, "The deployment is draining and takes no new requests.")
+            raise RequestRejected(
+                ErrorCode.DRAINING, "This replica of the server is draining and takes no new requests."
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -142,7 +144,7 @@ class Gate:
     @property
     def max_requests(self) -> int | None:
         """The most requests that are let in now; None means no limit."""
-        own = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
+        own = self._own_limit()
         shared = None if self._place is None else self._place.requests()
         return min((limit for limit in (own, shared and shared[0]) if limit is not None), default=None)
 
@@ -197,7 +199,8 @@ class Gate:
                     await self._empty.wait()
         num_late = self._all.requests.amount
         for ticket in [ticket for queue in self._queues.values() for ticket in queue]:
-            ticket.refuse(RequestRejected(ErrorCode.DRAINING, "The deployment is draining; this request did not run."))
+            text = "This replica of the server is draining; this request did not run."
+            ticket.refuse(RequestRejected(ErrorCode.DRAINING, text))
         return num_late
 
     # --- limits -----------------------------------------------------------------------------------------------------
@@ -212,8 +215,16 @@ class Gate:
     def _num_engines(self) -> int:
         return max(1, self._known_engines() or 0)
 
-    def _check_requests(self) -> None:
+    def _own_limit(self) -> int | None:
+        """Return the most requests of this model. If the engines' number says it, those on engines that leave are
+        beside it."""
         limit = self._policy.of_deployment(self._num_engines()).max_concurrent_requests
+        if limit is None or self._policy.deployment.max_concurrent_requests is not None:
+            return limit
+        return limit + self._num_leaving() if self._all.requests.amount >= limit else limit
+
+    def _check_requests(self) -> None:
+        limit = self._own_limit()
         if limit is not None and (excess := _excess(self._all.requests, 1, limit)):
             raise overloaded("requests", limit, self._wait_s(self._all.requests.wait_s(excess)))
         shared = None if self._place is None else self._place.requests()

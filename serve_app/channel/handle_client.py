@@ -352,4 +352,4 @@ async def _broadcast(
 
 
 def _late() -> EngineError:
-    return EngineError(ErrorCode.DRAINING, "The server is shutting down; the answer is incomplete.")
+    return EngineError(ErrorCode.DRAINING, "This replica of the server is stopping; the answer is incomplete.")

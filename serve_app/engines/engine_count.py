@@ -17,14 +17,15 @@ def num_engines(deployment: str = ENGINE) -> int | None:
     return _known.get(deployment)
 
 
-def set_num_engines(count: int, deployment: str = ENGINE) -> None:
-    """Set the number; called by the router, on its thread."""
-    changed = count != _known.get(deployment)
+def set_num_engines(count: int, deployment: str = ENGINE, *, joined: bool = False) -> None:
+    """Set the number; called by the router, on its thread. `joined`: one of them is new, whatever the number."""
+    changed = joined or count != _known.get(deployment)
     _known[deployment] = count
     for listener in _listeners if changed else ():
         listener()
 
 
 def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` after each change of a number, on the router's thread. It must not block."""
+    """Call `listener` after each change of a number, and when an engine has joined, on the router's thread. It must not
+    block."""
     _listeners.append(listener)

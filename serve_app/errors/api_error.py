@@ -86,7 +86,7 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.INVALID_PARAMETER: _Rule(400, INVALID_REQUEST, "invalid_value"),
     ErrorCode.QUEUE_FULL: _Rule(503, "server_overloaded", "queue_full", retry=True),
     ErrorCode.DRAINING: _Rule(
-        503, "service_unavailable", "draining", None, "This server is shutting down.", retry=True
+        503, "service_unavailable", "draining", None, "This replica of the server is stopping.", retry=True
     ),
     # 504 and not 408, which clients retry: a second attempt would be just as late.
     ErrorCode.DEADLINE_EXCEEDED: _Rule(504, "timeout", "deadline_exceeded", {"x-should-retry": "false"}),

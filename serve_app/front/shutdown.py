@@ -34,7 +34,7 @@ def drain_and_shutdown(say: Say) -> None:
 def drain_and_delete(names: Sequence[str], say: Say) -> None:
     """Drain and delete only these applications; the others on their cluster continue."""
     signal.alarm(0)  # as above
-    say(f"Deleting {', '.join(names)}: letting running requests finish.")
+    say(f"Deleting {', '.join(names)}: letting running requests finish. Signal again to stop at once.")
     applications = serve.status().applications
     for name, ended in _drained({name: applications[name] for name in names if name in applications}, say):
         _report(name, ended or 0, say)

@@ -329,6 +329,8 @@ class IngressReplica:
         num_late = await asyncio.gather(*(model.gate.drain(timeout_s) for model in self._models.values()))
         for model in self._models.values():
             model.client.end()
+        for sleeper in self._sleepers.values():
+            sleeper.end()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.flush)
         return sum(num_late)

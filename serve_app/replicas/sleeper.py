@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 
+from engine.protocol import ErrorCode, RequestRejected
 from serve_app.engines.engine_count import num_engines
 from serve_app.errors.api_error import ApiError, cannot_wake
 from serve_app.replicas.learner import FAILURES, Learner
@@ -37,6 +38,7 @@ class EngineSleeper:
         self._timeout_s = timeout_s
         self._make_room = make_room
         self._waking: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
 
     @property
     def is_known(self) -> bool:
@@ -47,14 +49,27 @@ class EngineSleeper:
 
         Raises:
             ApiError: 503, there is none in time.
+            RequestRejected: `end` was called.
         """
         if self.is_known and num_engines(self._deployment):
             return
         if self._waking is None or self._waking.done():
             self._waking = asyncio.ensure_future(self._wake())
             self._waking.add_done_callback(_retrieve)
-        # Shielded: a client that leaves does not end the wait of the others.
-        await asyncio.shield(self._waking)
+        ended = asyncio.ensure_future(self._ended.wait())
+        try:  # a client that leaves does not end the wait of the others
+            await asyncio.wait((self._waking, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        if not self._waking.done():
+            raise RequestRejected(
+                ErrorCode.DRAINING, "This replica of the server is draining; this request did not run."
+            )
+        await self._waking
+
+    def end(self) -> None:
+        """End all waits, now and later."""
+        self._ended.set()
 
     async def _wake(self) -> None:
         logger.info("%s is woken", self._model_id)

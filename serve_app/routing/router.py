@@ -93,8 +93,10 @@ class EngineRouter(RequestRouter):  # type: ignore[misc]
         self._ours = {key: one for key, one in self._replicas.items() if key.unique_id not in self._foreign}
 
     def _publish_fleet(self) -> None:
-        liveness.set_engines(frozenset(replica_id.unique_id for replica_id in self.curr_replicas), self._name)
-        set_num_engines(len(self.curr_replicas), self._name)
+        engines = frozenset(replica_id.unique_id for replica_id in self.curr_replicas)
+        joined = bool(engines - liveness.engines(self._name))
+        liveness.set_engines(engines, self._name)
+        set_num_engines(len(engines), self._name, joined=joined)
         set_engine_load(self._fleet.engine_load(), self._name)
         forecasts = self._fleet.forecasts()
         forecast = FleetForecast(forecasts, self._chooser.most_cached) if forecasts else None

@@ -20,7 +20,7 @@ from serve_app.engines import liveness
 from serve_app.errors.api_error import ApiError
 from serve_app.settings.admission import AdmissionSettings
 from serve_app.settings.application import AppSettings
-from serve_app.settings.limits import GatePolicy, Limits, Tenant
+from serve_app.settings.limits import UNLIMITED, GatePolicy, Limits, Tenant
 from tests.serve_app.harness import (
     PROMPT,
     TIMEOUT_S,
@@ -128,6 +128,28 @@ async def test_what_runs_on_an_engine_that_leaves_keeps_no_place_of_the_others(
     liveness.close_call(0)
     await quiet()
     assert [guest.inside for guest in guests] == [False, True, True, False, False], "a gets nothing more"
+    await end(*guests)
+
+
+@pytest.mark.parametrize(("deployment", "refused"), [(UNLIMITED, False), (Limits(max_concurrent_requests=2), True)])
+async def test_requests_on_an_engine_that_leaves_count_only_to_the_limit_of_the_config(
+    deployment: Limits, refused: bool
+) -> None:
+    """A new engine's first requests were refused while the old one had streams."""
+    gate = Gate(at_most(2, concurrent_per_engine=2, deployment=deployment), lambda: 1)
+    gate.leave_out(lambda: 2)
+    guests = [Guest(gate) for _ in range(2)]
+    await quiet()
+    assert gate.max_requests == (2 if refused else 4)
+    if refused:
+        with pytest.raises(ApiError):
+            gate.enter()
+    else:
+        guests += [Guest(gate) for _ in range(2)]
+        await quiet()
+        with pytest.raises(ApiError):
+            gate.enter()
+    assert all(guest.inside for guest in guests)
     await end(*guests)
 
 

@@ -487,7 +487,7 @@ async def test_streams_that_are_ended_give_what_they_have_and_then_say_why() -> 
         await until(lambda: all(len(tokens(events)) >= 3 for events in got))
         at.client.end()
         for task in tasks:
-            with pytest.raises(EngineError, match="shutting down") as caught:
+            with pytest.raises(EngineError, match="is stopping") as caught:
                 await task
             assert caught.value.code is ErrorCode.DRAINING
         assert [tokens(events) for events in got] == [EXPECTED[: len(tokens(events))] for events in got]
@@ -512,7 +512,7 @@ async def test_a_stream_that_looks_for_a_replica_at_the_end_ends_with_it(monkeyp
         task = asyncio.ensure_future(collect(at.stream()))
         await until(lambda: at.handle.calls and not at.client._attempts)
         at.client.end()
-        with pytest.raises(EngineError, match="shutting down"):
+        with pytest.raises(EngineError, match="is stopping"):
             await task
         assert len(at.handle.calls) == 1
         await at.nothing_left()

@@ -35,7 +35,7 @@ def ingress(*gates: Gate) -> tuple[IngressReplica, list[Client]]:
         str(i): SimpleNamespace(gate=gate, client=client)
         for i, (gate, client) in enumerate(zip(gates, clients, strict=True))
     }
-    vars(replica).update(_models=models, _tracer=None)
+    vars(replica).update(_models=models, _sleepers={}, _tracer=None)
     return replica, clients
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from engine.protocol import ErrorCode, RequestRejected
 from serve_app.admission.gate import Gate
 from serve_app.engines import engine_count, versions
 from serve_app.engines.versions import EngineFacts, EngineVersion
@@ -133,6 +134,20 @@ async def test_a_model_that_is_awake_is_not_asked() -> None:
     await wait
     assert rig.learnt == [], "it is known already"
     assert versions.version_of("e", "Engine-a") == FACTS.version, "what it is counts for routing at once"
+
+
+async def test_a_stop_ends_the_wait_and_each_later_one() -> None:
+    """Serve kills the replica long before `wake_timeout_s` is over: the connection was cut."""
+    rig = Rig()
+    wait = asyncio.ensure_future(rig.sleeper.wake())
+    await rig.making_room.wait()
+    rig.sleeper.end()
+    for one in (wait, rig.sleeper.wake()):
+        with pytest.raises(RequestRejected, match="is draining") as caught:
+            await one
+        assert caught.value.code is ErrorCode.DRAINING
+    rig.engine.calls[0].answer.set_result(FACTS)
+    await rig.stopped.wait()
 
 
 async def test_a_client_that_leaves_does_not_end_the_wait_of_the_others() -> None:

@@ -470,6 +470,18 @@ async def test_the_number_of_engines_is_unknown_until_serve_tells_it() -> None:
     assert num_engines() == 0
 
 
+async def test_waiting_requests_are_told_of_an_engine_that_comes_as_another_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The number is the same, and the place that is free is another one."""
+    told: list[int | None] = []
+    monkeypatch.setattr(engine_count, "_listeners", [lambda: told.append(num_engines())])
+    router = make_router()
+    for names in ("ab", "ab", "bc", "c", "c"):
+        router.update_replicas([FakeReplica(name) for name in names])
+    assert told == [2, 2, 1]
+
+
 async def test_the_routers_of_several_deployments_keep_what_they_know_apart() -> None:
     """A process that calls several models' engines has a router for each. Calls are numbered by each channel's end, so
     that two of them have the same number."""
