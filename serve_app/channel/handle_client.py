@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from grpc.aio import AioRpcError
@@ -27,7 +28,7 @@ from engine.protocol import (
 from serve_app.channel.frames import MalformedFrame, decode_frame, unpack_times
 from serve_app.channel.migration import Attempt, Migration
 from serve_app.channel.token_receiver import TokenReceiver, TokenStream
-from serve_app.engines import versions
+from serve_app.engines import liveness, versions
 from serve_app.engines.engine_call import EngineCall
 from serve_app.engines.engine_client import StreamRecord
 from serve_app.engines.engine_count import num_engines
@@ -46,6 +47,8 @@ MOST_BY_VALUE = 2 * 2**20
 including the rest of the call."""
 _TOKEN_BYTES = 5
 """The most that a token id takes when it is pickled."""
+LOOK_S = 0.1
+"""How often a broken-off answer looks for an engine that may continue it."""
 LOAD_TIMEOUT_S = 60.0
 """How long the engines may take to load an adapter."""
 STOP_GRACE_S = 1.0
@@ -100,14 +103,27 @@ class HandleClient:
         record = record or StreamRecord()
         most = self._migration.max_migrations
 
+        files: str | None = None  # those of the engine that began the answer
+
         def start(rest: Submission, avoid: tuple[str, ...]) -> Attempt:
+            nonlocal files
             if not record.moves and versions.is_replaced(self._deployment):
                 raise EngineError(ErrorCode.ENGINE_DEAD, "The model is being replaced: all engines have the new one.")
-            begun_at = None if not avoid else versions.version_of(avoid[0], self._deployment)
-            files = "" if begun_at is None else begun_at.files
-            return self._start(rest, session, avoid, record, files=files, may_move=len(record.moves) < most)
+            if self._ended:
+                raise _late()
+            begin = partial(self._start, rest, session, avoid, record, may_move=len(record.moves) < most)
+            has_begun = rest.num_answer_tokens or rest.sampling.prompt_logprobs != submission.sampling.prompt_logprobs
+            if files is None and has_begun and avoid:
+                begun_at = versions.version_of(avoid[-1], self._deployment)
+                files = "" if begun_at is None else begun_at.files
+            return _PatientAttempt(partial(self._may_go_on, files), partial(begin, files=files)) if files else begin()
 
         return self._migration.stream(submission, start, record)
+
+    def _may_go_on(self, files: str) -> bool:
+        """Whether to make the call that an engine with these files may take. Of a model that sleeps, it starts one."""
+        nobody = self._may_sleep and not liveness.engines(self._deployment)
+        return self._ended or nobody or versions.has_files(files, self._deployment)
 
     def serves(self, max_model_len: int) -> None:
         """Take the limit of a request's prompt and answer together, in tokens."""
@@ -182,7 +198,11 @@ class HandleClient:
     async def load_adapter(self, name: str, path: str) -> AdapterRef:
         if self._has_no_engine():
             await self._wake()
-        before = next((known for known in await self.adapters() if known.name == name), None)
+        # Also engines of earlier settings get it back.
+        answers = sorted(
+            await self._ask_engines("adapters"), key=lambda one: not versions.is_own(one[0], self._deployment)
+        )
+        before = next((known for _, adapters in answers for known in adapters if known.name == name), None)
         try:
             loaded = await _broadcast(self._engine, "load_adapter", name, path, timeout_s=LOAD_TIMEOUT_S)
             adapter = same_adapter(dict(loaded))
@@ -236,6 +256,32 @@ class HandleClient:
         self._ended = True
         for attempt in self._attempts:
             attempt.fail(_late())
+
+
+class _PatientAttempt:
+    """Makes its call once an engine may take it. Serve's router works on twice as many calls as it knows engines, and
+    one that no engine may take would hold up all others there."""
+
+    def __init__(self, may_begin: Callable[[], bool], begin: Callable[[], Attempt]) -> None:
+        self._may_begin = may_begin
+        self._begin = begin
+        self._begun: Attempt | None = None
+
+    @property
+    def replica_id(self) -> str | None:
+        return None if self._begun is None else self._begun.replica_id
+
+    async def take(self) -> list[Event]:
+        while self._begun is None:
+            if self._may_begin():
+                self._begun = self._begin()
+            else:
+                await asyncio.sleep(LOOK_S)
+        return await self._begun.take()
+
+    def close(self, *, complete: bool = False) -> None:
+        if self._begun is not None:
+            self._begun.close(complete=complete)
 
 
 class _HandleAttempt:

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import zmq.asyncio
@@ -27,7 +27,7 @@ from serve_app.channel.frames import (
 )
 from serve_app.channel.silence import LOOK_S, Silence
 from serve_app.channel.sockets import listen, send_now
-from serve_app.engines import liveness
+from serve_app.engines import liveness, versions
 from serve_app.errors.api_error import ApiError
 from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.settings.engine_names import ENGINE
@@ -274,10 +274,14 @@ class TokenReceiver:
         if silent != before:
             _log_changes(silent - before, before - silent)
             liveness.set_silent_engines(silent, self._deployment)
-        if silent and liveness.engines(self._deployment) - silent:  # otherwise streams can only wait
-            for stream in list(self._streams.values()):
-                if stream.may_move and stream.engine in silent:
-                    stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The engine replica is silent."))
+        heard = liveness.engines(self._deployment) - silent
+        for stream in list(self._streams.values()) if silent else ():
+            if stream.may_move and stream.engine in silent and self._may_continue(stream.engine, heard):
+                stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The engine replica is silent."))
+
+    def _may_continue(self, engine: str, others: Iterable[str]) -> bool:
+        """Whether a stream of an engine may go on at one of the others. If not, it can only wait."""
+        return any(versions.may_continue(engine, other, self._deployment) for other in others)
 
 
 def _log_changes(fallen_silent: frozenset[str], back: frozenset[str]) -> None:

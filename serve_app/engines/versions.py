@@ -124,6 +124,18 @@ def set_replaced(replaced: bool, deployment: str = ENGINE) -> None:
     _known(deployment).is_replaced = replaced
 
 
+def may_continue(begun_at: str, engine_id: str, deployment: str = ENGINE) -> bool:
+    """Whether an answer that one engine began may continue on the other: both have the same files."""
+    begun, other = version_of(begun_at, deployment), version_of(engine_id, deployment)
+    return begun is None or (other is not None and other.files == begun.files)
+
+
+def has_files(files: str, deployment: str = ENGINE) -> bool:
+    """Whether there is an engine now whose model has these files."""
+    told = (version_of(engine_id, deployment) for engine_id in liveness.engines(deployment))
+    return any(version is not None and version.files == files for version in told)
+
+
 def on_news(listener: Callable[[], None]) -> None:
     """Call `listener` when the router has taken news, on its thread. It must not block."""
     _listeners.append(listener)

@@ -208,4 +208,4 @@ def _lines_of_engine(application: Application, deployment: str) -> list[str]:
 
     engine = serve.get_deployment_handle(deployment, application.name)
     engine._init(_run_router_in_separate_loop=True)  # here is no event loop for RUN_ROUTER_IN_SEPARATE_LOOP=0
-    return engine_lines(application, engine.resolved_config.remote().result(timeout_s=_ENGINE_ANSWER_S))
+    return engine_lines(application, engine.facts.remote().result(timeout_s=_ENGINE_ANSWER_S).config)

@@ -83,7 +83,7 @@ class EngineReplica:
         config = self._engine.config
         self._signals = EngineSignals.of(settings.signals, config)
         files = await asyncio.to_thread(files_digest, settings)
-        self._version = replace(wanted_version(settings), files=files)
+        self._version = replace(wanted_version(settings, num_sharing), files=files)
         self._routing = RoutingReporter(
             self._engine,
             settings.routing.published_blocks,
@@ -210,7 +210,14 @@ class IngressReplica:
         room = Room(settings.room_policy) if settings.models else None
         self._models = {
             model.model_id: open_model(
-                model, text, engine, others, policy, room, stored if model is alone[0] else StoreCounts()
+                model,
+                text,
+                engine,
+                others,
+                policy,
+                room,
+                stored if model is alone[0] else StoreCounts(),
+                settings.total_engines,
             )
             for model, text, engine, policy in zip(alone, texts, engines, settings.gate_policies, strict=True)
         }

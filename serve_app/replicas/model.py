@@ -85,11 +85,13 @@ def open_model(
     policy: GatePolicy,
     room: Room | None,
     stored: StoreCounts,
+    num_sharing: int,
 ) -> OpenModel:
     """Open a model of which no engine has told anything yet. `engine`, `ingress`: the handles of its engines and of
-    this deployment. `room`: what several models share; None if this one is alone."""
+    this deployment. `room`: what several models share; None if this one is alone. `num_sharing`: the most engines of
+    all models."""
     counts, deployment = ChannelCounts(), str(engine.deployment_name)
-    versions.want(wanted_version(settings), deployment)
+    versions.want(wanted_version(settings, num_sharing), deployment)
     receiver = TokenReceiver(
         ray.util.get_node_ip_address(),
         settings.max_unread_tokens,

@@ -20,13 +20,15 @@ _SCRIPT = ("reply", "recurrent_state", "images")
 """The same of the fake executor."""
 
 
-def wanted_version(settings: AppSettings) -> EngineVersion:
-    """Return what the settings of one model say of its engines; their `files` stay open."""
+def wanted_version(settings: AppSettings, num_sharing: int) -> EngineVersion:
+    """Return what the settings of one model say of its engines; their `files` stay open. `num_sharing`: the most
+    engines of all models, by which they divide a machine's memory and threads."""
     engine = settings.replica_engine
     numbers = [getattr(engine, name) for name in _NUMBERS]
     script = [getattr(engine.fake, name) for name in _SCRIPT]
     model = _digest(settings.model, *numbers, *script)
-    return EngineVersion(model, _digest(settings.model, engine, sorted(settings.lora_adapters.items())))
+    place = (num_sharing, sorted(settings.engine_resources.items()))
+    return EngineVersion(model, _digest(settings.model, engine, sorted(settings.lora_adapters.items()), place))
 
 
 def files_digest(settings: AppSettings) -> str:

@@ -241,16 +241,74 @@ async def test_a_call_carries_the_session_and_the_replicas_to_keep_away_from() -
 async def test_an_answer_that_began_with_other_files_says_so_in_its_next_call() -> None:
     """The engine that began it is gone, and with it what the router knows of it."""
     versions.tell("replica-1", EngineVersion("m", "s", "files"))
+    versions.tell("replica-2", EngineVersion("m", "s", "others"))
+    liveness.set_engines(frozenset({"replica-2"}))
     async with ingress(gated=True) as at:
         task = asyncio.ensure_future(collect(at.stream()))
         await at.engine.submitted(1)
         at.engine.gate.let(3)
         await until(lambda: any(attempt.replica_id for attempt in at.client._attempts))
         at.handle.responses[0].task.cancel()
+        await until(lambda: not at.client._attempts)
+        await asyncio.sleep(2 * handle_client.LOOK_S)
+        assert len(at.handle.calls) == 1, (
+            "Serve's router has no call that it can place nowhere: others would wait there"
+        )
+        versions.tell("replica-3", EngineVersion("m", "t", "files"))
+        liveness.set_engines(frozenset({"replica-2", "replica-3"}))
         await until(lambda: len(at.handle.calls) == 2)
         at.engine.gate.open()
         await task
         assert [call.files for call in at.handle.calls] == ["", "files"]
+
+
+async def test_a_request_without_a_token_yet_may_go_to_an_engine_with_other_files() -> None:
+    versions.tell("replica-1", EngineVersion("m", "s", "files"))
+    async with ingress(gated=True) as at:
+        task = asyncio.ensure_future(collect(at.stream()))
+        await at.engine.submitted(1)
+        at.handle.responses[0].task.cancel()
+        await until(lambda: len(at.handle.calls) == 2)
+        at.engine.gate.open()
+        assert tokens(await task) == EXPECTED
+        assert [call.files for call in at.handle.calls] == ["", ""]
+
+
+async def test_a_stop_ends_an_answer_that_looks_for_an_engine_to_go_on() -> None:
+    versions.tell("replica-1", EngineVersion("m", "s", "files"))
+    async with ingress(gated=True) as at:
+        task = asyncio.ensure_future(collect(at.stream()))
+        await at.engine.submitted(1)
+        at.engine.gate.let(3)
+        await until(lambda: any(attempt.replica_id for attempt in at.client._attempts))
+        at.handle.responses[0].task.cancel()
+        await until(lambda: not at.client._attempts)
+        at.client.end()
+        with pytest.raises(EngineError, match="is stopping"):
+            await task
+
+
+async def test_a_load_that_is_refused_gives_engines_of_earlier_settings_their_adapter_back() -> None:
+    restored: list[AdapterRef | None] = []
+    before = AdapterRef("a", "/a", "01")
+
+    def broadcast(method: str, *arguments: Any) -> Any:
+        async def results_async() -> list[Any]:
+            if method == "load_adapter":
+                raise EngineError(ErrorCode.ENGINE_DEAD, "no answer")
+            restored.extend(arguments[1:])
+            return [("old", [before])]
+
+        return SimpleNamespace(results_async=results_async)
+
+    handle: Any = SimpleNamespace(broadcast=broadcast)
+    none: Any = None
+    client = HandleClient(engine=handle, ingress=none, receiver=none, migration=none)
+    versions.want(EngineVersion("m", "2"))
+    versions.tell("old", EngineVersion("m", "1"))
+    with pytest.raises(EngineError):
+        await client.load_adapter("a", "/a")
+    assert restored == [before]
 
 
 async def test_a_new_request_is_refused_while_all_engines_have_another_model_and_a_running_one_looks_on() -> None:

@@ -4,6 +4,7 @@ what it prints, what is fatal, and what is then taken down."""
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from ray.exceptions import RayError
 from ray.serve import scripts
 
 from loadtest.server import ROOT
+from serve_app.engines.versions import EngineFacts, EngineVersion
 from serve_app.front import cli, shutdown
 from serve_app.front import run as running
 from serve_app.front.arguments import Arguments
@@ -30,6 +32,8 @@ from serve_app.front.output import OutputLost
 from serve_app.front.preflight import read_applications
 from serve_app.front.run import Launch
 from serve_app.front.start import StartFailed, in_a_line
+from serve_app.replicas.deployment import EngineReplica
+from tests.support.engines import resolved_config
 
 ARGS = {"engine": {"executor": "fake"}}
 THEIRS = {"name": "theirs", "route_prefix": "/t", "import_path": "their.app:build"}
@@ -163,6 +167,23 @@ def test_a_signal_leaves_the_others_of_a_joined_cluster(
     monkeypatch.setattr(running.signal, "pause", lambda: raising(SystemExit(signal.SIGINT)))
     running.run(launch(tmp_path, own_cluster=False), [], Said())
     assert cluster.done == ["delete ours", "delete theirs"]
+
+
+def test_an_engine_is_asked_by_a_method_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines were a warning once the method had another name."""
+    facts = EngineFacts("e", EngineVersion("m", "s"), resolved_config(max_model_len=777))
+
+    class Handle:
+        def _init(self, **options: object) -> None:
+            """Serve's own; see `_lines_of_engine`."""
+
+        def __getattr__(self, name: str) -> Any:
+            assert inspect.signature(getattr(EngineReplica, name)).return_annotation == "EngineFacts"
+            return SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda timeout_s: facts))
+
+    monkeypatch.setattr("ray.serve.get_deployment_handle", lambda deployment, application: Handle())
+    application, *_ = launch(tmp_path, own_cluster=True).applications
+    assert "777" in "\n".join(running._lines_of_engine(application, "Engine"))
 
 
 def test_an_engine_that_does_not_say_what_it_chose_is_a_warning(

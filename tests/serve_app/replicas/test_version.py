@@ -39,7 +39,7 @@ def changed(settings: dict[str, Any]) -> AppSettings:
     ids=str,
 )
 def test_what_computes_the_answer_makes_another_model(settings: dict[str, Any]) -> None:
-    before, after = wanted_version(changed({})), wanted_version(changed(settings))
+    before, after = wanted_version(changed({}), 2), wanted_version(changed(settings), 2)
     assert before.model != after.model
     assert before.settings != after.settings
 
@@ -54,30 +54,38 @@ def test_what_computes_the_answer_makes_another_model(settings: dict[str, Any]) 
         {"lora_adapters": {"a": "/b"}},
         {"lora_adapters": {}},
         {"engine_num_gpus": 1},
+        {"engine_num_cpus": 3},
     ],
     ids=str,
 )
 def test_other_settings_of_engines_make_another_version_of_the_same_model(settings: dict[str, Any]) -> None:
-    before, after = wanted_version(changed({})), wanted_version(changed(settings))
+    before, after = wanted_version(changed({}), 2), wanted_version(changed(settings), 2)
     assert before.model == after.model
     assert before.settings != after.settings
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"ingress_replicas": 3}, {"engine_replicas": 3}, {"served_model_name": "x"}, {"drain_timeout_s": 3}],
+    [{"ingress_replicas": 3}, {"served_model_name": "x"}, {"drain_timeout_s": 3}],
     ids=str,
 )
 def test_settings_that_no_engine_is_built_from_change_nothing(settings: dict[str, Any]) -> None:
-    assert wanted_version(changed({})) == wanted_version(changed(settings))
+    assert wanted_version(changed({}), 2) == wanted_version(changed(settings), 2)
+
+
+def test_the_number_of_engines_that_divide_a_machine_makes_another_version_of_the_same_model() -> None:
+    """They have other memory, and so other limits."""
+    two, three = (wanted_version(changed({}), number) for number in (2, 3))
+    assert two.model == three.model
+    assert two.settings != three.settings
 
 
 def test_each_replica_computes_the_same_from_its_own_copy_of_the_settings() -> None:
     settings = changed({})
-    assert wanted_version(pickle.loads(pickle.dumps(settings))) == wanted_version(settings)
+    assert wanted_version(pickle.loads(pickle.dumps(settings)), 2) == wanted_version(settings, 2)
     entry = {name: BEFORE[name] for name in ("model", "engine", "lora_adapters")}
     (alone,) = AppSettings.model_validate({"models": [entry]}).each_model()
-    assert wanted_version(alone) == wanted_version(settings)
+    assert wanted_version(alone, 2) == wanted_version(settings, 2)
 
 
 def test_a_model_whose_files_were_replaced_in_place_has_other_files(tmp_path: Path) -> None:
