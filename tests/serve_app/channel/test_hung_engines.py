@@ -21,8 +21,9 @@ from serve_app.channel.migration import Migration
 from serve_app.channel.roll_call import call_the_roll
 from serve_app.channel.silence import LOOK_S
 from serve_app.channel.token_receiver import TokenReceiver
-from serve_app.engines import liveness
+from serve_app.engines import liveness, versions
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
+from serve_app.engines.versions import EngineVersion
 from tests.serve_app.channel.rig import HOST, LONG, Relay, Rig, lose_ten_steps, relay_to, rig, spied_aborts
 from tests.support.conditions import until
 from tests.support.engines import answer_alone
@@ -185,6 +186,22 @@ async def test_a_call_that_its_engine_never_heard_of_fails_too() -> None:
             await stream.take()
         receiver.close(stream)
         assert not liveness.engines_with_calls()
+
+
+@pytest.mark.parametrize(("files", "ended"), [("f", True), ("g", False)])
+async def test_a_stream_of_a_silent_engine_moves_only_if_another_has_the_same_files(
+    files: str, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "_deployments", {})
+    versions.tell(FIRST, EngineVersion("m", "s", "f"))
+    versions.tell(SECOND, EngineVersion("m", "s", files))
+    async with rig() as engine:
+        receiver = receiver_of(engine)
+        stream = receiver.open("r", may_move=True)
+        liveness.place_call(stream.stream_id, FIRST)
+        assert look(receiver, 2 * MOST_LOOKS) == {FIRST}
+        assert stream.ended is ended
+        receiver.close(stream)
 
 
 async def test_the_silence_of_one_models_engines_is_no_concern_of_anothers() -> None:
