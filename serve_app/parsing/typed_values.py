@@ -81,7 +81,7 @@ class _Reader:
         return {name: values[0] if len(values) == 1 else {"allOf": values} for name, values in found.items()}
 
     def types(self, schema: Any, depth: int = 0) -> Types | None:
-        return self._declared(schema, depth) or self._implied(schema, depth)
+        return self._declared(schema, depth) or self._suggested(schema, depth) or self._implied(schema, depth)
 
     def _declared(self, schema: Any, depth: int) -> Types | None:
         """Return the types that all of a schema's keywords allow."""
@@ -96,13 +96,26 @@ class _Reader:
         kinds = schema.get("type")
         declared = frozenset(kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
         values = [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else ())]
-        options = [
-            frozenset().union(*(self.types(option, depth + 1) or UNTYPED for option in _listed(schema, word)))
-            for word in _ALTERNATIVES
-        ]
+        options = [frozenset().union(*types) for options in self._options(schema, depth) if (types := _all(options))]
         parts = [self._declared(part, depth + 1) for part in self._parts(schema)]
         listed = frozenset(_KINDS.get(type(value), "null") for value in values)
+        if listed and not any(isinstance(value, str) and _null(value.strip()) for value in values):
+            listed |= declared & {"null"}  # OpenAI's strict tools declare an optional value so, and list only the texts
         yield from (types for types in (declared, listed, *options, *parts) if types)
+
+    def _suggested(self, schema: Any, depth: int) -> Types | None:
+        """Return the types that some alternatives name beside others that say nothing, and so allow any value."""
+        if not self._may_read(schema, depth):
+            return None
+        for options in self._options(schema, depth):
+            if named := [types for types in options if types]:
+                return UNTYPED.union(*named)
+        parts = (self._suggested(part, depth + 1) for part in self._parts(schema))
+        return next((types for types in parts if types), None)
+
+    def _options(self, schema: Mapping[str, Any], depth: int) -> list[list[Types | None]]:
+        """Return the types of each list of alternatives."""
+        return [[self.types(option, depth + 1) for option in _listed(schema, word)] for word in _ALTERNATIVES]
 
     def _implied(self, schema: Any, depth: int) -> Types | None:
         """Return the type whose keywords a schema has, which would say nothing about other values."""
@@ -126,6 +139,12 @@ class _Reader:
     def _may_read(self, schema: Any, depth: int) -> bool:
         self._left -= 1
         return isinstance(schema, Mapping) and depth < MAX_DEPTH and self._left >= 0
+
+
+def _all(options: Sequence[Types | None]) -> Sequence[Types]:
+    """Return the alternatives' types; nothing if one of them does not tell."""
+    known = [types for types in options if types]
+    return known if len(known) == len(options) else ()
 
 
 def _listed(schema: Mapping[str, Any], word: str) -> Sequence[Any]:
