@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import unquote
 
+from pydantic_core import from_json
+
 from serve_app.grammars.json_schema import fragment
 from serve_app.grammars.schema_parts import subschemas
 from serve_app.parsing.python_literals import dump_json, parse_expression, to_json
@@ -20,7 +22,6 @@ MAX_DEPTH = 32
 MAX_SCHEMAS = 1000
 """How many schemas are looked at for one type, because each alternative may have as many again."""
 
-STRING: Types = frozenset({"string"})
 UNTYPED: Types = frozenset({"string", "object", "array"})
 """What a value may be if its schema does not tell. Objects and lists stand in the text as JSON. A number and a string
 of digits stand there alike: only as a string does it keep all characters, such as those of a postal code."""
@@ -212,9 +213,19 @@ def value_json(text: str, types: Types) -> str:
 
 
 def begun_json(text: str, types: Types) -> str:
-    """Write a value that is cut off as JSON that is cut off."""
-    is_string = types <= STRING or (types <= UNTYPED and not text.lstrip().startswith(("{", "[")))
-    return dump_json(text)[:-1] if is_string else text
+    """Write a value that is cut off as JSON that is cut off. One that may be a string is one unless it can still become
+    JSON of another of its types: nobody could read it otherwise."""
+    begun = text.strip()
+    kinds = types & _BEGUN.get(begun[:1], _NUMBERS) if begun else types - UNTYPED
+    return text if "string" not in types or (kinds and _may_become_json(begun)) else dump_json(text)[:-1]
+
+
+def _may_become_json(text: str) -> bool:
+    try:
+        from_json(text.encode(), allow_inf_nan=False)
+    except ValueError as error:
+        return str(error).startswith("EOF while parsing")
+    return True
 
 
 def _integer(text: str) -> str | None:
@@ -262,6 +273,17 @@ def _load(text: str) -> Any:
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
+
+_NUMBERS: Types = frozenset({"integer", "number"})
+_BEGUN: Mapping[str, Types] = {
+    "{": frozenset({"object"}),
+    "[": frozenset({"array"}),
+    "n": frozenset({"null"}),
+    "t": frozenset({"boolean"}),
+    "f": frozenset({"boolean"}),
+    '"': frozenset(),
+}
+"""The types of JSON that begins with a character. Any other begins a number, or no JSON."""
 
 _READERS: Mapping[str, Callable[[str], str | None]] = {
     "null": _null,
