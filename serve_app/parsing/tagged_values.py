@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, NamedTuple
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
-from serve_app.parsing.deltas import Delta
 from serve_app.parsing.tool_parser import Tool, ToolParser
 from serve_app.parsing.typed_values import ParameterTypes, Types, begun_json, value_json
 
@@ -33,7 +32,8 @@ class TaggedValueToolParser(ToolParser):
     answer ends there or another call follows. It also ends where a line begins with the tag of a parameter that the
     tool has, and that is not written yet.
 
-    Text between the parameters of a call is content, and follows the call: an answer in blocks has a call in one piece.
+    Text between the parameters of a call is content, and sent at once: where a model forgot the end of its call, it is
+    the rest of the answer.
     """
 
     _next_call: ClassVar[str]
@@ -42,25 +42,13 @@ class TaggedValueToolParser(ToolParser):
     def __init__(self, tools: Sequence[Tool] = (), make_id: Callable[[], str] | None = None) -> None:
         super().__init__(tools, make_id)
         self._parameter_types: dict[str, ParameterTypes] = {}
-        self._is_in_call = False
-        self._between: list[Delta] = []
-        """Content that waits for the end of the call."""
 
     def _start_call(self, name: str, call_id: str = "") -> None:
         super()._start_call(name, call_id)
-        self._is_in_call = True
+        self.is_in_call = True
 
     def _end_call(self) -> None:
-        self._is_in_call = False
-        self._deltas += self._between
-        self._between = []
-
-    def _content(self, text: str) -> None:
-        before = len(self._deltas)
-        super()._content(text)
-        if self._is_in_call:
-            self._between += self._deltas[before:]
-            del self._deltas[before:]
+        self.is_in_call = False
 
     def _stray(self) -> Steps[None]:
         """Pass the held text, and what follows it up to a tag, on as content."""

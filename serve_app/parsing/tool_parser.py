@@ -57,6 +57,8 @@ class ToolParser(ABC):
         """Called with each piece of content, including white space, when it is certain to be content."""
         self.calls = 0
         """The number of calls announced so far."""
+        self.is_in_call = False
+        """Whether content is between the parts of a call: further arguments of the last call may follow it."""
 
     @property
     def num_held(self) -> int:

@@ -58,11 +58,14 @@ Step: TypeAlias = Opened | Grown | Closed
 
 
 class BlockReader:
-    """Reads one answer. One block is open at a time, and each step is returned once."""
+    """Reads one answer. One block is open at a time, and each step is returned once.
+
+    Text between the parts of a call waits for the call's end: a stream of blocks cannot go back to the call."""
 
     def __init__(self, reader: ChatReader) -> None:
         self._reader = reader
         self._space: list[str] = []  # white space between blocks: dropped, unless a text follows, which it then begins
+        self._waiting: list[Line | Content] = []  # what follows a call whose arguments may go on
         self._is_open = False
         self._has_line = False  # the white space has a line break that no block before it needs
         self.blocks: list[Block] = []
@@ -86,17 +89,29 @@ class BlockReader:
         for item in items:
             match item:
                 case Thought(text, line):
+                    yield from self._waited()
                     is_same = self._open_kind == "reasoning"
                     yield from self._grow("reasoning", f"{line}{text}" if is_same else text)
-                case Line():
-                    self._has_line = True
-                case Content(text):
-                    yield from self._say(text)
+                case Line() | Content():
+                    self._waiting.append(item)
+                    if self._open_kind != "call":
+                        yield from self._waited()
                 case CallStart():
+                    yield from self._waited()
                     yield from self._open(Block(len(self.blocks), "call", item.id, item.name))
                 case Arguments(_, text):
-                    assert self._open_kind == "call", "a call's arguments follow it directly"
+                    assert self._open_kind == "call", "no other block opens before a call ends"
                     yield self._extend(text)
+        if not self._reader.is_in_call:
+            yield from self._waited()
+
+    def _waited(self) -> Iterator[Step]:
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            if isinstance(item, Content):
+                yield from self._say(item.text)
+            else:
+                self._has_line = True
 
     def _say(self, content: str) -> Iterator[Step]:
         if self._open_kind == "text":

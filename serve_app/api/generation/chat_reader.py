@@ -70,6 +70,11 @@ class ChatReader:
     def has_called(self) -> bool:
         return self._tools is not None and self._tools.calls > 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether further arguments of the last call may follow the content that was read after it."""
+        return self._tools is not None and self._tools.is_in_call
+
     def read(self, text: str, *, last: bool) -> Read:
         """Read the next text of the answer. `last`: no text follows."""
         items = self.read_in_order(text, last=last)

@@ -108,15 +108,41 @@ def test_no_way_of_cutting_an_answer_changes_it(name: str, data: st.DataObject) 
     assert flat(deltas(name, pieces, TOOLS)) == flat(deltas(name, [case.text], TOOLS))
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=a>\n5\n</parameter>\n"),
+        ("glm45", "<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n"),
+    ],
+)
+def test_text_after_a_call_that_the_model_did_not_end_is_sent_at_once(name: str, call: str) -> None:
+    """It waited for the end of the call, and so the rest of a streamed answer came in one piece at its end."""
+    parser = TOOL_PARSERS[name](TOOLS)
+    parser.push(call)
+    assert [parser.push(piece) for piece in ("I", " called", " it")] == [
+        [Content("\nI")],
+        [Content(" called")],
+        [Content(" it")],
+    ]
+
+
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
-def test_a_calls_arguments_follow_it_directly(name: str, case: Case) -> None:
-    """Text between parameters was passed on at once. Answers in blocks wrote the next parameter into that text."""
-    assert are_calls_whole(flat(deltas(name, case.text, TOOLS)))
+def test_a_parser_tells_whether_arguments_may_follow_content(name: str, case: Case) -> None:
+    assert tells_whether_a_call_goes_on(name, list(case.text))
 
 
-def are_calls_whole(found: list[Delta]) -> bool:
-    pairs = itertools.pairwise([None, *found])
-    return all(isinstance(before, CallStart) for before, delta in pairs if isinstance(delta, Arguments))
+def tells_whether_a_call_goes_on(name: str, pieces: list[str]) -> bool:
+    """Whether no arguments follow a content after which the parser was in no call. Answers in blocks rely on it."""
+    parser = TOOL_PARSERS[name](TOOLS)
+    has_said = has_ended = False
+    for piece in [*pieces, None]:
+        for delta in parser.flush() if piece is None else parser.push(piece):
+            if has_ended and isinstance(delta, Arguments):
+                return False
+            has_said = isinstance(delta, Content) or (has_said and not isinstance(delta, CallStart))
+            has_ended = has_ended and not isinstance(delta, CallStart)
+        has_ended = has_said and not parser.is_in_call
+    return not parser.is_in_call
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -125,7 +151,7 @@ def are_calls_whole(found: list[Delta]) -> bool:
 def test_any_text_is_read_without_an_error_and_alike_however_it_is_cut(name: str, text: str, at: list[int]) -> None:
     whole = flat(deltas(name, [text], TOOLS))
     assert flat(deltas(name, cut(text, at), TOOLS)) == whole
-    assert are_calls_whole(whole)
+    assert tells_whether_a_call_goes_on(name, cut(text, at))
     if not any(isinstance(delta, CallStart) for delta in whole):
         assert collect(whole).content == text
 

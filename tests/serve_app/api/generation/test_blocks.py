@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from serve_app.api.generation.blocks import BlockReader
+from serve_app.api.generation.blocks import BlockReader, Grown
 from serve_app.api.generation.chat_reader import ChatReader
 from serve_app.parsing.reasoning import ReasoningParser
 from serve_app.parsing.reasoning_parsers import reasoning_parser
@@ -38,6 +38,21 @@ def test_text_between_a_calls_parameters_is_a_block_after_the_call(tools: str, t
     """The parameters after it became a part of it, and the call had none of them."""
     for size in (1, 4, len(text)):
         assert blocks(text, size, tools, "qwen3") == [("call", '{"a": "x"}'), ("text", content)]
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (QWEN.format("", "so\n"), ["\nso", " on", " and on", ""]),
+        (QWEN.format("", "so")[:-24], ["", "", "", "\nso on and on"]),
+    ],
+    ids=["ended", "left open"],
+)
+def test_text_waits_only_while_a_call_goes_on(call: str, shown: list[str]) -> None:
+    reader = BlockReader(ChatReader(None, TOOL_PARSERS["qwen3_coder"]()))
+    read = [reader.read(piece, last=not piece) for piece in (call, " on", " and on", "")]
+    texts = [[step.text for step in steps if isinstance(step, Grown) and step.block.kind == "text"] for steps in read]
+    assert ["".join(found) for found in texts] == shown
 
 
 def analysis(text: str) -> str:
