@@ -13,6 +13,7 @@ from serve_app.api.http.offload import run_sized
 from serve_app.api.openai.responses.items import Item, MessageItem, Output, ReferenceItem
 from serve_app.api.openai.responses.output import response_of
 from serve_app.api.openai.responses.passing import unsupported
+from serve_app.api.openai.responses.replays import LocalShellOutput
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.requests.json_size import check_size
 from serve_app.errors.api_error import ApiError, clip
@@ -105,9 +106,14 @@ def _places(items: Sequence[Item]) -> dict[str, str]:
 
 
 def _by_id(items: Sequence[Item]) -> dict[str, Item]:
-    """Index the items that have an id, without references and without tools' outputs, whose id may be their call's."""
-    ids = [(getattr(item, "id", None), item) for item in items if not isinstance(item, ReferenceItem | Output)]
+    """Index the items that have an id, without references. An output's id may be its call's: then it is the call's."""
+    named = [item for item in items if not isinstance(item, ReferenceItem) and not _has_its_calls_id(item)]
+    ids = [(getattr(item, "id", None), item) for item in sorted(named, key=lambda item: not isinstance(item, Output))]
     return {item_id: item for item_id, item in ids if item_id is not None}
+
+
+def _has_its_calls_id(item: Item) -> bool:
+    return isinstance(item, LocalShellOutput) and item.call_id is None
 
 
 def _nothing_is_kept(request: ResponsesRequest, places: Mapping[str, str]) -> ApiError:

@@ -228,8 +228,19 @@ async def test_a_reference_is_to_a_call_and_not_to_its_output_with_the_same_id()
     given = [USER, call, output, {"type": "item_reference", "id": "l"}, other]
     assert (await ask(client, strict=True, input=given)).status == 200
     assert prompt_of(client) == "[user:hi][assistant:!local_shell][tool:b.txt][assistant:!local_shell][tool:b.txt]>"
-    answer = await ask(saying("x"), input=[*given, {"type": "item_reference", "id": "o"}])
-    assert (answer.status, answer.error["param"]) == (400, "input.5")
+    answer = await ask(saying("x"), input=[USER, {"type": "item_reference", "id": "l"}, output])
+    assert (answer.status, answer.error["param"]) == (400, "input.1"), "the call is not in the request"
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+async def test_a_reference_to_an_output_by_an_id_of_its_own_is_that_output(is_before: bool) -> None:
+    call = {"type": "function_call", "id": "fc", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "id": "fco", "call_id": "c", "output": "5"}
+    reference = {"type": "item_reference", "id": "fco"}
+    client = saying("x")
+    answer = await ask(client, input=[USER, call, *([reference, output] if is_before else [output, reference])])
+    assert answer.status == 200, answer.json
+    assert prompt_of(client) == "[user:hi][assistant:!f][tool:5][tool:5]>"
 
 
 async def test_a_reference_to_what_would_have_been_stored_says_what_to_set() -> None:
