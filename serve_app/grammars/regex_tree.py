@@ -82,6 +82,8 @@ class _Flags:
 
 _GROUP = re.compile(r"\((?:\?P?<\w+>|\?(?P<on>[a-zA-Z]*)(?:-(?P<off>[a-zA-Z]+))?(?P<end>[:)]))?")
 _COUNT = re.compile(r"\*|\+|\?|\{(?P<least>\d*)(?P<range>,(?P<most>\d*))?\}")
+_MAX_COUNT_DIGITS = 10
+"""Python reads no number of more than 4300, and no regex has a count above 2^32."""
 _CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]+)\}")
 _CATEGORY = re.compile(r"[pP](?:\{(\^?)(\w+)\}|(\w))")
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
@@ -192,7 +194,7 @@ class _Reader:
         """Read what stands after a backslash."""
         if code := _CODE.match(self._text, self._place):
             self._place = code.end()
-            return character_sets.characters(chr(int(next(filter(None, code.groups())), 16)))
+            return _of_code(code)
         if category := _CATEGORY.match(self._text, self._place):
             self._place = category.end()
             return _of_category(category)
@@ -239,10 +241,19 @@ def _times(part: Tree, count: re.Match[str]) -> Tree:
         return Times(part, least, most)
     if not count["least"] and not count["most"]:
         raise _unknown(count[0])
+    if max(len(count["least"]), len(count["most"] or "")) > _MAX_COUNT_DIGITS:
+        raise _unknown(count[0])
     least = int(count["least"] or 0)
     if count["range"] is None:
         return Times(part, least, least)
     return Times(part, least, int(count["most"]) if count["most"] else None)
+
+
+def _of_code(escape: re.Match[str]) -> Ranges:
+    code = int(next(filter(None, escape.groups())), 16)
+    if code > character_sets.LAST:
+        raise _unknown(f"\\{escape[0]}")
+    return ((code, code),)
 
 
 def _of_category(escape: re.Match[str]) -> Ranges:

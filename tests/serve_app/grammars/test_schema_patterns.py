@@ -4,13 +4,18 @@ Never tests what llguidance refuses."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from serve_app.api.generation.tool_grammars import can_be_kept
 from serve_app.grammars import texts
+from serve_app.grammars.allowance import Allowance
 from serve_app.grammars.check import find_fault
 from serve_app.grammars.json_schema import json_schema
+from serve_app.grammars.notation import GrammarRefused
+from serve_app.grammars.regex_tree import read_regex
 from serve_app.grammars.schema_patterns import kept_pattern
 from serve_app.grammars.tool_texts import lark_text, regex_text
 from tests.support.grammar_walks import Walker
@@ -74,6 +79,22 @@ def test_the_names_of_further_keys_are_matched_the_same_way() -> None:
 def test_two_patterns_of_further_keys_that_become_one_are_both_told() -> None:
     schema = {"type": "object", "patternProperties": {"^[&]$": {"type": "integer"}, r"^[\&]$": {"type": "string"}}}
     assert "not disjoint" in find_fault(json_schema(schema).text())
+
+
+@pytest.mark.parametrize(
+    "escape", [r"\x{110000}", r"\u{FFFFFFFF}", r"\U{FFFFFFFFFFFFFFFFF}", r"\UFFFFFFFF", r"\x{d800}", r"\x{}"]
+)
+def test_a_class_with_a_code_that_no_character_has_is_a_fault_of_the_schema(escape: str) -> None:
+    """Such a pattern was answered by a 500."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^[{escape}]$"}}}
+    assert find_fault(json_schema(schema).text())
+    assert not can_be_kept("f", schema, "hermes")
+
+
+def test_a_regex_with_a_code_or_a_count_that_is_out_of_range_is_refused_by_name() -> None:
+    for part in (r"\x{110000}", r"\u{FFFFFFFF}", "{" + "9" * 5000 + "}", "{1," + "9" * 5000 + "}"):
+        with pytest.raises(GrammarRefused, match=f"a regex's {re.escape(repr(part[:20]))} is not supported"):
+            read_regex(f"a{part}", Allowance())
 
 
 def test_a_schema_without_such_a_class_is_written_as_it_is() -> None:
