@@ -19,18 +19,22 @@ _MAX_COUNT = 10**6
 
 _QUANTIFIED = re.compile(
     r"\\[\s\S]|\[\^?\]?(?:\\[\s\S]|[^\]\\])*(?:\]|\Z)"
-    r"|(?P<part>(?<!\()\?|[*{]|\|(?=[|)])|\((?:\?[\w<>-]*:?)?[|)]|\|\Z)"  # also an empty group, and a group's flags
+    r"|(?P<part>(?<!\()\?|[*{]|\|(?=\s*+(?:[|)#]|\Z))"  # with the flag x, spaces and comments are empty, too
+    r"|\((?:\?[\w<>-]*:?)?\s*+[|)#]|\A\s*+\|)"  # also an empty group, and a group's flags
 )
+_GAP = r"(?:\s|(?://|\#)[^\n]*+)*+"
+_NEW = r"""(?:[?!]*+[A-Za-z_][^\s:"/|()]*+[ \t]*+:|%(?:ignore|import|declare|llguidance|override|extend)\b|\Z)"""
+"""Begins what stands behind a definition."""
 _LARK = re.compile(
-    r"""
+    rf"""
       (?P<comment>(?://|\#)[^\n]*)
     | (?P<empty>"")
     | "(?:\\[\s\S]|[^"\\\n])*(?:"i?|(?=\n)|\Z|\\)
     | /(?P<regex>(?:\\[\s\S]|[^/\\\n])+)(?:/[a-z]*|(?=\n)|\Z|\\)
     | (?P<json>%json\b)
-    | (?:(?<=\n)|\A)[ \t]*[?!]*(?P<rule>[A-Za-z_]\w*)[^\s:"/|()]*[ \t]*:
+    | (?:(?<=\n)|\A)[ \t]*[?!]*(?P<rule>[A-Za-z_]\w*+)[^\s:"/|()]*+[ \t]*+:(?P<first>(?={_GAP}\|))?
     | (?P<name>[A-Za-z_]\w*)
-    | (?P<part>[?*{~\[]|\|(?=\s*[|)])|\(\s*\|)
+    | (?P<part>[?*{{~\[]|\|(?={_GAP}(?:[|)]|{_NEW}))|\({_GAP}\|)
     """,
     re.VERBOSE,
 )
@@ -103,7 +107,7 @@ def _of_lark(text: str) -> Iterator[int]:
             yield from _of_schema(schema)
         elif found["rule"]:
             rule = found["rule"]
-            own.setdefault(rule, 0)
+            own[rule] = own.get(rule, 0) + (found["first"] is not None)
         elif found["regex"] and not is_terminal:
             yield num_parts(found["regex"])
         elif found["regex"]:

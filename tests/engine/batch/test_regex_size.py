@@ -12,7 +12,21 @@ from engine.batch.grammar import Grammars
 from engine.batch.regex_size import MAX_PARTS, check_regexes, num_parts
 from engine.step import GrammarError
 
-EMPTY = ("(|a)", "(a|)", "(?:|a)", "(?:a|)", "(?i:|a)", "(?P<x>|a)", "(a|())", "(?:a|(?:))", "(a|(?i))", "(a||b)")
+EMPTY = (
+    "(|a)",
+    "(a|)",
+    "(?:|a)",
+    "(?:a|)",
+    "(?i:|a)",
+    "(?P<x>|a)",
+    "(a|())",
+    "(?:a|(?:))",
+    "(a|(?i))",
+    "(a||b)",
+    "(?x)( |a)",
+    "(?x)(a|\n)",
+    "(?x)(?: # none\n|a)",
+)
 """Ways to leave a part out without a sign of repetition. Some of them were not seen: 11 s went into a compilation."""
 DOUBLED = "start: A12\nA0: /a?/\n" + "\n".join(f"A{i}: A{i - 1} A{i - 1}" for i in range(1, 13))
 
@@ -44,9 +58,19 @@ def test_each_way_to_leave_a_part_of_a_terminal_out_counts(part: str) -> None:
         check_regexes(grammar)
 
 
+@pytest.mark.parametrize(
+    "options",
+    ['| "a"', '// none\n | "a"', '"a" |', '"a" | // none', '"a" |\n\nB: "b"', '"a" |\n%ignore " "', '"a" |\n?b.1: "b"'],
+)
+def test_an_empty_first_or_last_alternative_of_a_terminal_counts(options: str) -> None:
+    with pytest.raises(GrammarError, match=f"a regex may have {MAX_PARTS} parts"):
+        check_regexes(f"start: T\nT: {'A ' * 1001}\nA: {options}\n")
+
+
 def test_parts_that_are_characters_are_not_counted() -> None:
     Grammars.of_bytes(262, 256).compile(of_pattern("^" + r"\\?[?*](?:a)" * 600 + "$"))
 
 
 def test_alternatives_of_a_terminal_that_are_not_empty_are_not_counted() -> None:
     check_regexes("start: T\nT: " + "\n | ".join(f'"{number}" ("a" | "b")' for number in range(2000)))
+    check_regexes("start: T\nT: " + " |\n ".join(f'"{number}"' for number in range(2000)))
