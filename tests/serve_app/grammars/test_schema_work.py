@@ -12,8 +12,11 @@ from serve_app.grammars.check import find_fault
 from serve_app.grammars.json_schema import json_schema
 from serve_app.grammars.notation import GrammarRefused
 from serve_app.grammars.schema_work import (
+    MAX_COMBINED_PATTERN_PAIRS,
     MAX_COMBINED_PATTERN_PROPERTIES,
+    MAX_MULTIPLE,
     MAX_MULTIPLES,
+    MAX_PATTERN_PAIRS,
     MAX_PATTERN_PROPERTIES,
 )
 
@@ -22,17 +25,59 @@ def named(count: int) -> dict[str, Any]:
     return {"type": "object", "patternProperties": {f"^p{number}$": {} for number in range(count)}}
 
 
-def test_the_limit_of_pattern_properties_is_one_of_the_whole_schema_and_told_with_the_value() -> None:
+def test_the_limit_of_pattern_properties_is_one_of_each_object_and_told_with_the_value() -> None:
     """Each is compared with each: 300 took the ingress 25 s, with all other grammars behind it."""
     limit = MAX_PATTERN_PROPERTIES
     assert not find_fault(json_schema(named(limit)).text())
-    told = f"at most {limit} patternProperties, but it has {limit + 1}"
+    assert json_schema({"properties": {"a": named(limit), "b": named(limit)}})
+    told = f"at most {limit} patternProperties, but one has {limit + 1}"
     with pytest.raises(GrammarRefused, match=told):
-        json_schema(named(limit + 1))
-    with pytest.raises(GrammarRefused, match=told):
-        json_schema({"properties": {"a": named(limit), "b": named(1)}})
+        json_schema({"properties": {"a": named(1), "b": named(limit + 1)}})
     with pytest.raises(GrammarRefused, match=told):
         texts.grammar("start: %json " + str(named(limit + 1)).replace("'", '"'))
+
+
+def test_the_pairs_of_pattern_properties_have_a_limit_over_all_objects() -> None:
+    many = {"properties": {str(number): named(50) for number in range(9)}}
+    with pytest.raises(GrammarRefused, match=f"at most {MAX_PATTERN_PAIRS} over all objects, but they add up to 22500"):
+        json_schema(many)
+    both = " ".join("%json " + str({"properties": {"a": named(60)}}).replace("'", '"') for _ in range(6))
+    with pytest.raises(GrammarRefused, match="add up to 21600"):
+        texts.grammar(f"start: {both}")
+
+
+S = {"type": "string"}
+OTHER = {"type": "object", "properties": {"a": S, "b": S}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+REFERENCE = {"properties": {"k": {"const": "a", "type": "string"}}, "required": ["k"]}
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {**{str(number): {"type": "object", "patternProperties": {"^x-": S}} for number in range(9)}, "o": OTHER},
+        {**{str(number): {"type": "object", "patternProperties": {"^x-": S}} for number in range(100)}, "o": OTHER},
+        {
+            **{str(number): {"type": "object", "patternProperties": {"^(.*)$": S}} for number in range(9)},
+            "o": {"allOf": [{"type": "object", "properties": {"a": S}}, {"type": "object", "properties": {"b": S}}]},
+        },
+        {
+            "a": named(9),
+            "p": {"discriminator": {"propertyName": "k"}, "oneOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+        },
+    ],
+    ids=["openapi", "100 objects", "typebox", "pydantic"],
+)
+def test_usual_schemas_with_one_pattern_in_many_objects_are_kept(properties: dict[str, Any]) -> None:
+    """They took a few milliseconds, and were refused for an unrelated combination."""
+    schema = {"type": "object", "properties": properties, "$defs": {"A": {"type": "object"} | REFERENCE}}
+    assert json_schema(schema)
+
+
+def test_the_same_patterns_in_many_combined_objects_have_a_limit() -> None:
+    """Two lists of 30 with 8 each took 0.3 s, ten times as long as without."""
+    several = [named(8) | {"maxProperties": number} for number in range(9, 39)]
+    with pytest.raises(GrammarRefused, match=f"at most {MAX_COMBINED_PATTERN_PAIRS} over all objects .* to 1920"):
+        json_schema({"allOf": [{"type": "object"}, {"anyOf": several}]})
 
 
 def test_fewer_pattern_properties_are_allowed_where_schemas_are_combined() -> None:
@@ -43,23 +88,27 @@ def test_fewer_pattern_properties_are_allowed_where_schemas_are_combined() -> No
         {"allOf": [named(limit + 1)]},
         {"$ref": "#/$defs/a", "$defs": {"a": named(limit + 1)}, "maxProperties": 3},
         {"anyOf": [named(limit + 1), {}], "type": "object"},
+        {"allOf": [{"properties": {"a": {"items": {"$ref": "#/$defs/a"}}}}], "$defs": {"a": named(limit + 1)}},
+        {"allOf": [{"$ref": "#/properties/a"}], "properties": {"a": named(limit + 1)}},
     ):
-        with pytest.raises(GrammarRefused, match=f"at most {limit} patternProperties, but it has {limit + 1}"):
+        with pytest.raises(
+            GrammarRefused, match=f"at most {limit} different patternProperties there, but it has {limit + 1}"
+        ):
             json_schema(schema)
 
 
-@pytest.mark.parametrize("step", [2, 0.01, 0.25, 1000.0, 1e-7, MAX_MULTIPLES, -3, 19.5])
+@pytest.mark.parametrize("step", [2, 0.01, 0.25, 1000.0, 1e-7, MAX_MULTIPLES, 20_000, MAX_MULTIPLE, -3, 19.5])
 def test_a_usual_multiple_is_kept(step: Any) -> None:
     assert not find_fault(json_schema({"type": "number", "multipleOf": step}).text())
 
 
 @pytest.mark.parametrize(
-    ("step", "value"), [(MAX_MULTIPLES + 1, 10001), (1000003, 1000003), (268435456, 268435456), (1.00003, 100003)]
+    ("step", "value"), [(MAX_MULTIPLE + 1, 65537), (1000003, 1000003), (268435456, 268435456), (1.00003, 100003)]
 )
 def test_a_multiple_that_takes_long_is_told_with_the_limit(step: Any, value: int) -> None:
     """1000003 took an engine 24 s and 312 MiB."""
     for schema in ({"multipleOf": step}, {"properties": {"a": {"items": {"multipleOf": step}}}}):
-        with pytest.raises(GrammarRefused, match=f"multipleOf, .* at most {MAX_MULTIPLES}, but it is {value}$"):
+        with pytest.raises(GrammarRefused, match=f"multipleOf, .* at most {MAX_MULTIPLE}, but it is {value}$"):
             json_schema(schema)
 
 
@@ -78,7 +127,33 @@ def test_multiples_that_may_hold_for_one_number_count_as_their_common_one() -> N
     for schema in (
         {"allOf": large},
         {"properties": {"a": large[0]}, "patternProperties": {"^a$": large[1]}},
-        {"allOf": [{"multipleOf": 1e-9}, {"multipleOf": 9}]},
+        {
+            "anyOf": [{"properties": {"a": {"$ref": "#/$defs/a"}}}],
+            "properties": {"a": large[1]},
+            "$defs": {"a": large[0]},
+        },
+        {"$ref": "#/$defs/a", "properties": {"a": large[1]}, "$defs": {"a": {"properties": {"a": large[0]}}}},
     ):
-        with pytest.raises(GrammarRefused, match=f"at most {MAX_MULTIPLES}, but where several hold for one number"):
+        with pytest.raises(GrammarRefused, match=f"at most {MAX_MULTIPLES}, but where several hold .* may be 96709$"):
             json_schema(schema)
+    with pytest.raises(GrammarRefused, match=r"with 9 decimal places .* less than 4294967296, but it is larger$"):
+        json_schema({"allOf": [{"multipleOf": 1e-9}, {"multipleOf": 9}]})
+    steps = (1e-300, *(2**bit for bit in range(9)), 10, 20, 40, 50, 80, 100)
+    with pytest.raises(GrammarRefused, match=r"with 300 decimal places"):
+        json_schema({"allOf": [{"multipleOf": step} for step in steps]})
+
+
+def test_multiples_that_never_hold_for_one_number_are_kept_beside_a_combination() -> None:
+    steps = {"price": 0.01, "qty": 5, "step": 10, "pack": 100, "a": 60, "b": 64, "c": 997}
+    numbers = {name: {"type": "number", "multipleOf": step} for name, step in steps.items()}
+    required = [{"required": ["price"]}, {"required": ["pack"]}]
+    assert not find_fault(json_schema({"type": "object", "properties": numbers, "anyOf": required}).text())
+    other: dict[str, Any] = {"properties": {"u": {"allOf": [{"$ref": "#/$defs/A"}]}}, "$defs": {"A": OTHER}}
+    listed = {name: {"type": "array", "items": number} for name, number in numbers.items()}
+    assert json_schema(other | {"properties": listed | other["properties"]})
+
+
+def test_a_multiple_beside_a_bound_has_the_limit_of_several() -> None:
+    """An engine refused it without a name."""
+    with pytest.raises(GrammarRefused, match=f"at most {MAX_MULTIPLES} beside a minimum or maximum, but it is 20011$"):
+        json_schema({"type": "integer", "multipleOf": 20011, "minimum": 1000})
