@@ -78,7 +78,7 @@ def checked(schema: Json) -> Json:
     Raises:
         GrammarRefused: it is too large, or has a keyword that would be ignored.
     """
-    _check_nesting(schema)
+    check_nesting(schema)
     _check_size(json.dumps(schema, ensure_ascii=False))
     for part in subschemas(schema):
         for name in _IGNORED:
@@ -97,7 +97,7 @@ def kept(schema: Json) -> Json:
     Raises:
         GrammarRefused: llguidance would not keep it, or it is too much work.
     """
-    _check_nesting(schema)
+    check_nesting(schema)
     text = json.dumps(schema)
     if not _MAY_CHANGE.search(text):
         return schema
@@ -193,7 +193,7 @@ def _check_size(text: str) -> None:
         raise GrammarRefused(f"should have at most {MAX_SCHEMA_BYTES} bytes, but it has {size}")
 
 
-def _check_nesting(schema: Json) -> None:
+def check_nesting(schema: Json) -> None:
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING):
         level = [inner for value in level for inner in inside(value) if isinstance(inner, dict | list)]

@@ -7,9 +7,10 @@ import json
 import re
 from typing import Any
 
-from serve_app.grammars.json_schema import kept
+from serve_app.grammars.json_schema import check_nesting, kept
 from serve_app.grammars.notation import GrammarRefused
 from serve_app.grammars.schema_numbers import check_numbers
+from serve_app.grammars.schema_parts import bare
 from serve_app.grammars.schema_work import check_work
 
 _WORD = "%json"
@@ -40,7 +41,8 @@ def with_kept_schemas(text: str) -> str:
         place = part.end()
         if part["json"] and (found := _schema_at(text, place)) is not None:
             schema, place = found
-            written.append(f" {json.dumps(kept(schema), ensure_ascii=False)}")
+            check_nesting(schema)
+            written.append(f" {json.dumps(kept(bare(schema)), ensure_ascii=False)}")
     whole = "".join((*written, text[place:]))
     _check_all(whole)
     return whole

@@ -3,6 +3,7 @@ Never measures time."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -157,3 +158,13 @@ def test_a_multiple_beside_a_bound_has_the_limit_of_several() -> None:
     """An engine refused it without a name."""
     with pytest.raises(GrammarRefused, match=f"at most {MAX_MULTIPLES} beside a minimum or maximum, but it is 20011$"):
         json_schema({"type": "integer", "multipleOf": 20011, "minimum": 1000})
+
+
+def test_the_annotations_of_a_schema_inside_lark_make_no_work() -> None:
+    large = {"const": 2**60 + 1, "multipleOf": 10**6}
+    text = json.dumps(
+        {"type": "object", "properties": {"a": {"type": "string", "default": large}}, "examples": [large]}
+    )
+    assert not find_fault(texts.grammar(f"start: %json {text}").text())
+    with pytest.raises(GrammarRefused, match="multipleOf"):
+        texts.grammar(f'start: %json {{"properties": {{"default": {json.dumps({"multipleOf": 10**6})}}}}}')
