@@ -21,7 +21,7 @@ MAX_PATTERN_PAIRS = 20_000
 MAX_COMBINED_PATTERN_PROPERTIES = 8
 """Limits the different ones where `allOf` and the like may compare them thousands of times."""
 MAX_COMBINED_PATTERN_PAIRS = 1000
-"""The same there."""
+"""Limits the sum of their squares there: three lists of 13 objects with 5 each take 0.5 s, and 0.15 s without any."""
 _COMBINED = " with allOf, or with $ref, anyOf or oneOf beside other keywords,"
 MAX_MULTIPLE = 2**16
 """Limits a single `multipleOf`, without its decimal point. Its states are as many: 65,521 takes 300 ms, a million takes
