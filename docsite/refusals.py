@@ -119,7 +119,7 @@ GROUPS = (
         "Checkpoints",
         "The checkpoint is damaged or incomplete, or has an unsupported feature. Download it again; if the "
         "message names a feature, the model cannot be served.",
-        ("engine/models/[!k]*.py", "engine/models/families/*.py"),
+        ("engine/models/[!k]*.py", "engine/models/families/*.py", "engine/build/end_tokens.py"),
         frozenset({*_KINDS, "ValueError"} - {"AdapterError"}),
     ),
     Group(

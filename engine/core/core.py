@@ -87,12 +87,14 @@ class EngineCore:
         config: ResolvedConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        stopwatch: Callable[[], float] = time.perf_counter,
         step_times: StepTimeModel | None = None,
         lockstep: bool = False,
     ) -> None:
-        """`clock` returns monotonic seconds; tests advance it by hand. `step_times` predicts what steps take; it is
-        needed where the config has targets, and learns from the steps. `lockstep`: every step has a shape that other
-        ranks agreed to; see `propose`.
+        """`clock` returns monotonic seconds; tests advance it by hand. `stopwatch` does, too, and measures the steps, by
+        which loads from tiers are chosen. `step_times` predicts what steps take; it is needed where the config has
+        targets, and learns from the steps. `lockstep`: every step has a shape that other ranks agreed to; see
+        `propose`.
 
         Raises:
             ConfigError: the config needs something that this executor cannot do.
@@ -121,7 +123,8 @@ class EngineCore:
         self._proposal: _Proposal | None = None
         self._in_flight: _Launched | None = None  # with overlap: launched, but not read back yet
         self._only_launched: float | None = None  # when the last call began, if it read nothing back
-        self._read_back_at = -math.inf  # by time.perf_counter: when the last step ended
+        self._stopwatch = stopwatch
+        self._read_back_at = -math.inf  # by the stopwatch: when the last step ended
         self._drafts_in_turn = config.overlap and config.num_speculative_tokens > 0  # rows may stand aside
         self._num_steps = 0
         self._num_preemptions = 0
@@ -443,7 +446,7 @@ class EngineCore:
 
     def _start(self, plan: Plan, step: StepPlan, aside: tuple[str, ...]) -> _Launched:
         """Launch a step. An ordinary failure is kept as its output: it affects only the step's rows."""
-        started = time.perf_counter()
+        started = self._stopwatch()
         output: StepOutput | Exception | None = None
         try:
             if cuts := plan.rows[0].cuts:
@@ -518,7 +521,7 @@ class EngineCore:
             raise
         except Exception as error:
             logger.exception("step %d failed, %d rows", launched.step.step_id, len(launched.step.rows))
-            self._read_back_at = time.perf_counter()
+            self._read_back_at = self._stopwatch()
             return error
         if isinstance(output, StepOutput):
             self._num_steps += 1
@@ -526,7 +529,7 @@ class EngineCore:
                 self._graph_uses[output.graph.hit, output.graph.name] += 1
             self.last_step.grammar_s += output.grammar_s
             # With overlap, it was launched while the step before ran, and waited for that one.
-            now = time.perf_counter()
+            now = self._stopwatch()
             duration_s, self._read_back_at = now - max(launched.started, self._read_back_at), now
             predicted_s = self._step_times.now.seconds(launched.work) if self._step_times else None
             if self._tiers is not None:

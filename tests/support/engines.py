@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from engine.step import Executor, ScheduledRequest, StepPlan, TokenMasks
 
 EOS = 0
 VOCAB = 32
+STEP_S = 1e-4
+"""How long each step of a RecordingCore takes by its stopwatch: with real times no life would be repeatable."""
 Held = TypeVar("Held", bound=Resource)
 
 
@@ -122,6 +125,7 @@ class RecordingCore(EngineCore):
             executor if ranks is None else ranks(executor),
             config,
             clock=lambda: self.now,
+            stopwatch=partial(next, count(0.0, STEP_S)),
             step_times=step_times,
             lockstep=ranks is not None,
         )

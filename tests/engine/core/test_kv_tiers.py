@@ -3,7 +3,6 @@ Never uses a model: the scripted executor checks every KV slot that a row builds
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -631,12 +630,12 @@ def test_short_rests_of_prompts_do_not_hide_what_prefill_costs() -> None:
     assert rates.prefill_s(8200) == pytest.approx(0.42, rel=0.1)
 
 
-def test_a_step_that_waited_for_the_step_before_counts_only_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waited_for_the_step_before_counts_only_its_own_time() -> None:
     """With overlap, a step is launched while the one before it runs. Prompts seemed to take twice their time, and
     loads were made that took longer than the prompts."""
     now, ends = 0.0, {-1: 0.0}
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
     engine = core(tiers(), num_kv_blocks=64, overlap=True)
+    engine._stopwatch = lambda: now
     launch, collect = engine._executor.launch, engine._executor.collect
 
     def timed_launch(step: StepPlan) -> None:
