@@ -91,7 +91,7 @@ class EngineCore:
         step_times: StepTimeModel | None = None,
         lockstep: bool = False,
     ) -> None:
-        """`clock` returns monotonic seconds; tests advance it by hand. `stopwatch` does, too, and measures the steps, by
+        """`clock` returns monotonic seconds; tests advance it by hand. `stopwatch` does, too, and measures steps, by
         which loads from tiers are chosen. `step_times` predicts what steps take; it is needed where the config has
         targets, and learns from the steps. `lockstep`: every step has a shape that other ranks agreed to; see
         `propose`.

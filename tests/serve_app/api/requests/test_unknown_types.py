@@ -45,8 +45,8 @@ def said(*content: Any) -> dict[str, Any]:
             RESPONSE | {"input": [OTHER]},
             "input.0",
             "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, reasoning, "
-            "additional_tools, item_reference, local_shell_call, local_shell_call_output, shell_call, shell_call_output, "
-            "apply_patch_call, apply_patch_call_output, mcp_call, code_interpreter_call",
+            "additional_tools, item_reference, local_shell_call, local_shell_call_output, shell_call, "
+            "shell_call_output, apply_patch_call, apply_patch_call_output, mcp_call, code_interpreter_call",
         ),
         (
             "/v1/messages",
