@@ -1,4 +1,4 @@
-"""Implements EngineClient for an ingress replica, with Serve calls and the token channel.
+"""Implements EngineClient for an ingress replica, with Serve calls and the token channel. Long: each way a call fails.
 Never decides what a failure means to an HTTP client; it turns Ray's failures into the engine's codes."""
 
 from __future__ import annotations

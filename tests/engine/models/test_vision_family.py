@@ -171,7 +171,7 @@ def test_a_start_says_that_nothing_describes_how_images_are_prepared(tmp_path: P
     dummy = settings(load_format="dummy", max_num_batched_tokens=2048, num_kv_blocks=2048)
     assert "images" not in create_executor(tmp_path, dummy)[1].reasons
     (tmp_path / "preprocessor_config.json").unlink()
-    assert "no preprocessor_config.json" in create_executor(tmp_path, dummy)[1].reasons["images"]
+    assert "describes no image processor" in create_executor(tmp_path, dummy)[1].reasons["images"]
 
 
 # --- starts ---------------------------------------------------------------------------------------------------------

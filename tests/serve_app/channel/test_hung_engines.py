@@ -1,5 +1,5 @@
-"""Contracts of what follows when an engine falls silent:
-its streams move, it gets nothing new, and once it is back it computes for nobody.
+"""Contracts of what follows when an engine falls silent. Long: each way to be so.
+Its streams move, it gets nothing new, and once it is back it computes for nobody.
 Never waits for real patience to run out: a test makes the receiver look as often as it wants."""
 
 from __future__ import annotations
