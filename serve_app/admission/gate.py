@@ -67,10 +67,12 @@ class Gate:
         forecast: Callable[[], FleetForecast | None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
         room: Room | None = None,
+        num_leaving: Callable[[], int] = lambda: 0,
     ) -> None:
         """`num_engines`: how many engines are known now; None and 0 count as one, so that a first request can start an
         engine. `clock` gives monotonic seconds. `forecast`: what the engines predict, by `wall_clock`, if they do.
-        `room`: what the gates of several models share, besides the limits that each has."""
+        `room`: what the gates of several models share, besides the limits that each has. `num_leaving`: how many
+        requests are with engines that take no others, and so have no place of those that stay."""
         self._policy = policy
         self._forecast = forecast
         self._wall_clock = wall_clock
@@ -83,7 +85,7 @@ class Gate:
         # The waiting requests: a queue for each tenant, first that of the tenant whose turn it is.
         self._queues: OrderedDict[str, OrderedDict[AdmissionTicket, None]] = OrderedDict()
         self._num_dispatched = 0
-        self._num_leaving: Callable[[], int] = lambda: 0
+        self._num_leaving = num_leaving
         self._draining = False
         self._empty = asyncio.Event()
 
@@ -172,10 +174,6 @@ class Gate:
             capacity += self._num_leaving()
         while self._queues and (capacity is None or self._num_dispatched < capacity):
             self._num_dispatched += self._next().admit()
-
-    def leave_out(self, num_leaving: Callable[[], int]) -> None:
-        """Count no place for as many requests as this returns: they are with engines that take no others."""
-        self._num_leaving = num_leaving
 
     def close(self) -> None:
         """Refuse new requests until `reopen`; those inside continue."""

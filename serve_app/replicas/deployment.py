@@ -26,7 +26,6 @@ from serve_app.channel.token_sender import TokenSender
 from serve_app.engines.engine_call import ChannelAddress, EngineCall
 from serve_app.engines.engine_count import on_change
 from serve_app.engines.engine_load import engine_load
-from serve_app.engines.liveness import num_leaving_calls
 from serve_app.engines.versions import EngineFacts, on_news
 from serve_app.metrics.activity import IngressActivity
 from serve_app.metrics.engine_recorder import EngineRecorder
@@ -229,8 +228,6 @@ class IngressReplica:
             await self._first.learner.meet()
         self._loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(settings.hang_timeout_s)
-        for model in self._models.values():
-            model.gate.leave_out(partial(num_leaving_calls, model.deployment))
         on_change(self._use_new_engines)
         on_news(self._meet_new_engines)
         self._meet_new_engines()

@@ -19,7 +19,7 @@ from serve_app.channel.handle_client import HandleClient
 from serve_app.channel.migration import Migration
 from serve_app.channel.roll_call import call_the_roll
 from serve_app.channel.token_receiver import TokenReceiver
-from serve_app.engines import versions
+from serve_app.engines import liveness, versions
 from serve_app.engines.engine_count import num_engines
 from serve_app.engines.versions import EngineFacts
 from serve_app.metrics.channel_counts import ChannelCounts
@@ -100,7 +100,13 @@ def open_model(
         deployment=deployment,
     )
     migration = Migration(settings.max_migrations, settings.migration_timeout_s, text.longest, counts)
-    gate = Gate(policy, partial(num_engines, deployment), forecast=partial(fleet_forecast, deployment), room=room)
+    gate = Gate(
+        policy,
+        partial(num_engines, deployment),
+        forecast=partial(fleet_forecast, deployment),
+        room=room,
+        num_leaving=partial(liveness.num_leaving_calls, deployment),
+    )
     client = HandleClient(
         # Calls by value use gRPC, which takes two thirds of the time of Ray's streaming actor calls to set up.
         engine.options(_by_reference=False),

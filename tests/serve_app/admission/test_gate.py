@@ -107,8 +107,7 @@ async def test_what_runs_on_an_engine_that_leaves_keeps_no_place_of_the_others(
     """In a rollout, a new engine had nothing to do until the streams of the old one had ended."""
     monkeypatch.setattr(liveness, "_deployments", {})
     liveness.set_engines(frozenset("ab"))
-    gate = Gate(at_most(1), lambda: len(liveness.engines()))
-    gate.leave_out(liveness.num_leaving_calls)
+    gate = Gate(at_most(1), lambda: len(liveness.engines()), num_leaving=liveness.num_leaving_calls)
     guests = [Guest(gate) for _ in range(5)]
     await quiet()
     for stream_id, engine in enumerate("ab"):
@@ -136,8 +135,8 @@ async def test_requests_on_an_engine_that_leaves_count_only_to_the_limit_of_the_
     deployment: Limits, refused: bool
 ) -> None:
     """A new engine's first requests were refused while the old one had streams."""
-    gate = Gate(at_most(2, concurrent_per_engine=2, deployment=deployment), lambda: 1)
-    gate.leave_out(lambda: 2)
+    policy = at_most(2, concurrent_per_engine=2, deployment=deployment)
+    gate = Gate(policy, lambda: 1, num_leaving=lambda: 2)
     guests = [Guest(gate) for _ in range(2)]
     await quiet()
     assert gate.max_requests == (2 if refused else 4)

@@ -238,28 +238,55 @@ async def test_a_call_carries_the_session_and_the_replicas_to_keep_away_from() -
         assert [(call.session, call.avoid) for call in at.handle.calls] == [("alice", ()), ("alice", ("replica-1",))]
 
 
-async def test_an_answer_that_began_with_other_files_says_so_in_its_next_call() -> None:
-    """The engine that began it is gone, and with it what the router knows of it."""
+async def broken_off(at: Ingress) -> asyncio.Task[list[Event]]:
+    """Return an answer's reader after its first token came and its engine, `replica-1` with files of its own, died."""
     versions.tell("replica-1", EngineVersion("m", "s", "files"))
-    versions.tell("replica-2", EngineVersion("m", "s", "others"))
-    liveness.set_engines(frozenset({"replica-2"}))
+    begun = asyncio.Event()
+
+    async def read() -> list[Event]:
+        events: list[Event] = []
+        async for batch in at.stream():
+            events += batch
+            if tokens(events):
+                begun.set()
+        return events
+
+    task = asyncio.ensure_future(read())
+    await at.engine.submitted(1)
+    at.engine.gate.let(3)
+    await begun.wait()
+    at.handle.responses[0].task.cancel()
+    return task
+
+
+async def test_an_answer_continues_only_where_the_files_are_those_that_began_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serve's router gets no call that it can place nowhere: others would wait there for it."""
+    looked = 0
+
+    def has_files(files: str, deployment: str) -> bool:
+        nonlocal looked
+        looked += 1
+        return looked > 2
+
+    monkeypatch.setattr(versions, "has_files", has_files)
+    monkeypatch.setattr(handle_client, "LOOK_S", 0)
     async with ingress(gated=True) as at:
-        task = asyncio.ensure_future(collect(at.stream()))
-        await at.engine.submitted(1)
-        at.engine.gate.let(3)
-        await until(lambda: any(attempt.replica_id for attempt in at.client._attempts))
-        at.handle.responses[0].task.cancel()
-        await until(lambda: not at.client._attempts)
-        await asyncio.sleep(2 * handle_client.LOOK_S)
-        assert len(at.handle.calls) == 1, (
-            "Serve's router has no call that it can place nowhere: others would wait there"
-        )
-        versions.tell("replica-3", EngineVersion("m", "t", "files"))
-        liveness.set_engines(frozenset({"replica-2", "replica-3"}))
+        task = await broken_off(at)
         await until(lambda: len(at.handle.calls) == 2)
+        assert looked == 3
         at.engine.gate.open()
-        await task
+        assert tokens(await task) == EXPECTED
         assert [call.files for call in at.handle.calls] == ["", "files"]
+
+
+def test_files_are_there_while_an_engine_that_is_known_has_told_them() -> None:
+    versions.tell("a", EngineVersion("m", "s", "files"))
+    assert not versions.has_files("files")
+    liveness.set_engines(frozenset({"a", "untold"}))
+    assert versions.has_files("files")
+    assert not versions.has_files("others")
 
 
 async def test_a_request_without_a_token_yet_may_go_to_an_engine_with_other_files() -> None:
@@ -275,13 +302,8 @@ async def test_a_request_without_a_token_yet_may_go_to_an_engine_with_other_file
 
 
 async def test_a_stop_ends_an_answer_that_looks_for_an_engine_to_go_on() -> None:
-    versions.tell("replica-1", EngineVersion("m", "s", "files"))
     async with ingress(gated=True) as at:
-        task = asyncio.ensure_future(collect(at.stream()))
-        await at.engine.submitted(1)
-        at.engine.gate.let(3)
-        await until(lambda: any(attempt.replica_id for attempt in at.client._attempts))
-        at.handle.responses[0].task.cancel()
+        task = await broken_off(at)
         await until(lambda: not at.client._attempts)
         at.client.end()
         with pytest.raises(EngineError, match="is stopping"):

@@ -53,7 +53,7 @@ class Engine:
 
     def __await__(self) -> Generator[Any, None, EngineFacts]:
         while not self.answers:
-            yield from asyncio.sleep(0.001).__await__()
+            yield from asyncio.sleep(0).__await__()
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -86,6 +86,10 @@ class Rig:
         liveness.set_engines(liveness.engines() | {name})
         self.learner.look()
 
+    @property
+    def is_asking(self) -> bool:
+        return self.learner._again is not None and not self.learner._again.done()
+
 
 # --- whom to ask ----------------------------------------------------------------------------------------------------
 
@@ -95,7 +99,7 @@ async def test_an_engine_of_the_own_settings_is_asked_once() -> None:
     await rig.learner.meet()
     rig.joins("a", OURS)
     rig.joins("b", OURS)
-    await asyncio.sleep(0.01)
+    assert not rig.is_asking
     assert (rig.taken, rig.engine.calls, rig.learner.is_known) == ([told], 1, True)
 
 
@@ -105,13 +109,14 @@ async def test_what_an_engine_of_earlier_settings_said_holds_only_until_there_is
     await rig.learner.meet()
     assert rig.taken == [old]
     rig.joins("b", EARLIER)
-    await asyncio.sleep(0.01)
+    assert not rig.is_asking
     assert rig.engine.calls == 1, "there is nobody to ask yet"
     rig.engine.answers = [facts("a", EARLIER), new := facts("c", OURS)]  # the router has not heard of it at the first
     rig.joins("c", OURS)
     await until(lambda: rig.taken == [old, new])
+    await until(lambda: not rig.is_asking)
     rig.joins("d", OURS)
-    await asyncio.sleep(0.01)
+    assert not rig.is_asking
     assert rig.engine.calls == 3
 
 
