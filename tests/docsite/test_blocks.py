@@ -149,8 +149,9 @@ def test_the_engines_example_prints_scheduled_tokens_and_finished() -> None:
 
 def test_the_library_prints_an_answer_and_a_story() -> None:
     said = run([sys.executable, "-c", block("python", "from chunkserve").text])
-    assert "Paris" in said
-    assert len(said.split()) > 20
+    answer, _, story = said.partition("\n")
+    assert "Paris" in answer
+    assert len(story.split()) > 10
 
 
 def test_every_python_block_is_run_above() -> None:

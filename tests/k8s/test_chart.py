@@ -286,12 +286,12 @@ def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go(
         return tools.run("helm", *command).stdout.partition("\nNOTES:\n")[2]
 
     demo = notes("cpu-demo")
-    assert "by 1 to 1 workers" in demo
+    assert "Then 1 to 1 workers start" in demo
     assert "service/chunkserve-serve-svc 8000:8000" in demo
     assert "args.auth is not set" in demo
     assert "Secret" not in demo
     production = notes("gpu", "spot", "gcs-fault-tolerance", "inference-gateway")
-    assert "by 2 to 10 workers" in production
+    assert "Then 2 to 10 workers start" in production
     assert "Secret chunkserve-api-keys with" in production
     assert "Secret chunkserve-redis with" in production
     assert "Gateway inference-gateway in" in production

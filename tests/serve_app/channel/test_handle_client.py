@@ -482,13 +482,15 @@ async def test_the_channel_also_tells_the_engine_that_a_reader_has_left(monkeypa
 
 
 async def has_all_it_wants(at: Ingress) -> StreamRecord:
-    """Read one item, and stop the stream as complete."""
+    """Read two tokens, of a prefill and a decode step, and stop the stream as complete."""
     record = StreamRecord()
     stream = at.client.stream(Submission("r", PROMPT, LONG), record=record)
     first = asyncio.ensure_future(anext(stream))
     await at.engine.submitted(1)
-    at.engine.gate.let(1)
-    await first
+    at.engine.gate.let(2)
+    events = list(await first)
+    while sum(isinstance(event, Token) for event in events) < 2:
+        events += await anext(stream)
     record.is_complete = True
     await stream.aclose()
     return record
