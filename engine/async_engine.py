@@ -104,7 +104,7 @@ class AsyncEngine:
         self._clock = StepClock()
         self._draining = False
         self._stopping = False
-        self._compilation = Compilation(core.compile_grammar, core.config)
+        self._compilation = Compilation(core.grammars, core.config)
         self.adapters = AdapterCache(core.adapters, core.config.max_loras)
         core.on_move(lambda: self._commands.put(list))
         self._lockstep: Lockstep | None = None

@@ -4,20 +4,20 @@ Never compiles on an event loop or on the step thread, and knows nothing of what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.config import ResolvedConfig
 from engine.protocol import ErrorCode, RequestRejected
-from engine.step import GrammarError
+from engine.step import GrammarCompiler, GrammarError
 
 
 class Compilation:
-    """Compiles the grammars of one engine, one at a time: while many come at once, steps keep the other cores."""
+    """Compiles the grammars of one engine, one at a time: while many come at once, steps keep the other cores. One
+    that is compiled already waits for none of them."""
 
-    def __init__(self, compile_grammar: Callable[[str], None] | None, config: ResolvedConfig) -> None:
-        """`compile_grammar`: that of the executor's capabilities."""
-        self._compile_grammar = compile_grammar
+    def __init__(self, grammars: GrammarCompiler | None, config: ResolvedConfig) -> None:
+        """`grammars`: those of the executor's capabilities."""
+        self._grammars = grammars
         self._config = config
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-grammars")
 
@@ -27,13 +27,15 @@ class Compilation:
         Raises:
             RequestRejected: they cannot, or not within `grammar_timeout_s`.
         """
-        if self._compile_grammar is None:
+        if self._grammars is None:
             raise _rejected("This model's executor cannot keep to a grammar.")
         size, most = len(grammar.encode()), self._config.max_grammar_bytes
         if size > most:
             raise _rejected(f"The grammar may have {most} bytes (max_grammar_bytes), but it has {size}.", most, size)
+        if self._grammars.is_compiled(grammar):
+            return
         # What has begun cannot be interrupted; compiled too late, it is ready for the next request.
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._compile_grammar, grammar)
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._grammars.compile, grammar)
         try:
             await asyncio.wait_for(work, self._config.grammar_timeout_s)
         except TimeoutError as error:

@@ -4,7 +4,7 @@ Never holds a tensor or a reference to a live request: a plan is a frozen snapsh
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -309,10 +309,22 @@ class RankStatus(Protocol):
         """Return how many seconds the others have waited for each rank so far, by rank."""
 
 
-class TokenMasks(Protocol):
-    """What an executor needs of grammars; `engine.batch.grammar.Grammars` implements it."""
+class GrammarCompiler(Protocol):
+    """Makes grammars ready before a step needs them. Any thread may call it."""
 
-    def compile(self, grammar: str) -> None: ...
+    def is_compiled(self, grammar: str) -> bool:
+        """Return at once whether steps can use the grammar now. If so, it is the latest used of those that are kept."""
+        ...
+
+    def compile(self, grammar: str) -> None:
+        """Raises:
+        GrammarError: it is none, or too complex; the text is for whoever wrote it.
+        """
+        ...
+
+
+class TokenMasks(GrammarCompiler, Protocol):
+    """What an executor needs of grammars; `engine.batch.grammar.Grammars` implements it."""
 
     def masks(self, rows: Sequence[GrammarRow]) -> tuple[Any, dict[int, RowFailure]]: ...
 
@@ -367,8 +379,8 @@ class Capabilities:
     """Has a draft model, which reads `ScheduledRequest.draft_context` and proposes the tokens for DRAFT_TOKEN."""
     recurrent_state: bool = False
     """The model has state besides KV, and the executor follows `StateUse`."""
-    compile_grammar: Callable[[str], None] | None = None
-    """Compiles a grammar before a step needs it, on any thread, or raises GrammarError. None: it has no grammars."""
+    grammars: GrammarCompiler | None = None
+    """None: it has no grammars."""
     adapters: AdapterHost | None = None
     """None: it has no adapters."""
     sizes: PaddedSizes = UNPADDED

@@ -106,7 +106,8 @@ def _panics_told() -> Iterator[None]:
 
 
 class Grammars:
-    """The grammars of one vocabulary. Any thread may call `compile`; all else is for the one that runs the steps."""
+    """The grammars of one vocabulary. Any thread may call `is_compiled` and `compile`; all else is for the one
+    that runs the steps."""
 
     def __init__(
         self,
@@ -157,6 +158,10 @@ class Grammars:
         made = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos_token_id)
         return cls(made, limits=limits, workers=workers)
 
+    def is_compiled(self, grammar: str) -> bool:
+        """See GrammarCompiler."""
+        return self._kept(grammar) is not None
+
     def compile(self, grammar: str) -> None:
         """Have `grammar` ready before a step needs it.
 
@@ -165,12 +170,17 @@ class Grammars:
         """
         self._template(grammar)
 
-    def _template(self, grammar: str) -> _Template:
+    def _kept(self, grammar: str) -> _Template | None:
         with self._lock:
             known = self._compiled.get(grammar)
-            if known is not None and not known.is_late:
-                self._compiled.move_to_end(grammar)
-                return known
+            if known is None or known.is_late:
+                return None
+            self._compiled.move_to_end(grammar)
+            return known
+
+    def _template(self, grammar: str) -> _Template:
+        if known := self._kept(grammar):
+            return known
         template = self._make(grammar)
         with self._lock:
             self._compiled[grammar] = template

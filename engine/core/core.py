@@ -36,6 +36,7 @@ from engine.step import (
     Executor,
     ExecutorFatalError,
     ExecutorOutOfMemoryError,
+    GrammarCompiler,
     RankStatus,
     RowFailure,
     RowKind,
@@ -195,9 +196,8 @@ class EngineCore:
         )
 
     @property
-    def compile_grammar(self) -> Callable[[str], None] | None:
-        """See Capabilities.compile_grammar. The function may be called on any thread."""
-        return self._executor.capabilities.compile_grammar
+    def grammars(self) -> GrammarCompiler | None:
+        return self._executor.capabilities.grammars
 
     @property
     def adapters(self) -> AdapterHost | None:

@@ -74,14 +74,13 @@ class TorchExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        grammars = self._answers.grammars
         return Capabilities(
             mixed_rows=True,
             overlap=True,
             drafts=True,
             draft_model=self._draft_model is not None,
             recurrent_state=self.model.state is not None,
-            compile_grammar=None if grammars is None else grammars.compile,
+            grammars=self._answers.grammars,
             adapters=self.model.adapters,
             kv_mover=self._kv_mover,
             ranks=self._ranks,

@@ -155,7 +155,7 @@ class FakeExecutor:
             drafts=self._num_drafts > 0 or self._verifies or self._grammars is not None or self.draft_model is not None,
             draft_model=self.draft_model is not None,
             recurrent_state=self._config.recurrent_state,
-            compile_grammar=None if self._grammars is None else self._grammars.compile,
+            grammars=self._grammars,
             adapters=self._adapters,
             kv_mover=self.mover,
         )

@@ -126,13 +126,13 @@ class DeviceExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        grammars, has_state = self._answers.grammars, self.model.state is not None
+        has_state = self.model.state is not None
         return Capabilities(
             mixed_rows=True,
             overlap=True,
             drafts=not has_state,
             recurrent_state=has_state,
-            compile_grammar=None if grammars is None else grammars.compile,
+            grammars=self._answers.grammars,
             adapters=self.model.adapters,
             sizes=self.model.sizes,
             kv_mover=self._kv_mover,

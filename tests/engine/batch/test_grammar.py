@@ -1,4 +1,4 @@
-"""Owns the contract of answers within a grammar: every token follows it, whatever the schedule, and no step waits.
+"""Owns the contract of answers within a grammar: every token follows it, and no step waits. Long: each way to fail.
 The fake executor's tokens are bytes here, so a request's answer is its text."""
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def test_the_compiled_grammars_that_are_kept_are_the_latest_used() -> None:
     grammars.compile(WORDS)
     for number in range(MAX_COMPILED + 10):
         grammars.compile(f'start: "{number}"')
-        grammars.compile(WORDS)
-    assert WORDS in grammars._compiled
+        assert grammars.is_compiled(WORDS), "which counts as used"
+    assert not grammars.is_compiled('start: "0"')
     assert len(grammars._compiled) == MAX_COMPILED
     assert allowed(grammars, GrammarRow("a", 'start: "0"', ())) == [{ord("0")}], "one that was dropped is made again"
 
@@ -376,10 +376,27 @@ class _Refusals:
     def stepped(self, facts: Any, events: Any) -> None: ...
 
 
+class _Held:
+    """Knows one grammar, and holds back the compilation of others until its gate is open."""
+
+    def __init__(self, known: str | None = None) -> None:
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.compiled: list[str] = []
+        self._known = known
+
+    def is_compiled(self, grammar: str) -> bool:
+        return grammar == self._known
+
+    def compile(self, grammar: str) -> None:
+        self.entered.set()
+        self.gate.wait()
+        self.compiled.append(grammar)
+
+
 def test_while_one_grammar_is_compiled_steps_go_on_and_the_wait_for_it_is_bounded() -> None:
     engine = build_engine("none", EngineConfig(executor="fake", grammar_timeout_s=0.05))
-    gate = threading.Event()
-    engine._compilation = Compilation(lambda grammar: bool(gate.wait()), engine.config)
+    held = _Held()
+    engine._compilation = Compilation(held, engine.config)
 
     async def both() -> None:
         with pytest.raises(RequestRejected, match=re.escape("was not compiled within 0.05 s")):
@@ -390,8 +407,28 @@ def test_while_one_grammar_is_compiled_steps_go_on_and_the_wait_for_it_is_bounde
     try:
         asyncio.run(both())
     finally:
-        gate.set()
+        held.gate.set()
         engine.shutdown()
+
+
+def test_a_grammar_that_is_compiled_already_does_not_wait_for_another_one_that_is_being_compiled() -> None:
+    held = _Held("known")
+    compilation = Compilation(held, build_engine("none", EngineConfig(executor="fake")).config)
+
+    async def both() -> None:
+        new = asyncio.ensure_future(compilation.compile("new"))
+        await asyncio.to_thread(held.entered.wait)
+        await compilation.compile("known")
+        assert not new.done()
+        held.gate.set()
+        await new
+
+    try:
+        asyncio.run(both())
+    finally:
+        held.gate.set()
+        compilation.shutdown()
+    assert held.compiled == ["new"]
 
 
 def test_an_executor_without_grammars_refuses_them(engine: AsyncEngine) -> None:
