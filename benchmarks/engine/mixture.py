@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights-seed", type=int, default=time.time_ns() % 1_000_000, help="of the weights")
     options, others = parser.parse_known_args(arguments)
     kernels = [] if "--kernels" in others else ["--kernels", "native", "stored", "stored+rounded"]
+    step.parse_options([*kernels, *others])  # which refuses wrong ones before gigabytes are written
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / f"mixture-{options.format}.gguf"
         draw = np.random.default_rng(options.weights_seed)

@@ -215,7 +215,7 @@ def reading_table(document: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _options(arguments)
+    options = parse_options(arguments)
     model = prepare_model(options.model, progress=False, weights=options.load_format != "dummy")
     largest = max([1, *options.rows]) * (options.context + 1) + max([0, *options.prefill]) + options.context
     streams = options.loop * (options.context + options.steps + ANSWER_BESIDES + 16)  # 16: a partly filled block
@@ -290,7 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(document)
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Exits if an option is unknown or wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine.step",
         description="Measure how long a step takes on the CPU, with each kind of kernels, and what bounds it. It hands "
