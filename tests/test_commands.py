@@ -3,16 +3,15 @@ in either case: once, a key was issued to the tenant `--help`."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from docsite.commands import PROGRAMS
 from loadtest.server import ROOT, SERVE
+from tests.support.forked_commands import Ended, run_forked
 
 PLACES = ("chunkserve", "engine", "kernels", "serve_app", "loadtest", "k8s", "benchmarks", "docsite", "tests")
 MARK = 'if __name__ == "__main__":'
@@ -28,57 +27,15 @@ def commands() -> list[str]:
     return [name for name in names if name not in ANOTHER_PROGRAM]
 
 
-# Each command has a process of its own, forked once torch is imported, which most of them need and which takes seconds.
-# It is run twice there: the second time what it imports is loaded already.
-ALL = """
-import contextlib, io, json, os, runpy, sys
-import torch
-
-def outcome(command, option):
-    out, errors, status = io.StringIO(), io.StringIO(), "no exit"
-    sys.argv = [command, option]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        try:
-            runpy.run_module(command, run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            status = end.code
-        except BaseException as error:
-            status = repr(error)
-    return {"status": status, "out": out.getvalue(), "errors": errors.getvalue()}
-
-found = {}
-for command in json.load(sys.stdin):
-    read, write = os.pipe()
-    if os.fork() == 0:
-        with open(write, "w") as pipe:
-            both = {f"{command} {option}": outcome(command, option) for option in ("--help", "--no-such-option")}
-            json.dump(both, pipe, default=repr)
-        os._exit(0)
-    os.close(write)
-    with open(read) as pipe:
-        found |= json.load(pipe)
-    os.wait()
-json.dump(found, sys.stdout)
-"""
-
-
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """Run all commands in an empty directory, where it shows what a command writes unasked."""
     empty = tmp_path_factory.mktemp("empty")
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}){ALL}"],
-        input=json.dumps(commands()),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=empty,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    both = [[(command, "--help"), (command, "--no-such-option")] for command in commands()]
+    ended = run_forked(both, empty)
     assert list(empty.iterdir()) == []
-    found: dict[str, dict[str, object]] = json.loads(done.stdout)
-    return found
+    words = (" ".join(one) for group in both for one in group)
+    return dict(zip(words, (one for group in ended for one in group), strict=True))
 
 
 def test_the_tree_has_commands() -> None:
@@ -89,30 +46,28 @@ def test_the_tree_has_commands() -> None:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_says_what_it_is_for(outcomes: dict[str, dict[str, object]], command: str) -> None:
+def test_a_command_says_what_it_is_for(outcomes: dict[str, Ended], command: str) -> None:
     found = outcomes[f"{command} --help"]
-    assert (found["status"], found["errors"]) == (0, "")
-    usage, description, *_ = str(found["out"]).split("\n\n")
+    assert (found.status, found.errors) == (0, "")
+    usage, description, *_ = found.out.split("\n\n")
     assert usage.startswith("usage: ")
     assert not description.startswith(("options:", "positional arguments:")), "it has none"
     assert not re.search(r"\b(Owns|Never|Long):?\b", description), "that is what its file is for, not what it does"
 
 
 @pytest.mark.parametrize("command", PROGRAMS)
-def test_each_option_of_a_command_for_users_is_explained(outcomes: dict[str, dict[str, object]], command: str) -> None:
-    told = str(outcomes[f"{command} --help"]["out"])
+def test_each_option_of_a_command_for_users_is_explained(outcomes: dict[str, Ended], command: str) -> None:
+    told = outcomes[f"{command} --help"].out
     found = re.findall(r"^  (-[^\n]*|\w+ *(?:  [^\n]*)?)$((?:\n {6,}[^\n]*)*)", told.partition("\n\n")[2], re.MULTILINE)
     assert found
     assert [option for option, below in found if not (re.search(r"\S  +\S", option) or below)] == []
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_refuses_an_option_that_it_does_not_know(
-    outcomes: dict[str, dict[str, object]], command: str
-) -> None:
+def test_a_command_refuses_an_option_that_it_does_not_know(outcomes: dict[str, Ended], command: str) -> None:
     found = outcomes[f"{command} --no-such-option"]
-    assert (found["status"], found["out"]) == (2, "")
-    assert str(found["errors"]).startswith("usage: ")
+    assert (found.status, found.out) == (2, "")
+    assert found.errors.startswith("usage: ")
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -25,6 +25,7 @@ from serve_app.settings.application import AppSettings
 from serve_app.settings.auth import ApiKey
 from tests.docsite.blocks import BLOCKS, block
 from tests.loadtest.test_loadtest_readme import real
+from tests.support.forked_commands import Ended, run_forked
 
 pytestmark = pytest.mark.server
 
@@ -43,6 +44,7 @@ ON_A_CLUSTER = [
     if command.startswith(("docker ", "helm ", "kind ", "kubectl ")) and command not in COMPOSE
 ]
 PROGRAMS = [command for command in COMMANDS if command.startswith(".venv/bin/python -m ")]
+MEASURING = [command for command in PROGRAMS if "--out" in command or "pytest" in command]
 
 RUN_ELSEWHERE = {
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_wheel.py",
@@ -214,13 +216,19 @@ def test_the_prepare_command_prints_the_model_directory() -> None:
     assert (Path(run([sys.executable, *shlex.split(command)[1:]]).strip()) / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("command", [command for command in PROGRAMS if "--out" in command or "pytest" in command])
-def test_a_program_takes_the_options_that_are_shown(command: str) -> None:
-    """An option that nobody knows ends it before it does anything; that must be the only one that it complains of."""
-    words = [*shlex.split(command)[1:], "--no-such-option"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=180, check=False)
-    assert done.returncode in (2, 4)
-    assert "unrecognized arguments: --no-such-option" in done.stderr
+@pytest.fixture(scope="module")
+def with_another_option() -> dict[str, Ended]:
+    """Run all programs as they are shown, with an option that nobody knows: it ends them before they do anything."""
+    groups = [[[*shlex.split(command)[2:], "--no-such-option"]] for command in MEASURING]
+    return dict(zip(MEASURING, (one for (one,) in run_forked(groups, ROOT)), strict=True))
+
+
+@pytest.mark.parametrize("command", MEASURING)
+def test_a_program_takes_the_options_that_are_shown(with_another_option: dict[str, Ended], command: str) -> None:
+    """The option that nobody knows must be the only one that it complains of."""
+    ended = with_another_option[command]
+    assert ended.status in (2, 4)
+    assert "unrecognized arguments: --no-such-option" in ended.errors
 
 
 def test_every_program_is_run_above() -> None:
