@@ -13,7 +13,7 @@ import pytest
 
 from loadtest.server import Server
 from tests.support.gpu_runs import DRIVER, hide_gpu, is_of_the_gpu, show_gpu
-from tests.support.quick_interpreter import replace_once_a_launch
+from tests.support.quick_interpreter import quicken
 from tests.support.seeds import FIXED, VARIABLE, run_seed, seed_globals
 from tests.support.serve_process import serve_run
 
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     seed_globals(item.nodeid)
-    replace_once_a_launch()
+    quicken()
 
 
 def pytest_collection_finish() -> None:

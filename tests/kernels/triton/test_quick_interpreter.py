@@ -1,4 +1,5 @@
-"""Owns the contract that an interpreted launch replaces Triton's language once, computes the same, and restores it.
+"""Owns the contract that an interpreted launch replaces Triton's language once, computes the same, and restores it, and
+that shapes and types are described as Triton does it.
 Never measures how much faster that is."""
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 from kernels.triton.shared.launch import INTERPRETED
-from tests.support.quick_interpreter import MODULE, replace_once_a_launch
+from tests.support.quick_interpreter import MODULE, quicken
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the kernels are compiled")
 
@@ -93,11 +95,41 @@ def test_after_a_launch_that_fails_the_next_one_replaces_it_again() -> None:
     launch(2)
 
 
+@pytest.mark.parametrize("shape", [[4, 8], (tl.constexpr(4), 8), tl.tuple([4, 8])])
+def test_a_shape_is_described_as_ever_however_it_is_given_and_by_the_same_objects(shape: Any) -> None:
+    first, second = tl.block_type(tl.float32, [4, 8]), tl.block_type(tl.int8, shape)
+    assert (second.name, second.numel) == ("<['4', '8'], int8>", 32)
+    assert list(second.shape) == [4, 8]
+    assert second.shape is first.shape
+    tensors = [tl.tensor(None, type) for type in (first, second, tl.int32)]
+    assert [tensor.dtype for tensor in tensors] == [tl.float32, tl.int8, tl.int32]
+    assert [[size.value for size in tensor.shape] for tensor in tensors] == [[4, 8], [4, 8], []]
+    assert [tensor.numel.value for tensor in tensors] == [32, 32, 1]
+
+
+@pytest.mark.parametrize(("shape", "error"), [([], TypeError), ([3], ValueError), ([2**21], ValueError)])
+def test_a_shape_that_is_none_is_refused_each_time(shape: list[int], error: type[Exception]) -> None:
+    for _ in range(2):
+        with pytest.raises(error):
+            tl.block_type(tl.float32, shape)
+
+
+def test_each_type_has_the_numpy_type_that_the_interpreter_gives_it() -> None:
+    known = {tl.int1: bool, tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.float32: np.float32}
+    for _ in range(2):
+        for dtype, want in known.items():
+            assert interpreter._get_np_dtype(dtype) == want
+            assert interpreter._get_np_dtype(tl.block_type(dtype, [2])) == want
+            pointer = tl.pointer_type(dtype)
+            assert interpreter._get_np_dtype(pointer) == np.uint64
+            assert interpreter._get_np_dtype(tl.block_type(pointer, [2])) == np.uint64
+
+
 def test_to_ask_twice_or_without_an_interpreter_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_once_a_launch()
+    quicken()
     first = interpreter._patch_lang
-    replace_once_a_launch()
+    quicken()
     assert interpreter._patch_lang is first
     monkeypatch.delitem(sys.modules, MODULE)
-    replace_once_a_launch()
+    quicken()
     assert MODULE not in sys.modules
