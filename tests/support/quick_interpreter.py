@@ -1,5 +1,5 @@
-"""Owns what Triton's interpreter does once and not at every operation: it looks for what it replaces in the language, and
-describes shapes and types.
+"""Owns what Triton's interpreter does once and not in each operation: to look for what it replaces in the language, and
+to describe shapes and types.
 Never changes what is replaced, nor what a kernel computes."""
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_sampled_bits_are_the_same_in_any_batch_with_other_features(
 
 
 def test_a_start_compares_steps_and_a_short_prompt_has_the_same_bits_beside_another(tmp_path: Path) -> None:
-    bench = make(tmp_path, cuda_graphs="none", max_model_len=70)
+    bench = make(tmp_path, cuda_graphs="none", max_model_len=36, max_num_seqs=3)
     bench.prompts = bench.prompts[:1] + bench.prompts[2:3]
     want = alone(bench, SAMPLED)
     assert together(bench, SAMPLED, enable_prefix_caching=False) == want
@@ -130,7 +130,7 @@ def test_a_device_whose_products_depend_on_the_batch_is_refused_at_the_start(
 
     monkeypatch.setattr(ops, "BATCH_INVARIANT", replace(ops.BATCH_INVARIANT, linear=by_rows))
     with pytest.raises(ConfigError, match=r"^batch_invariant is true, but on fake GPU the logits after \d+ tokens .*"):
-        make(tmp_path, cuda_graphs="none")
+        make(tmp_path, cuda_graphs="none", max_model_len=40, max_num_seqs=2)
 
 
 @pytest.mark.parametrize(
