@@ -138,7 +138,7 @@ class LockstepMachine(lives.EngineMachine):
 
 
 class TestLockstep(LockstepMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(lives.TestEngine.settings, max_examples=60, stateful_step_count=15)
+    settings = settings(lives.TestEngine.settings, max_examples=40, stateful_step_count=15)
 
 
 def test_the_lives_in_lockstep_reach_what_they_are_to_check() -> None:

@@ -119,7 +119,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 class TestEngine(EngineMachine.TestCase):  # type: ignore[misc, name-defined]
     settings = settings(
-        max_examples=300,
+        max_examples=200,
         stateful_step_count=25,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
@@ -190,7 +190,7 @@ class TiersMachine(EngineMachine):
 
 
 class TestTiers(TiersMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(TestEngine.settings, max_examples=200)
+    settings = settings(TestEngine.settings, max_examples=120)
 
 
 class DraftsBesideOverlapMachine(EngineMachine):
@@ -202,7 +202,7 @@ class DraftsBesideOverlapMachine(EngineMachine):
 
 
 class TestDraftsBesideOverlap(DraftsBesideOverlapMachine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(TestEngine.settings, max_examples=100)
+    settings = settings(TestEngine.settings, max_examples=60)
 
 
 def lets_others_wait(config: dict[str, Any]) -> bool:
