@@ -52,7 +52,7 @@ def search(keeps: Callable[[float], bool], start: float, precision: float, most:
         if not bracket.kept or keeps(bracket.kept):
             return bracket
         below = _enclosed(keeps, bracket.kept / 2, bracket.kept / 2)
-        bracket = Bracket(below.kept, bracket.kept)
+        bracket = Bracket(below.kept, min(below.missed, bracket.kept))
 
 
 def _enclosed(keeps: Callable[[float], bool], start: float, most: float) -> Bracket:

@@ -74,6 +74,21 @@ def test_a_search_among_random_answers_ends_with_a_rate_that_was_kept(seed: int)
     assert found.kept == 0.0 or found.kept in kept
 
 
+@given(st.integers(0, 2**32))
+def test_a_rate_that_has_missed_its_limits_once_is_not_found_though_it_keeps_them_later(seed: int) -> None:
+    """Around its capacity, a server keeps the limits by luck."""
+    draw, kept, missed = random.Random(seed), set[float](), set[float]()
+
+    def keeps(rate: float) -> bool:
+        answer = rate <= 6.0 * math.exp(draw.gauss(0.0, 0.5))
+        (kept if answer else missed).add(rate)
+        return answer
+
+    found = search(keeps, 1.0, 0.1, most=1000.0)
+    assert found.missed == min(missed)
+    assert found.kept == 0.0 or found.kept in kept - missed
+
+
 def run(rate: float, code: int) -> dict[str, Any]:
     point = {"name": f"{rate:g}", "x": rate, "line": "", "figures": {"goodput_per_s": rate}, "kinds": {}}
     return {
