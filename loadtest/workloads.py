@@ -75,9 +75,21 @@ def plan_of(name: str, settings: Settings) -> Plan:
     if (settings.arrivals == "gamma") != (settings.cv is not None):
         raise ValueError("--arrivals gamma needs --cv, and nothing else does")
     plan = workload.build(settings)
+    plan = dataclasses.replace(plan, points=_told_apart(plan.points))
     if settings.limits is not None:
         plan = dataclasses.replace(plan, limits=tuple(parse_limits(settings.limits)))
     return plan
+
+
+def _told_apart(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """Number the points whose name an earlier one has, such as a rate that is measured twice: figures are counted by
+    the points' names."""
+    found: dict[str, Point] = {}
+    for point in points:
+        names = (point.name, *(f"{point.name} ({number})" for number in range(2, len(points) + 1)))
+        name = next(name for name in names if name not in found)
+        found[name] = dataclasses.replace(point, name=name)
+    return tuple(found.values())
 
 
 def _limits(text: str = DEFAULT_LIMITS) -> tuple[Limit, ...]:

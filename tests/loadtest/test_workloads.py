@@ -178,3 +178,26 @@ def test_a_sweep_has_a_line_of_points_for_each_shape() -> None:
     plan = plan_of("sweep", Settings(clients=(2, 3)))
     assert [source.clients for source in sources(plan) if isinstance(source, Closed)] == [2, 3] * 3
     assert [point.line for point in plan.points[::2]] == ["1000/1000", "8000/1000", "1000/8000"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        (
+            "rates",
+            Settings(rates=(2.0, 4.0, 2.0, 2.0)),
+            ["2 requests/s", "4 requests/s", "2 requests/s (2)", "2 requests/s (3)"],
+        ),
+        ("rates", Settings(rates=(1e6, 1e6 + 1)), ["1e+06 requests/s", "1e+06 requests/s (2)"]),
+        (
+            "sweep",
+            Settings(clients=(8, 8)),
+            [f"{line} x 8{number}" for line in ("1000/1000", "8000/1000", "1000/8000") for number in ("", " (2)")],
+        ),
+    ],
+)
+def test_a_load_that_is_measured_twice_has_a_point_for_each_time(
+    name: str, settings: Settings, expected: list[str]
+) -> None:
+    """Figures are counted by the points' names: two of one name each had the requests of both."""
+    assert [point.name for point in plan_of(name, settings).points] == expected
