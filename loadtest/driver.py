@@ -38,11 +38,12 @@ class _Head:
 
     status: int = 0
     queue_ms: float | None = None
+    """Only of an answer that has begun: a refusal or an error says how soon it came, and not how long one waits."""
     retry_after: bool = False
 
     @staticmethod
     def of(response: HTTPSocketPoolResponse) -> _Head:
-        queue_ms = response.get("openai-processing-ms")
+        queue_ms = response.get("openai-processing-ms") if response.status_code == 200 else None
         retry_after = response.get("retry-after") is not None
         return _Head(response.status_code, float(queue_ms) if isinstance(queue_ms, str) else None, retry_after)
 

@@ -145,6 +145,18 @@ async def test_an_answer_that_breaks_is_one_failure_and_the_next_is_sent(sent: b
     assert any(reason in error for error in found["errors"]), found["errors"]
 
 
+async def test_an_error_that_comes_at_once_is_no_short_wait_in_the_queue() -> None:
+    statuses = iter(["500 Oops", "504 Gateway Timeout", "400 Bad Request"])
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        head = f"HTTP/1.1 {next(statuses)}\r\nopenai-processing-ms: 1\r\ncontent-length: 4\r\n\r\n"
+        writer.write(head.encode() + b"oops")
+
+    figures = (await drive(Scripted(answer), requests=3, tokens=1, over_s=0.1))["figures"]
+    assert figures["failed"] == 3
+    assert not [name for name in figures if name.startswith("queue")]
+
+
 async def test_a_client_that_leaves_closes_its_connection_and_is_no_failure() -> None:
     gone = asyncio.Event()
 
