@@ -16,7 +16,7 @@ class RequestTimes:
     requests."""
 
     __slots__ = (
-        *("now", "arrived", "read_at", "gate_begun", "gate_s", "given", "scheduled", "first_token", "returned_at"),
+        *("now", "arrived", "read_at", "gate_waits", "gate_s", "given", "scheduled", "first_token", "returned_at"),
         *("unread_s", "deadline_at", "num_choices", "_num_open"),
     )
 
@@ -25,8 +25,11 @@ class RequestTimes:
         self.arrived = self.now()
         self.deadline_at: float | None = None
         self.first_token: float | None = None
-        self.gate_begun: float | None = None
+        self.gate_waits: tuple[tuple[float, float], ...] = ()
+        """The begin and the end of each wait there. For a model that may sleep there are two: until it is known how to
+        read the request, and until that has a place."""
         self.gate_s = 0.0
+        """Their sum."""
         self.given: float | None = None
         self.scheduled: float | None = None
         self.returned_at: float | None = None
@@ -40,12 +43,14 @@ class RequestTimes:
 
     @contextmanager
     def at_gate(self) -> Iterator[None]:
-        """Measure the wait for a place with the engines: put it around the wait."""
-        begun = self.gate_begun = self.now()
+        """Measure a wait for a place with the engines: put it around the wait."""
+        begun = self.now()
         try:
             yield
         finally:
-            self.gate_s += self.now() - begun
+            ended = self.now()
+            self.gate_waits += ((begun, ended),)
+            self.gate_s += ended - begun
 
     def has_body(self) -> None:
         self.read_at = self.now()

@@ -86,8 +86,8 @@ def _parent(scope: Scope) -> Context:
 def _parts(times: RequestTimes, ended: float) -> Iterator[Interval]:
     """Yield the parts of a request's time. With several answers, decoding begins with the first token of the first and
     ends with the last."""
-    if times.gate_begun is not None:
-        yield "gate", times.gate_begun, times.gate_begun + times.gate_s
+    for begun, done in times.gate_waits:
+        yield "gate", begun, done
     marks = [("engine.queue", times.given), ("engine.prefill", times.scheduled), ("engine.decode", times.first_token)]
     reached = [(name, at) for name, at in marks if at is not None]
     if not reached:

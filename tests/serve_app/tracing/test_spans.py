@@ -20,8 +20,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from engine.protocol import EngineError, EngineTimes, ErrorCode, FinishReason, TimeCause
 from serve_app.api.ingress import create_app
-from serve_app.api.request_facts import EndedRequest
+from serve_app.api.request_facts import EndedRequest, RequestFacts
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.api.timing.split import EndedTimes
 from serve_app.auth.keys import Keys
 from serve_app.channel.migration import Migration
 from serve_app.settings.auth import ApiKey
@@ -42,6 +43,7 @@ from tests.serve_app.harness import (
     scheduled,
     tokens,
 )
+from tests.serve_app.metrics.test_request_times import Turned
 from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
@@ -64,8 +66,8 @@ class Traced:
         provider = TracerProvider(sampler=ParentBasedTraceIdRatio(ratio), shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._kept))
         self.client = ScriptedClient(*script)
-        trace = RequestTracer(provider, model.id)
-        self.app = create_app(self.client, Tokenizer.byte_level(), model, trace=trace, **options)
+        self.trace = RequestTracer(provider, model.id)
+        self.app = create_app(self.client, Tokenizer.byte_level(), model, trace=self.trace, **options)
 
     def start(self, path: str, body: Any, *headers: tuple[str, str]) -> Exchange:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -277,6 +279,23 @@ async def test_the_parts_follow_each_other_inside_the_span(stream: bool) -> None
     edges = [span.start_time or 0, *(edge for pair in times for edge in pair), span.end_time or 0]
     assert edges == sorted(edges)
     assert [end for _, end in times[1:-1]] == [start for start, _ in times[2:]], "no gap while it is with the engine"
+
+
+async def test_each_wait_at_the_gate_is_a_span_of_its_own() -> None:
+    """The wait for a model to wake began, as a span, after it was over, and reached beyond the request's own end."""
+    traced, times = Traced(), Turned(at=100.0)
+    for begun, waits_s in ((101.0, 30.0), (132.0, 0.5)):
+        times.at = begun
+        with times.at_gate():
+            times.at += waits_s
+    times.at = 133.0
+    scope = {"type": "http", "method": "POST", "path": URL, "headers": []}
+    wall = EndedTimes(None, "r-1", "client_gone", times, times.now(), None)
+    traced.trace(EndedRequest(scope, RequestFacts(), None, wall))
+    arrived = traced.server_span.start_time or 0
+    found = [(part.name, (part.start_time or 0) - arrived, (part.end_time or 0) - arrived) for part in traced.parts]
+    assert [name for name, *_ in found] == ["gate", "gate"]
+    assert [at / 1e9 for _, *pair in found for at in pair] == pytest.approx([1.0, 31.0, 32.0, 32.5])
 
 
 async def test_an_answer_of_one_piece_has_no_decoding_and_one_that_never_ran_has_the_gate_alone() -> None:
