@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -151,8 +152,9 @@ class LeadingEngine(AsyncEngine):
             case Told(events=events, load=load):
                 self._take_load(rank, load)
                 self._hand_out(events)
-            case Stepped(facts=facts, events=events):
-                self._commands.put(partial(self._note_step, facts, events))
+            case Stepped(facts=facts, events=events, age_s=age_s):
+                here = replace(facts, started=time.monotonic() - age_s)
+                self._commands.put(partial(self._note_step, here, events))
             case Answer(number=number, result=result):
                 if (give := self._answers.pop(number, None)) is not None:
                     give(result)

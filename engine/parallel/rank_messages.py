@@ -81,6 +81,8 @@ class Stepped:
 
     facts: StepFacts
     events: Sequence[Event]
+    age_s: float
+    """How long ago the step began, when this was sent. Machines have no monotonic clock in common."""
 
 
 @dataclass(frozen=True, slots=True)

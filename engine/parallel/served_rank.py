@@ -69,7 +69,7 @@ class ServedRank:
 
     def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
         if self.line is not None and (facts.computed or facts.preempted or events):
-            self.line.send(Stepped(facts, events))
+            self.line.send(Stepped(facts, events, time.monotonic() - facts.started))
 
     # --- the event loop -----------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class ServedRank:
 
     def _fail(self, failed: Failed) -> None:
         """End a request that the engine has not taken: for its caller, and for the leader's observer."""
-        self._send(Stepped(StepFacts(time.monotonic()), [failed]))
+        self._send(Stepped(StepFacts(time.monotonic()), [failed], 0.0))
         self.receive([failed])
 
     async def _drain(self) -> None:

@@ -4,13 +4,18 @@ Never starts an engine or a process: what the engine does is written here."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.observer import StepFacts
+from engine.parallel import leading_engine, served_rank
+from engine.parallel.leading_engine import LeadingEngine
 from engine.parallel.rank_messages import Abort, Drain, End, Stepped, Submit, Told
 from engine.parallel.served_rank import ServedRank
-from engine.protocol import ErrorCode, Failed, FinishReason, RequestRejected, SamplingParams, Submission
+from engine.protocol import ErrorCode, Event, Failed, FinishReason, RequestRejected, SamplingParams, Submission
 from tests.support.conditions import until
 from tests.support.fleet import load_snapshot
 
@@ -111,3 +116,17 @@ async def test_a_rank_says_what_it_has_before_it_has_a_request() -> None:
     served.hear(End())
     await served.run()
     assert wire.sent == [Told([], load_snapshot())]
+
+
+async def test_a_step_of_a_rank_on_another_machine_began_by_the_leaders_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine counts from its own start: a request waited in the queue for as long as one had been up longer."""
+    served, wire = serve(Engine())
+    monkeypatch.setattr(served_rank, "time", SimpleNamespace(monotonic=lambda: 9_000.25))
+    served.stepped(StepFacts(9_000.0, preempted=("a",)), [])
+    monkeypatch.setattr(leading_engine, "time", SimpleNamespace(monotonic=lambda: 50.5))
+    noted: list[tuple[StepFacts, Sequence[Event]]] = []
+    leader = SimpleNamespace(
+        _commands=SimpleNamespace(put=lambda note: note()), _note_step=lambda *step: noted.append(step)
+    )
+    LeadingEngine.hear(leader, 1, wire.sent[0])  # type: ignore[arg-type]
+    assert noted == [(StepFacts(50.25, preempted=("a",)), [])]
