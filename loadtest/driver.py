@@ -43,9 +43,18 @@ class _Head:
 
     @staticmethod
     def of(response: HTTPSocketPoolResponse) -> _Head:
-        queue_ms = response.get("openai-processing-ms") if response.status_code == 200 else None
-        retry_after = response.get("retry-after") is not None
-        return _Head(response.status_code, float(queue_ms) if isinstance(queue_ms, str) else None, retry_after)
+        has_begun, retry_after = response.status_code == 200, response.get("retry-after") is not None
+        queue_ms = _milliseconds(response.get("openai-processing-ms")) if has_begun else None
+        return _Head(response.status_code, queue_ms, retry_after)
+
+
+def _milliseconds(value: object) -> float | None:
+    """Read a header of another server, which may be anything; None if it is no time."""
+    try:
+        found = float(value) if isinstance(value, str) else -1.0
+    except ValueError:
+        return None
+    return found if 0 <= found < float("inf") else None
 
 
 class _Left(BaseException):

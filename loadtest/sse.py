@@ -50,6 +50,8 @@ def parse_lines(lines: Sequence[tuple[float, bytes]]) -> Answer:
             _take(answer, texts, stamp, json.loads(data))
         except ValueError:
             answer.error = answer.error or f"no JSON: {data[:80]!r}"
+        except (AttributeError, TypeError):  # another shape than an answer's
+            answer.error = answer.error or f"no event of an answer: {data[:80]!r}"
     answer.text = "".join(texts)
     answer.error = answer.error or _incompleteness(answer, data)
     return answer
@@ -62,13 +64,13 @@ def _take(answer: Answer, texts: list[str], stamp: float, event: dict[str, Any])
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
-        texts.append(text)
+        texts.append(text if isinstance(text, str) else "")  # some servers send thoughts as a list of parts
         if text or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls"):
             answer.arrivals.append(stamp)
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
     if usage := event.get("usage"):
-        answer.prompt_tokens = usage.get("prompt_tokens", 0)
-        answer.output_tokens = usage.get("completion_tokens", 0)
+        answer.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        answer.output_tokens = int(usage.get("completion_tokens") or 0)
 
 
 def _incompleteness(answer: Answer, last: bytes) -> str | None:

@@ -157,6 +157,17 @@ async def test_an_error_that_comes_at_once_is_no_short_wait_in_the_queue() -> No
     assert not [name for name in figures if name.startswith("queue")]
 
 
+async def test_a_time_in_the_queue_that_is_none_is_left_out_and_ends_no_load() -> None:
+    said = iter(["", "3ms", "nan", "-1", "3.5"])
+
+    async def answer(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        head = HEAD.replace(b"\r\n\r\n", f"\r\nopenai-processing-ms: {next(said)}\r\n\r\n".encode())
+        writer.write(head + WORD + usage(4, 1))
+
+    figures = (await drive(Scripted(answer), requests=5, tokens=1, over_s=0.1))["figures"]
+    assert (figures["ok"], figures["queue_mean_ms"], figures["queue_max_ms"]) == (5, 3.5, 3.5)
+
+
 async def test_a_client_that_leaves_closes_its_connection_and_is_no_failure() -> None:
     gone = asyncio.Event()
 

@@ -63,12 +63,14 @@ def test_events_without_text_are_no_arrivals_and_thoughts_and_calls_are() -> Non
         (2.0, delta(reasoning_content="hm")),
         (3.0, delta(content="a")),
         (4.0, delta(tool_calls=[{"index": 0}])),
+        (4.5, delta(content=[{"type": "thinking", "thinking": "hm"}])),
         (5.0, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}),
         (6.0, USAGE),
         (6.0, "[DONE]"),
     ]
     answer = parse_lines(Wire(events).lines())
-    assert (answer.arrivals, answer.finish_reason, answer.error) == ([2.0, 3.0, 4.0], "stop", None)
+    assert (answer.arrivals, answer.finish_reason, answer.error) == ([2.0, 3.0, 4.0, 4.5], "stop", None)
+    assert answer.text == "a"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,9 @@ def test_events_without_text_are_no_arrivals_and_thoughts_and_calls_are() -> Non
         ([text(""), USAGE, "[DONE]"], "without text"),
         ([text("a"), {"error": {"message": "it broke"}}, USAGE, "[DONE]"], "it broke"),
         ([text("a"), "{", USAGE, "[DONE]"], "no JSON"),
+        ([text("a"), 5, USAGE, "[DONE]"], "no event of an answer"),
+        ([{"choices": ["a"]}, text("a"), USAGE, "[DONE]"], "no event of an answer"),
+        ([text("a"), {"usage": {"prompt_tokens": None, "completion_tokens": None}}, "[DONE]"], "usage"),
         ([], "no end"),
     ],
 )
