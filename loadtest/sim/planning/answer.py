@@ -114,8 +114,7 @@ def _costs(plan: Plan, cost_per_hour: float | None) -> dict[str, Any]:
         "replica_hours_per_hour": replicas,
         "utilisation": result.utilisation,
         "headroom": max(plan.highest_load - 1, 0.0),
-        "preemptions_per_request": sum(run.preemptions for run in result.runs)
-        / max(sum(run.offered for run in result.runs), 1),
+        "preemptions_per_request": result.preemptions_per_request,
         "cost_per_hour": None if cost_per_hour is None else replicas * cost_per_hour,
         "cost_per_million_answer_tokens": None
         if cost_per_hour is None

@@ -126,6 +126,8 @@ class Run:
     """The part of `step_s` in steps that no measured one was as large as."""
     preemptions: int
     replicas_most: int
+    sent: int
+    """All requests of the run, those of its warm-up included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,11 @@ class Result:
         """The share of that time in which a step ran."""
         paid = sum(run.replica_s for run in self.runs)
         return min(sum(run.busy_s for run in self.runs) / paid, 1.0) if paid else 0.0
+
+    @property
+    def preemptions_per_request(self) -> float:
+        """A preemption counts whichever request it is of, and so do all that were sent."""
+        return sum(run.preemptions for run in self.runs) / max(sum(run.sent for run in self.runs), 1)
 
     @property
     def extrapolated(self) -> float:
@@ -273,6 +280,7 @@ class _Sender:
             beyond_s=steps.beyond_s,
             preemptions=sum(replica.num_preemptions for replica in replicas),
             replicas_most=max(size for _, size in world.deployment.sizes),
+            sent=len(self._jobs),
         )
 
 

@@ -58,7 +58,7 @@ class Formula(Simulations):
         good = round(1000 * share)
         times = (*(100.0,) * good, *(9000.0,) * (1000 - good))
         paid = replicas * 1.1 if task.bounds else replicas
-        return Run(1000, good, times, times, 20_000, paid * 24.0, 24.0, 12.0, 12.0, 0.0, 0, replicas)
+        return Run(1000, good, times, times, 20_000, paid * 24.0, 24.0, 12.0, 12.0, 0.0, 0, replicas, 1200)
 
 
 CAPACITY = 3.0

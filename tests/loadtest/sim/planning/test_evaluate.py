@@ -16,7 +16,7 @@ TRIAL = Trial(START, 1)
 
 
 def run(**changes: float | int) -> Run:
-    plain = Run(10, 9, (1.0,), (2.0,), 50, 12.0, 12.0, 6.0, 6.0, 0.0, 0, 1)
+    plain = Run(10, 9, (1.0,), (2.0,), 50, 12.0, 12.0, 6.0, 6.0, 0.0, 3, 1, 12)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -24,7 +24,7 @@ def test_a_run_counts_the_requests_after_its_warm_up() -> None:
     one = case()
     found = run_task(one, Task(TRIAL, 0))
     jobs = one.demand.jobs(0, 1.0, 24.0)
-    assert found.offered == sum(job.arrival_s >= 4.0 for job in jobs)
+    assert found.offered == sum(job.arrival_s >= 4.0 for job in jobs) < found.sent == len(jobs)
     assert len(found.ttft) == found.offered
     assert found.total_s == pytest.approx(24.0)
     assert found.replica_s == pytest.approx(24.0)
@@ -90,6 +90,7 @@ def test_a_result_adds_up_its_runs() -> None:
     assert result.goodput_per_s == pytest.approx(24 / 40)
     assert (result.replicas, result.utilisation, result.extrapolated) == pytest.approx((1.0, 0.5, 0.25))
     assert (result.quantile("ttft", 0.5), result.quantile("ttft", 0.99)) == (3.0, 1700.0)
+    assert result.preemptions_per_request == pytest.approx(6 / 24), "of those that do not count, too"
 
 
 def test_no_request_misses_nothing() -> None:

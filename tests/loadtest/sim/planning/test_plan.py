@@ -34,7 +34,7 @@ def plan() -> Plan:
 
 def results(*pairs: tuple[int, int]) -> Result:
     """Make a result of seeds with these numbers of requests and good ones."""
-    runs = tuple(Run(offered, good, (), (), 0, 1.0, 1.0, 0.5, 1.0, 0.0, 0, 1) for offered, good in pairs)
+    runs = tuple(Run(offered, good, (), (), 0, 1.0, 1.0, 0.5, 1.0, 0.0, 0, 1, offered) for offered, good in pairs)
     return Result(runs, GOAL, 20.0)
 
 

@@ -27,7 +27,7 @@ def kept() -> dict[str, Any]:
 
 
 def result(good: int, offered: int = 100) -> Result:
-    return Result((Run(offered, good, (), (), 0, 1.0, 1.0, 0.5, 1.0, 0.0, 0, 1),), GOAL, 20.0)
+    return Result((Run(offered, good, (), (), 0, 1.0, 1.0, 0.5, 1.0, 0.0, 0, 1, offered),), GOAL, 20.0)
 
 
 def test_the_kept_study_is_of_three_traces() -> None:
