@@ -166,7 +166,7 @@ class _Generate(Generic[RequestT]):
         if model.adapter is not None and not model.adapter.digest:
             with admitted.lifecycle.bound():
                 model = await lane.with_adapter(request.model)
-        facts.targets = targets_of(headers, request, model.targets)
+        facts.model_id, facts.targets = model.id, targets_of(headers, request, model.targets)
         try:
             choices = facts.choices = await self._start(request, admitted, session, model)
         except ApiError as error:

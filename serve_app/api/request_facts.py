@@ -28,7 +28,7 @@ class RequestFacts:
     answer_id: str | None = None
     choices: Choices | None = None
     model_id: str | None = None
-    """The model that was asked for."""
+    """The model that was asked for, or its adapter, by the name in the answer."""
     recorder: IngressRecorder | None = None
     """That model's."""
     targets: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Contracts of a request's spans: their names, attributes, parents, times and errors, whatever becomes of the request.
+"""Contracts of a request's spans, whatever becomes of it. Long: names, attributes, parents, times and errors of each.
 Never sends a span anywhere: they are kept in memory."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, server_attributes, url_attributes
 from opentelemetry.trace import SpanKind, StatusCode
 
-from engine.protocol import EngineError, EngineTimes, ErrorCode, FinishReason, TimeCause
+from engine.protocol import AdapterRef, EngineError, EngineTimes, ErrorCode, FinishReason, TimeCause
+from serve_app.adapters.names import AdapterNames
 from serve_app.api.ingress import create_app
 from serve_app.api.request_facts import EndedRequest, RequestFacts
 from serve_app.api.text.tokenizer import Tokenizer
@@ -160,6 +161,14 @@ async def test_the_span_of_an_answer_that_a_stop_string_ended_waits_for_what_the
     assert not traced.spans
     await until(lambda: bool(traced.spans))
     assert "unrecorded_ms" in traced.wall_time
+
+
+async def test_the_model_of_an_answer_is_the_one_that_the_answer_names() -> None:
+    names = AdapterNames(MODEL, [AdapterRef("breton", "/breton", "0f")], aliases={"gpt-*": "breton"})
+    traced = Traced(*ANSWER, adapters=names)
+    answer = await traced.ask(URL, CHAT | {"model": "gpt-5"})
+    assert (traced.told["gen_ai.request.model"], traced.told["gen_ai.response.model"]) == ("gpt-5", "breton")
+    assert answer.json["model"] == "breton"
 
 
 async def test_every_attribute_of_a_convention_has_the_conventions_name() -> None:
