@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from serve_app.admission.gate import Gate
-from serve_app.errors.api_error import ApiError
+from serve_app.errors.api_error import ENGINE_RULES, ApiError
 from serve_app.metrics import overlap
 from serve_app.metrics.catalogue import INGRESS
 from serve_app.metrics.channel_counts import ChannelCounts
@@ -20,9 +20,12 @@ from serve_app.settings.engine_names import ENGINE
 Outcome = Literal["complete", "error", "incomplete", "client_gone"]
 _OUTCOMES = ("complete", "error", "server_error", "incomplete", "client_gone")
 """Those that are counted. An error is counted as one of the server's, or as one that it is not to blame for."""
-_REFUSALS = ("queue_full", "rate_limit_exceeded", "draining", "engine_dead")
-"""The codes of 429 and 503 whose series exist from the start."""
 _REFUSED = (429, 503)
+_REFUSALS = (
+    *dict.fromkeys(rule.code for rule in ENGINE_RULES.values() if rule.status in _REFUSED),
+    *("rate_limit_exceeded", "model_asleep", "aborted"),
+)
+"""The codes of 429 and 503, whose series exist from the start: Prometheus counts from the first value that it sees."""
 LATE_FIRST_TOKEN_S = 2.5
 """From here on a first token is late, as the alerts have it."""
 

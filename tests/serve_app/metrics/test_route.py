@@ -21,7 +21,7 @@ from serve_app.admission.gate import Gate
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.auth.keys import Keys
-from serve_app.errors.api_error import ApiError
+from serve_app.errors.api_error import ApiError, cannot_wake, overloaded, rate_limited, to_api_error
 from serve_app.metrics.catalogue import INGRESS
 from serve_app.metrics.channel_counts import ChannelCounts
 from serve_app.metrics.exposition import Scrape
@@ -239,6 +239,16 @@ async def test_refusals_of_the_gate_and_of_the_engines_are_counted_by_their_code
     found = await scrape(app)  # also while the deployment drains
     assert found.of("chunkserve:admission_rejections_total") == {"queue_full": 1, "draining": 1}
     assert found.of("chunkserve:requests_total") == {"complete": 1, "error": 2}
+
+
+async def test_refusals_have_their_series_before_the_first() -> None:
+    """Prometheus counts from the first value that it sees: a burst before that was none."""
+    app, _ = measured(ScriptedClient())
+    found = {name for name in await scrape(app) if name.startswith("chunkserve:admission_rejections_total")}
+    errors = [*(to_api_error(EngineError(code, "")) for code in ErrorCode), cannot_wake("tiny", 1.0)]
+    errors += [overloaded("requests", 1, 1.0), rate_limited("requests", 1, 0, 1.0)]
+    codes = {error.code for error in errors if error.status in (429, 503)} | {"aborted"}
+    assert found == {f'chunkserve:admission_rejections_total{{reason="{code}"}}' for code in codes}
 
 
 @pytest.mark.parametrize("stream", [False, True])
