@@ -15,7 +15,7 @@ from typing import Any
 
 from loadtest.load import check, parser, run, without
 from loadtest.report import Document, write
-from loadtest.slo import MISSED, PASSED
+from loadtest.slo import BROKEN, MISSED, PASSED
 
 LIMITS = "failed<=0,rejected<=0,good_share>=0.99"
 LEAST = 1e-3
@@ -27,8 +27,8 @@ _SCENARIOS = ("smoke", "rates", "prefix", "interference", "trace")
 class Undecided(RuntimeError):
     """A run shows neither that the limits are kept nor that they are missed."""
 
-    def __init__(self, rate: float, code: int) -> None:
-        super().__init__(f"the run at {rate:g} requests/s ended with code {code}")
+    def __init__(self, rate: float, code: int, why: str = "") -> None:
+        super().__init__(f"the run at {rate:g} requests/s {why or f'ended with code {code}'}")
         self.code = code
 
 
@@ -98,6 +98,10 @@ class Runs:
         if code not in (PASSED, MISSED):
             raise Undecided(rate, code)
         document: Document = json.loads((folder / "report.json").read_text())
+        kinds = document["points"][0]["kinds"]
+        if undue := [kind for kind, figures in kinds.items() if not figures["offered"]]:
+            why = f"had no request of kind {undue[0]} after its warm-up: --seconds is too short for this rate"
+            raise Undecided(rate, BROKEN, why)
         result = "kept" if code == PASSED else "missed"
         document["points"][0] |= {"name": f"{rate:.4g} requests/s: {result}", "x": rate}
         self.documents.append(document)

@@ -12,7 +12,7 @@ from typing import Any
 
 from loadtest.histogram import Histogram
 from loadtest.page import page
-from loadtest.plan import Plan
+from loadtest.plan import Plan, Point
 from loadtest.slo import exit_code, misses
 from loadtest.tally import Figures, Second, Tally
 
@@ -55,7 +55,9 @@ def document_of(
     plan: Plan, tally: Tally, generator: Generator, run_events: RunEvents, settings: Mapping[str, Any]
 ) -> Document:
     points = {point.name: tally.figures(point.name) for point in plan.points}
-    kinds = {name: {kind: tally.figures(name, kind) for kind in tally.kinds(name)} for name in points}
+    kinds = {
+        point.name: {kind: tally.figures(point.name, kind) for kind in _kinds(point, tally)} for point in plan.points
+    }
     judged = points if plan.judged is None else {name: figures.get(plan.judged, {}) for name, figures in kinds.items()}
     saturated = saturation(points, generator)
     if run_events.ended is None:
@@ -95,6 +97,11 @@ def document_of(
         "intervals": list(intervals(tally.seconds)),
         "distributions": {name: curve(histogram) for name, histogram in whole.times.items() if histogram},
     }
+
+
+def _kinds(point: Point, tally: Tally) -> list[str]:
+    """Return the kinds of a point's requests, also those of which none was due."""
+    return list(dict.fromkeys((*(source.kind for source in point.sources), *tally.kinds(point.name))))
 
 
 def saturation(points: Mapping[str, Figures], generator: Generator) -> list[str]:

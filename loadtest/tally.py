@@ -204,7 +204,7 @@ class Tally:
         return total
 
     def figures(self, point: str, kind: str | None = None) -> Figures:
-        cell = self.whole(point) if kind is None else self.cells[point, kind]
+        cell = self.whole(point) if kind is None else self.cells.get((point, kind), Cell())
         return cell.figures(self.windows.get(point, 0.0))
 
     def to_json(self) -> dict[str, Any]:

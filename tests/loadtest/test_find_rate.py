@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.find_rate import LEAST, Bracket, search, summary
+from loadtest import find_rate
+from loadtest.find_rate import LEAST, Bracket, Runs, Undecided, search, summary
+from loadtest.slo import BROKEN, MISSED, PASSED
 
 
 class Known:
@@ -112,3 +118,27 @@ def test_a_search_that_found_nothing_is_a_miss() -> None:
     found = summary([run(0.001, 3)], Bracket(0.0, 0.001))
     assert found["exit_code"] == 3
     assert found["missed"] == ["the limits are not kept at 0.001 requests/s either"]
+
+
+@pytest.mark.parametrize(("offered", "code"), [(0, MISSED), (3, MISSED), (3, PASSED)])
+def test_a_run_in_which_nothing_of_a_kind_was_asked_is_no_miss(
+    offered: int, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server without a fault had a highest rate of 0, if the first rate was low for --seconds. And a kind of requests
+    that is seldom due counts as never answered."""
+
+    def load(arguments: Sequence[str]) -> int:
+        folder = Path(arguments[arguments.index("--out") + 1])
+        folder.mkdir()
+        kinds = {"often": {"offered": 9}, "seldom": {"offered": offered}}
+        (folder / "report.json").write_text(json.dumps({"points": [{"kinds": kinds}]}))
+        return code
+
+    monkeypatch.setattr(find_rate, "run", load)
+    runs = Runs([], tmp_path, None)
+    if offered:
+        assert runs.keeps(0.01) is (code == PASSED)
+    else:
+        with pytest.raises(Undecided, match=r"at 0\.01 requests/s had no .* kind seldom .* --seconds") as undecided:
+            runs.keeps(0.01)
+        assert undecided.value.code == BROKEN

@@ -97,7 +97,12 @@ def test_a_kind_of_which_nothing_was_answered_fails_the_load() -> None:
     source = dataclasses.replace(SOURCE, kind="long")
     plan = Plan((Point("a", (SOURCE, source), 10.0),), judged="chat")
     found = tally(a=[good(1.0)])
-    assert document(plan, found)["missed"] == ["a: no request of kind long was answered"]
+    undue = document(plan, found)
+    assert undue["missed"] == ["a: no request of kind long was answered"]
+    assert [(kind, figures["offered"]) for kind, figures in undue["points"][0]["kinds"].items()] == [
+        ("chat", 1),
+        ("long", 0),
+    ]
     found.record("a", "long", Timeline(1.0, 1.0, 2.0, FAILED, error="400"), (0.0, 10.0))
     assert document(plan, found)["missed"] == ["a: no request of kind long was answered"]
     found.record("a", "long", Timeline(1.0, 1.0, 2.0, CANCELLED), (0.0, 10.0))
