@@ -19,6 +19,7 @@ from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
 from loadtest.driver import Driver
 from loadtest.options import SETTLE_S, add_options, goal_from, plan_from, seed_of, target_from
+from loadtest.presence import lost_workers
 from loadtest.progress import Progress
 from loadtest.report import Generator, RunEvents, document_of, verdict, write
 from loadtest.tally import Tally
@@ -27,8 +28,6 @@ from loadtest.timeline import Timeline
 
 _TALLY, _DONE, _READY, _GO = "load_tally", "load_done", "load_ready", "load_go"
 _REPORT_S = 1.0
-_DEAD_S = 10.0
-"""A worker that has been silent for so long counts as lost."""
 _SHOWN = (
     *("scenario", "model", "seconds", "warm_up", "rate", "rates", "clients", "arrivals", "cv", "lengths", "longest"),
     *("trace", "goal", "limits", "max_lag_ms", "max_cpu", "request_timeout", "do", "do_at", "settle", "seed"),
@@ -219,11 +218,9 @@ class Master:
         self._environment.runner.quit()
 
     def _is_over(self) -> bool:
-        now = time.monotonic()
-        lost = [name for name, at in self._heard.items() if name not in self._cpu_percent and now - at > _DEAD_S]
-        self._events.broken += [f"worker {name} was lost" for name in lost]
-        never_came = not self._heard and now - self._began > 6 * _DEAD_S
-        self._events.broken += ["no worker began"] if never_came else []
+        self._events.broken += lost_workers(
+            self._heard, self._cpu_percent, self._workers, self._began, time.monotonic()
+        )
         return bool(self._events.broken) or len(self._cpu_percent) >= self._workers
 
     def _settle(self) -> None:
