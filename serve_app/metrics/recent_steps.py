@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import ResolvedConfig
 from engine.observer import ComputedStep
@@ -91,6 +91,7 @@ class RecentSteps:
     def __init__(self, began: float) -> None:
         """`began`: when the engine began. All times are seconds of one monotonic clock."""
         self._began = began
+        self._last_id = -1
         self._steps: deque[tuple[float, ComputedStep]] = deque(maxlen=NUM_STEPS)
         self._yields: deque[_Yield] = deque(maxlen=_MOST_YIELDS)
 
@@ -98,7 +99,10 @@ class RecentSteps:
         self, now: float, computed: Sequence[ComputedStep], generated_tokens: int, gaps: Mapping[float, int]
     ) -> None:
         """Add the steps of one call. `gaps`: seconds -> how many tokens came that long after the previous one."""
-        self._steps.extend((now, step) for step in computed)
+        for step in computed:
+            # Ranks with requests of their own count their steps each from 0: the step of another gets the next number.
+            self._last_id = max(self._last_id + 1, step.step_id)
+            self._steps.append((now, replace(step, step_id=self._last_id)))
         prompt_tokens = sum(sum(step.chunks) for step in computed)
         if prompt_tokens or generated_tokens:
             self._yields.append(_Yield(now, prompt_tokens, generated_tokens, tuple(gaps.items())))

@@ -47,6 +47,22 @@ def test_a_known_step_is_not_reported_again_and_a_lost_one_in_between_does_not_m
     assert [one.id for one in told(recent, 1.0, after=0).steps] == [4, 5, 9, 10]
 
 
+def test_steps_of_ranks_that_count_each_for_itself_have_numbers_of_their_own() -> None:
+    """What a rank with fewer steps did was never reported to a client that knew a later number of another rank's."""
+    recent = RecentSteps(0.0)
+    for rank_step in (step(0), step(0, 5), step(1), step(1, 5), step(7), step(2, 5)):
+        recent.add(1.0, [rank_step], 1, {})
+    assert [(one.id, one.decodes) for one in told(recent, 1.0).steps] == [
+        (0, 1),
+        (1, 5),
+        (2, 1),
+        (3, 5),
+        (7, 1),
+        (8, 5),
+    ]
+    assert [one.decodes for one in told(recent, 1.0, after=7).steps] == [5]
+
+
 def test_a_steps_facts_are_reported_with_its_age() -> None:
     recent = RecentSteps(0.0)
     recent.add(1.0, [step(7, 2, (30, 4))], 2, {})
