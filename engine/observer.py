@@ -99,5 +99,6 @@ class EngineObserver(Protocol):
 
     def stepped(self, facts: StepFacts, events: Sequence[Event]) -> None:
         """A step was done. Called on the step thread before `events` are sent to their readers, so that an answer is
-        counted when its reader has it. `events` are those of the step and of aborts before it."""
+        counted when its reader has it. `events` are those of the step and of aborts before it. Where other ranks have
+        requests of their own, each rank's steps come on a thread of their own, and several at the same time."""
         ...

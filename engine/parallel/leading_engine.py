@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from engine.async_engine import AsyncEngine
@@ -153,8 +152,8 @@ class LeadingEngine(AsyncEngine):
                 self._take_load(rank, load)
                 self._hand_out(events)
             case Stepped(facts=facts, events=events, age_s=age_s):
-                here = replace(facts, started=time.monotonic() - age_s)
-                self._commands.put(partial(self._note_step, here, events))
+                # At once, and before its events are told: a step of this rank may last longer than a gap of that one's.
+                self._tell_observer(replace(facts, started=time.monotonic() - age_s), events)
             case Answer(number=number, result=result):
                 if (give := self._answers.pop(number, None)) is not None:
                     give(result)
@@ -178,11 +177,6 @@ class LeadingEngine(AsyncEngine):
         for rank, line in self._lines.items():
             if rank != but:
                 line.send(message)
-
-    def _note_step(self, facts: Any, events: Sequence[Event]) -> list[Event]:
-        """On the step thread, which alone tells the observer of steps."""
-        self._tell_observer(facts, events)
-        return []
 
     def _hand_out(self, events: Sequence[Event]) -> None:
         """One thread at a time: a request that fails here because its rank is lost may just have ended there."""

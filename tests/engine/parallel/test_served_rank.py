@@ -124,9 +124,22 @@ async def test_a_step_of_a_rank_on_another_machine_began_by_the_leaders_clock(mo
     monkeypatch.setattr(served_rank, "time", SimpleNamespace(monotonic=lambda: 9_000.25))
     served.stepped(StepFacts(9_000.0, preempted=("a",)), [])
     monkeypatch.setattr(leading_engine, "time", SimpleNamespace(monotonic=lambda: 50.5))
-    noted: list[tuple[StepFacts, Sequence[Event]]] = []
-    leader = SimpleNamespace(
-        _commands=SimpleNamespace(put=lambda note: note()), _note_step=lambda *step: noted.append(step)
-    )
-    LeadingEngine.hear(leader, 1, wire.sent[0])  # type: ignore[arg-type]
-    assert noted == [(StepFacts(50.25, preempted=("a",)), [])]
+    assert told_of(wire.sent) == [(StepFacts(50.25, preempted=("a",)), [])]
+
+
+async def test_a_step_of_another_rank_is_counted_at_once_and_before_its_readers_have_it() -> None:
+    """It waited for the leader's own step: first tokens came later than they did, and two steps seemed to be one."""
+    served, wire = serve(Engine(ValueError("a bug")))
+    served.hear(ASKED)
+    await until(lambda: len(wire.sent) >= 2)
+    (failed,) = wire.sent[1].events
+    assert [events for _, events in told_of(wire.sent[:1])] == [[failed]]
+
+
+def told_of(messages: Sequence[Any]) -> list[tuple[StepFacts, Sequence[Event]]]:
+    """Return what the leader's observer is told while the leader hears these messages of a rank."""
+    told: list[tuple[StepFacts, Sequence[Event]]] = []
+    leader = SimpleNamespace(_tell_observer=lambda *step: told.append(step))
+    for message in messages:
+        LeadingEngine.hear(leader, 1, message)  # type: ignore[arg-type]
+    return told
