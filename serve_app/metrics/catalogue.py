@@ -289,7 +289,7 @@ INGRESS = (
     _ingress_histogram(
         "vllm:request_params_n", "`n` of the request: the number of answers to each prompt.", buckets=(1, 2, 5, 10, 20)
     ),
-    _ingress_counter("chunkserve:migrations", "Times that an answer continued at another engine."),
+    _ingress_counter("chunkserve:migrations", "Times that an answer continued at another engine, or tried to."),
     _ingress_counter("chunkserve:migrations_failed", "Answers that lost their engine and found no other."),
     _ingress_counter("chunkserve:channel_frames", "Frames received through the token channel."),
     _ingress_counter("chunkserve:channel_gaps", "Answers that lost a frame in the token channel."),
