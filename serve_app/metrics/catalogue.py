@@ -174,7 +174,10 @@ ENGINE = (
         ("tier", "op"),
     ),
     _engine_counter(
-        "chunkserve:kv_tier_refused_stores", "KV blocks that were not stored because the tier was behind.", TIER
+        "chunkserve:kv_tier_refused_stores",
+        "Times that a KV block was not stored because the tier was behind. It is tried again while the KV cache has "
+        "it.",
+        TIER,
     ),
     _engine_counter(
         "chunkserve:kv_tier_late_loads",
