@@ -239,7 +239,7 @@ ENGINE = (
     ),
     _engine_histogram(
         "chunkserve:request_accepted_draft_tokens",
-        "Tokens of the answer that came from accepted drafts.",
+        "Draft tokens that were accepted, also those after a stop token.",
         buckets=TOKENS,
     ),
     _engine_histogram("vllm:request_num_preemptions", "Times that the request lost its memory.", buckets=COUNTS),
