@@ -11,7 +11,7 @@ from serve_app.api.generation.blocks import Block, BlockReader, Closed, Grown, S
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.sealing import Seal
 from serve_app.api.openai.choices import Choices
-from serve_app.api.openai.sse import event_frame
+from serve_app.api.openai.sse import Frames, event_frame
 from serve_app.errors.api_error import ApiError
 from serve_app.errors.refusal import anthropic_error
 from serve_app.parsing.call_arguments import ArgumentRepair
@@ -23,7 +23,7 @@ _DELTAS = {
 }
 
 
-class MessageFrames:
+class MessageFrames(Frames):
     end: ClassVar[bytes] = b""
 
     def __init__(

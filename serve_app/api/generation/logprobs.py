@@ -162,6 +162,11 @@ def score_chars(scores: Sequence[TokenLogprobs]) -> int:
     return _JSON_CHARS * sum(1 + len(score.top) for score in scores)
 
 
+def told_chars(told: Sequence[dict[str, Any]]) -> int:
+    """Estimate the length of tokens that `chat_token_json` has written."""
+    return _JSON_CHARS * sum(1 + len(one["top_logprobs"]) for one in told)
+
+
 def _top(scores: TokenLogprobs, token_text: TokenText) -> dict[str, float]:
     """List the alternatives, best first. The chosen token is always among them, last if it is not one of the best, as
     with OpenAI and vLLM.

@@ -50,6 +50,10 @@ class Frames(Protocol):
         """Write the frames of a piece; empty if it has nothing to show yet."""
         ...
 
+    async def scored(self, index: int, piece: Piece) -> bytes:
+        """Write the frames of a piece that shows its tokens: in a thread, if there are many log-probabilities."""
+        return await run_sized(json_chars(piece.tokens or ()), lambda: self.content(index, piece))
+
     async def closing(self) -> bytes:
         """Write what follows all choices, if none has failed."""
         ...
@@ -104,15 +108,13 @@ async def _send_piece(send: Send, index: int, piece: Piece, frames: Frames) -> N
     for one in frames.unopened(index):
         await _send(send, frames.opening(one))
     frame = frames.opening(index)
-    if piece.tokens:
-        frame += await run_sized(json_chars(piece.tokens), lambda: frames.content(index, piece))
-    elif piece.text or piece.finish_reason is not None:
-        frame += frames.content(index, piece)
+    if piece.tokens or piece.text or piece.finish_reason is not None:
+        frame += frames.content(index, piece) if piece.tokens is None else await frames.scored(index, piece)
     if frame:
         await _send(send, frame)
 
 
-class ChunkFrames:
+class ChunkFrames(Frames):
     """Writes the chunks of chat and plain completions. Most chunks only carry text, so the JSON around the text is
     encoded once for each choice."""
 

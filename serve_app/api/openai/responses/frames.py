@@ -8,12 +8,14 @@ from typing import ClassVar
 
 from serve_app.api.generation.blocks import Block, BlockReader, Closed, Grown, Step
 from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.logprobs import json_chars, told_chars
 from serve_app.api.generation.scored_blocks import ScoredBlocks
+from serve_app.api.http.offload import run_sized
 from serve_app.api.openai.responses.answer import Answer
 from serve_app.api.openai.responses.input_text import InputReader
 from serve_app.api.openai.responses.output import part_json
 from serve_app.api.openai.responses.response import Json, status_of
-from serve_app.api.openai.sse import event_frame
+from serve_app.api.openai.sse import Frames, event_frame
 from serve_app.errors.api_error import ApiError
 
 _DELTA = {
@@ -23,9 +25,11 @@ _DELTA = {
 }
 _INPUT = "response.custom_tool_call_input"
 _PART = {"content_index": 0}
+_ENDS = 3
+"""Events at the end of a text that have all of its log-probabilities."""
 
 
-class ResponseFrames:
+class ResponseFrames(Frames):
     end: ClassVar[bytes] = b""
 
     def __init__(self, answer: Answer, blocks: BlockReader, scored: ScoredBlocks) -> None:
@@ -49,20 +53,30 @@ class ResponseFrames:
         return ()
 
     def content(self, index: int, piece: Piece) -> bytes:
-        self._cut_off = piece.finish_reason == "length"
-        steps = self._scored.read(piece)
-        return b"".join(frame for step in steps for frame in self._step(step))
+        return self._written(piece, self._scored.read(piece))
+
+    async def scored(self, index: int, piece: Piece) -> bytes:
+        """Write the frames of a piece, in a thread if there are many log-probabilities: the end of a text has all of
+        its own again."""
+        steps = await run_sized(json_chars(piece.tokens or ()), lambda: self._scored.read(piece))
+        return await run_sized(sum(map(_chars, steps)), lambda: self._written(piece, steps))
 
     async def closing(self) -> bytes:
         """Write the last event. The response is kept before the client learns that it is complete and can be referred
         to."""
-        response = self._answer.ended(self._blocks.blocks, cut_off=self._cut_off)
+        blocks = self._blocks.blocks
+        response = self._answer.ended(blocks, cut_off=self._cut_off)
         await self._answer.keep(response)
-        return self._frame(f"response.{response['status']}", response=response)
+        size = sum(told_chars(block.logprobs) for block in blocks)
+        return await run_sized(size, lambda: self._frame(f"response.{response['status']}", response=response))
 
     def failure(self, error: ApiError) -> bytes:
         told = self._frame("error", code=error.code, message=error.message, param=error.param)
         return told + self._frame("response.failed", response=self._answer.failed(error))
+
+    def _written(self, piece: Piece, steps: Sequence[Step]) -> bytes:
+        self._cut_off = piece.finish_reason == "length"
+        return b"".join(frame for step in steps for frame in self._step(step))
 
     def _step(self, step: Step) -> Iterator[bytes]:
         match step:
@@ -130,6 +144,16 @@ class ResponseFrames:
     def _frame(self, kind: str, **fields: object) -> bytes:
         number, self._number = self._number, self._number + 1
         return event_frame({"type": kind, "sequence_number": number, **fields})
+
+
+def _chars(step: Step) -> int:
+    """Estimate the length of the log-probabilities in a step's events."""
+    match step:
+        case Grown(_, _, logprobs):
+            return told_chars(logprobs)
+        case Closed(block):
+            return _ENDS * told_chars(block.logprobs)
+    return 0
 
 
 def _without_bytes(scored: Json) -> Json:
