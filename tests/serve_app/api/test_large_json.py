@@ -13,6 +13,7 @@ import pytest
 
 from engine.protocol import SamplingParams, Scheduled
 from serve_app.api.generation import submission
+from serve_app.api.generation.chat_reader import ChatReader, Read
 from serve_app.api.http.json_text import json_response, written
 from serve_app.api.ingress import create_app
 from serve_app.api.openai import sse
@@ -20,6 +21,7 @@ from serve_app.api.requests.json_size import KEY_ITEMS, MAX_ITEMS, check_size, c
 from serve_app.api.requests.schema import CompletionRequest, parse_request
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.errors.api_error import ApiError
+from tests.serve_app.api.generation.test_tools import THINKER
 from tests.serve_app.api.openai.responses import test_responses as responses
 from tests.serve_app.harness import (
     CHAT,
@@ -32,6 +34,7 @@ from tests.serve_app.harness import (
     complete,
     finished,
     post,
+    tokens,
 )
 
 pytestmark = pytest.mark.anyio
@@ -260,3 +263,23 @@ async def test_what_repeats_a_texts_log_probabilities_is_written_off_the_loop(mo
     assert max(lengths[True]) < 4000
     repeating = ("output_text.done", "content_part.done", "output_item.done", "completed")
     assert sum(length > 20_000 for length in lengths[False]) == len(repeating)
+
+
+async def test_a_long_answer_that_is_not_streamed_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 50,000 tokens of HTML stopped all streams for a tenth of a second or more, while tags were looked
+    for."""
+    readers: list[str] = []
+    read = ChatReader.read
+
+    def noted(self: ChatReader, text: str, *, last: bool) -> Read:
+        readers.append(threading.current_thread().name)
+        return read(self, text, last=last)
+
+    monkeypatch.setattr(ChatReader, "read", noted)
+    here = threading.current_thread().name
+    for num_tags in (10, 2000):
+        script = [Scheduled("r", 0)], tokens("<b>" * num_tags), [finished()]
+        answer = await post(app_for(ScriptedClient(*script), model=THINKER), "/v1/chat/completions", CHAT)
+        assert answer.json["choices"][0]["message"]["content"] == "<b>" * num_tags
+    assert readers[0] == here
+    assert readers[1] != here
