@@ -4,6 +4,8 @@ Never removes a call's header: the tool parser reads it."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from serve_app.parsing.cursor import LETTER, SPACES, Steps
@@ -35,7 +37,7 @@ class HarmonyReasoningParser(ReasoningParser):
         self._parts: list[Part] = []
 
     def _take_split(self) -> Split:
-        parts, self._parts = tuple(self._parts), []
+        parts, self._parts = tuple(self._parts if len(self._parts) < 2 else _joined(self._parts)), []
         reasoning, content = (
             "".join(f"{one.line}{one.text}" for one in parts if one.is_reasoning is kind) for kind in (True, False)
         )
@@ -49,10 +51,10 @@ class HarmonyReasoningParser(ReasoningParser):
                 yield from self._header(TO)
             else:
                 self._show(self._cursor.release())
-        while (yield from self._cursor.peek()):
-            self._show(self._cursor.take(_NO_TAG))
-            if not (yield from self._cursor.peek()):
-                return
+        while character := (yield from self._cursor.peek()):
+            if character != START[0]:
+                self._show(self._cursor.take(_NO_TAG))
+                continue
             self._cursor.hold()
             tag = yield from self._cursor.literal(START, CHANNEL, *ENDS)
             if tag in (START, CHANNEL):
@@ -88,6 +90,15 @@ class HarmonyReasoningParser(ReasoningParser):
         line = "\n" if self._lines[self.inside] == "\n" else ""
         self._parts.append(Part(self.inside, text, self._is_new, line))
         self._lines[self.inside], self._is_new = "shown", False
+
+
+def _joined(parts: Sequence[Part]) -> Iterator[Part]:
+    """Join text that nothing but the parser's own steps divided: readers give each part an event of its own."""
+    start = 0
+    for end in range(1, len(parts) + 1):
+        if end == len(parts) or parts[end].is_new or parts[end].line:
+            yield replace(parts[start], text="".join(part.text for part in parts[start:end]))
+            start = end
 
 
 def _is_call(header: Header) -> bool:

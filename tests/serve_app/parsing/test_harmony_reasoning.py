@@ -81,3 +81,15 @@ def test_the_parts_of_a_split_are_in_the_answers_order_and_tell_where_a_message_
     assert found == Split("a\nc", "b")
     assert found.parts == (Part(True, "a", True), Part(False, "b", True), Part(True, "c", True, "\n"))
     assert parser.push("d").parts == (Part(True, "d"),)
+
+
+@pytest.mark.parametrize("kind", [ANALYSIS, FINAL])
+def test_text_of_one_message_is_one_part_however_it_was_read(kind: str) -> None:
+    """Regression: a token's first letter was a part of its own. Streams of blocks had two events a token."""
+    parser = HarmonyReasoningParser()
+    parser.push(f"{kind}Let")
+    texts = [" me see", "a < b <c>", "\n<"]
+    assert [parser.push(text).parts for text in texts] == [
+        (Part(kind == ANALYSIS, text),) for text in (" me see", "a < b <c>", "\n")
+    ]
+    assert parser.flush().parts == (Part(kind == ANALYSIS, "<"),)

@@ -8,8 +8,13 @@ import tracemalloc
 
 import pytest
 
+from engine.protocol import TokenLogprobs
 from serve_app.api.generation.blocks import BlockReader, Grown
 from serve_app.api.generation.chat_reader import ChatReader
+from serve_app.api.generation.completion import Piece
+from serve_app.api.generation.logprobs import ScoredToken
+from serve_app.api.generation.scored_blocks import ScoredBlocks
+from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.parsing.reasoning import ReasoningParser
 from serve_app.parsing.reasoning_parsers import reasoning_parser
 from serve_app.parsing.tools import TOOL_PARSERS
@@ -91,6 +96,22 @@ def test_blocks_are_in_the_order_of_harmonys_messages_however_an_answer_is_cut(
     """All thoughts of a piece came first, so a piece that ended a call and began a thought broke the call in two."""
     for size in (*range(1, 40), len(text)):
         assert blocks(text, size, "openai", "openai_gptoss") == expected
+
+
+def test_white_space_that_waited_in_a_harmony_message_keeps_its_log_probability() -> None:
+    """Regression: the next word was read as its first letter and the rest, and the letter took the scores alone."""
+    blocks = BlockReader(ChatReader(reasoning_parser("openai_gptoss", ""), TOOL_PARSERS["openai"]()))
+    reader = ScoredBlocks(blocks, Tokenizer.byte_level())
+    at = 0
+    for number, text in enumerate([FINAL, "Hello", "\n\n", "world", "\n", " ", "again"]):
+        reader.read(Piece(text, tokens=(ScoredToken(97, at, TokenLogprobs(97, -float(number))),)))
+        at += len(text)
+    reader.read(Piece("", "stop", tokens=()))
+    (block,) = blocks.blocks
+    assert (block.text, [token["logprob"] for token in block.logprobs]) == (
+        "Hello\n\nworld\n again",
+        [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0],
+    )
 
 
 @pytest.mark.parametrize(
