@@ -30,7 +30,9 @@ class ScoredBlocks:
         last = piece.finish_reason is not None
         begin, cuts = self._read, [token.text_offset for token in piece.tokens or ()]
         ends = [*(min(max(cut - begin, 0), len(piece.text)) for cut in cuts), len(piece.text)]
-        steps += self._blocks.read(piece.text[: ends[0]], last=last and not cuts)
+        is_end = last and not cuts  # what waited until then has its tokens here
+        before = self._blocks.read(piece.text[: ends[0]], last=is_end)
+        steps += self._scored(before) if is_end else before
         for number, token in enumerate(piece.tokens or ()):
             text = piece.text[ends[number] : ends[number + 1]]
             self._waiting.append((token, len(text)))

@@ -114,6 +114,16 @@ def test_white_space_that_waited_in_a_harmony_message_keeps_its_log_probability(
     )
 
 
+def test_text_that_the_end_releases_has_its_log_probabilities_though_no_token_comes_with_it() -> None:
+    """Regression: a stream that its length ended gave none for the space at its end, and a whole answer did."""
+    blocks = BlockReader(ChatReader(None, TOOL_PARSERS["hermes"]()))
+    reader = ScoredBlocks(blocks, Tokenizer.byte_level())
+    for number, (text, at) in enumerate([("Hello", 0), ("\n", 5), (" ", 6)]):
+        reader.read(Piece(text, tokens=(ScoredToken(97, at, TokenLogprobs(97, -float(number))),)))
+    grown = [step for step in reader.read(Piece("", "length", tokens=())) if isinstance(step, Grown)]
+    assert [(step.text, [token["logprob"] for token in step.logprobs]) for step in grown] == [("\n ", [-1.0, -2.0])]
+
+
 @pytest.mark.parametrize(
     ("first", "piece", "kind"),
     [("\U0001f600", " word", "text"), (" ", " \n", "text"), ("<think>\U0001f600", " word", "reasoning")],
