@@ -137,8 +137,7 @@ class ChunkFrames(Frames):
         chunk = self._envelope.opening(index, self._choices.prompts[index])
         if chunk is None:
             return b""
-        hidden = [one for one in range(len(self._choices)) if one == index or one not in self._around]
-        return _frame(chunk | self._usage(hidden))
+        return _frame(chunk | self._usage(opened=index))
 
     def unopened(self, index: int) -> Sequence[int]:
         if index in self._around or not self._envelope.shape.opens_in_order:
@@ -164,11 +163,16 @@ class ChunkFrames(Frames):
         chunk = self._envelope.delta(index, piece)
         return b"" if chunk is None else _frame(chunk | self._usage())
 
-    def _usage(self, hidden: Collection[int] = ()) -> Json:
-        return {"usage": self._spent(hidden)} if self._shown.always else self._blank
+    def _usage(self, opened: int | None = None) -> Json:
+        """Write the usage of what was shown: nothing of choices that are not open yet, nor of the one that the chunk
+        opens."""
+        if not self._shown.always:
+            return self._blank
+        hidden = [one for one in range(len(self._choices)) if one == opened or one not in self._around]
+        return {"usage": self._spent(hidden)}
 
     def _spent(self, hidden: Collection[int] = ()) -> Json:
-        """Count the usage. `hidden`: leave out the tokens of these choices, because none of them was shown yet."""
+        """Count the usage. `hidden`: leave out the tokens of these choices."""
         return usage_json(self._choices.usage_without(hidden), self._choices.reasoning_tokens_without(hidden))
 
 

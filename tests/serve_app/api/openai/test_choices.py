@@ -189,6 +189,21 @@ async def test_the_chunk_with_the_role_counts_no_token_of_its_choice() -> None:
     assert [frame["usage"]["completion_tokens"] for frame in answer.frames] == [0, 2, 3, 3]
 
 
+@pytest.mark.parametrize(("path", "body"), [(CHATS, CHAT), (COMPLETIONS, PROMPT | {"return_token_ids": True})])
+async def test_usage_in_every_chunk_never_goes_back(path: str, body: dict[str, Any]) -> None:
+    """Regression: chunks of one choice counted the tokens of another that had not begun in the stream, and its first
+    chunk did not."""
+    first = [[scheduled()], *map(tokens, "abcdefgh"), [finished(completion=9)]]
+    client = ByChoice(first, [[scheduled(), *tokens("xyz")], [finished(completion=4)]])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await post(app_of(client), path, body | {"n": 2, "stream": True, "stream_options": options})
+    *frames, done, _ = b"".join(answer.parts).decode().split("\n\n")  # a choice's first chunks leave together
+    assert done == "data: [DONE]"
+    spent = [json.loads(frame.removeprefix("data: "))["usage"]["completion_tokens"] for frame in frames]
+    assert spent == sorted(spent)
+    assert spent[-1] == 13
+
+
 async def test_token_ids_are_shown_where_asked_for() -> None:
     client = ByChoice(says("ab"))
     whole = (await post(app_of(client), COMPLETIONS, PROMPT | {"return_token_ids": True})).json["choices"][0]
