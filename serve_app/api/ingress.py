@@ -189,7 +189,8 @@ class _Generate(Generic[RequestT]):
             await send_stream(send, choices, form.frames(), asked.renamed)
         else:
             pieces = await choices.whole()
-            size = sum(len(piece.text) + json_chars(piece.tokens or ()) for piece in pieces)
+            size = form.num_repeated
+            size += sum(len(piece.text) + json_chars(piece.tokens or ()) for piece in pieces)
             size += sum(score_chars(prompt.scores or ()) for prompt in choices.prompts)
             size += FLOAT_CHARS * sum(map(len, choices.vectors))
             size += sum(len(prompt.token_ids) for prompt in choices.prompts)

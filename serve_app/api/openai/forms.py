@@ -44,6 +44,11 @@ class Answering:
 
 
 class Form(Protocol):
+    @property
+    def num_repeated(self) -> int:
+        """About how many bytes of the request the answer has again."""
+        return 0
+
     def body(self, pieces: Sequence[Piece]) -> Json:
         """Write the whole answer. `pieces`: each choice as one piece."""
         ...

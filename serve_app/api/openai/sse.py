@@ -38,6 +38,10 @@ class Frames(Protocol):
     end: ClassVar[bytes]
     """Sent last, also after a failure."""
 
+    async def begin(self) -> None:
+        """Prepare what precedes the first frame, in a thread if it is long."""
+        return
+
     def opening(self, index: int) -> bytes:
         """Write what precedes the first frame of a choice; empty after that."""
         ...
@@ -96,6 +100,7 @@ async def send_stream(
 
 
 async def _send_answer(send: Send, first: Indexed, pieces: AsyncGenerator[Indexed, None], frames: Frames) -> None:
+    await frames.begin()
     await _send_piece(send, *first, frames)
     async for index, piece in pieces:
         await _send_piece(send, index, piece, frames)

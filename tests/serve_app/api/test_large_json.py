@@ -14,6 +14,7 @@ import pytest
 from engine.protocol import SamplingParams, Scheduled
 from serve_app.api.generation import submission
 from serve_app.api.generation.chat_reader import ChatReader, Read
+from serve_app.api.http import json_text
 from serve_app.api.http.json_text import json_response, written
 from serve_app.api.ingress import create_app
 from serve_app.api.openai import sse
@@ -263,6 +264,29 @@ async def test_what_repeats_a_texts_log_probabilities_is_written_off_the_loop(mo
     assert max(lengths[True]) < 4000
     repeating = ("output_text.done", "content_part.done", "output_item.done", "completed")
     assert sum(length > 20_000 for length in lengths[False]) == len(repeating)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_response_repeats_of_a_long_request_is_written_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Regression: a megabyte of tools stopped all streams for 30 ms each time that it was written, which a stream does
+    three times."""
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    here = threading.current_thread().name
+
+    def noted(value: Any, encode: Any) -> str:
+        text = written(value, encode)
+        lengths[threading.current_thread().name == here].append(len(text))
+        return text
+
+    monkeypatch.setattr(sse, "written", noted)
+    monkeypatch.setattr(json_text, "written", noted)
+    tools = [responses.TOOLS[0] | {"description": "d" * 30_000}]
+    answer = await responses.ask(responses.saying("x"), tools=tools, tool_choice="none", store=False, stream=stream)
+    assert answer.status == 200
+    assert max(lengths[True], default=0) < 4000
+    assert sum(length > 30_000 for length in lengths[False]) == (3 if stream else 1)
 
 
 async def test_a_long_answer_that_is_not_streamed_is_read_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

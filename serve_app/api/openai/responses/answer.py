@@ -25,13 +25,16 @@ class Answer:
         answering: Answering,
         seal: Seal | None = None,
         keeping: Keeping | None = None,
+        num_repeated: int = 0,
     ) -> None:
-        """`keeping`: None if the response is not to be kept."""
+        """`keeping`: None if the response is not to be kept. `num_repeated`: about how many bytes of the request it has
+        again, which are its tools and instructions."""
         self._request = request
         self._toolbox = toolbox
         self._answering = answering
         self._keeping = keeping
         self._created = int(time.time())
+        self.num_repeated = num_repeated
         self.id = answering.request_id
         self.items = OutputItems(self.id, toolbox, seal)
 

@@ -38,6 +38,10 @@ class ResponseForm(Form):
     blocks: BlockReader
     scored: ScoredBlocks
 
+    @property
+    def num_repeated(self) -> int:
+        return self.answer.num_repeated
+
     def body(self, pieces: Sequence[Piece]) -> Json:
         (piece,) = pieces
         self.scored.read(piece)
@@ -85,13 +89,14 @@ class ResponseReader:
         given, options = with_effort(given, self.tokenizer.template_for(tools=may_call), self.model)
         turns = Turns(toolbox, seal)
         request = as_chat(given, turns.messages(items), toolbox, options)
+        num_repeated = len(given.instructions or "") + sum(len(tool.model_dump_json()) for tool in given.tools or ())
         keeping = None
         if self.memory is not None and given.store is not False:
             keeping = Keeping(self.memory, tenant, [item for _, item in own], size)
 
         def form(answering: Answering) -> Form:
             blocks = BlockReader(answering.reader(request))
-            answer = Answer(given, toolbox, answering, seals, keeping)
+            answer = Answer(given, toolbox, answering, seals, keeping, num_repeated)
             return ResponseForm(answer, blocks, ScoredBlocks(blocks, answering.tokenizer))
 
         return ParsedRequest(request, form, names_of(request, toolbox, turns))

@@ -41,13 +41,20 @@ class ResponseFrames(Frames):
         """Reads the input of the latest call of a free-form tool."""
         self._number = 0
         self._cut_off = False
+        self._begun = b""
 
-    def opening(self, index: int) -> bytes:
-        if self._number:
-            return b""
+    async def begin(self) -> None:
+        """Write the first two events, which have the request's tools and instructions."""
+        self._begun = await run_sized(2 * self._answer.num_repeated, self._first_events)
+
+    def _first_events(self) -> bytes:
         begun = self._answer.begun()
         created = self._frame("response.created", response=begun)
         return created + self._frame("response.in_progress", response=begun)
+
+    def opening(self, index: int) -> bytes:
+        begun, self._begun = self._begun, b""
+        return begun
 
     def unopened(self, index: int) -> Sequence[int]:
         return ()
@@ -67,7 +74,7 @@ class ResponseFrames(Frames):
         blocks = self._blocks.blocks
         response = self._answer.ended(blocks, cut_off=self._cut_off)
         await self._answer.keep(response)
-        size = sum(told_chars(block.logprobs) for block in blocks)
+        size = self._answer.num_repeated + sum(told_chars(block.logprobs) for block in blocks)
         return await run_sized(size, lambda: self._frame(f"response.{response['status']}", response=response))
 
     def failure(self, error: ApiError) -> bytes:
