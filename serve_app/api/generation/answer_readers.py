@@ -3,7 +3,13 @@ Never reads an answer itself."""
 
 from __future__ import annotations
 
-from serve_app.api.generation.chat_reader import make_parsers, make_reasoning_parser, needs_reader, prompt_end
+from serve_app.api.generation.chat_reader import (
+    is_either,
+    make_parsers,
+    make_reasoning_parser,
+    needs_reader,
+    prompt_end,
+)
 from serve_app.api.generation.submission import Prepared
 from serve_app.api.generation.thoughts import ThoughtCounter
 from serve_app.api.requests.schema import ChatRequest
@@ -31,4 +37,5 @@ def content_stops(
         return None
     end = prompt_end(tokenizer, ready.submission.prompt_token_ids)
     stops = StopStrings(ready.stops, shown=ready.shows_stop)
-    return ContentStops(stops, *make_parsers(request, model, end))
+    reasoning, tools = make_parsers(request, model, end)
+    return ContentStops(stops, reasoning, tools, is_either=is_either(request, tools))

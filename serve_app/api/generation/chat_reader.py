@@ -140,7 +140,7 @@ def make_reader(request: ChatRequest, model: ServedModel, prompt_end: str) -> Ch
         tools,
         shows_reasoning=request.shows_reasoning,
         parallel=request.parallel_tool_calls is not False,
-        is_either=_asks_for_json(request) and tools is not None and not tools.frames_content,
+        is_either=is_either(request, tools),
     )
 
 
@@ -153,6 +153,11 @@ def make_parsers(
         assert model.tool_parser is not None, "checked when the request was prepared"
         tools = TOOL_PARSERS[model.tool_parser]([tool.for_template() for tool in request.tools or ()])
     return make_reasoning_parser(request, model, prompt_end), tools
+
+
+def is_either(request: ChatRequest, tools: ToolParser | None) -> bool:
+    """Whether the answer is either text or calls, never text with calls in it."""
+    return _asks_for_json(request) and tools is not None and not tools.frames_content
 
 
 def make_reasoning_parser(request: ChatRequest, model: ServedModel, prompt_end: str) -> ReasoningParser | None:

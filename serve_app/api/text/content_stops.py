@@ -14,11 +14,20 @@ class ContentStops:
     """Works like StopStrings, but only searches the text that the parsers recognize as content. Thoughts and calls,
     with their tags, pass unsearched. Characters are held back until it is known what they are, as in the reader."""
 
-    def __init__(self, stops: StopStrings, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
-        """`reasoning`, `tools`: fresh parsers, used for this answer only."""
+    def __init__(
+        self,
+        stops: StopStrings,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        *,
+        is_either: bool = False,
+    ) -> None:
+        """`reasoning`, `tools`: fresh parsers, used for this answer only. `is_either`: the answer is either text or
+        calls, as for the reader."""
         self._stops = stops
         self._reasoning = reasoning
         self._tools = tools
+        self._is_either = is_either
         self._found: list[str] = []
         """The content that the call parser has recognized."""
         if tools is not None:
@@ -112,7 +121,17 @@ class ContentStops:
             return self._search(character)
         self._unread.append(character)
         self._tools.push(character)
+        if self._is_either and self._is_text(self._tools):
+            self._tools = None
+            self._found.clear()
+            return self._search(self._take_unread(len(self._unread)))
         return self._settled(self._tools.num_held)
+
+    def _is_text(self, tools: ToolParser) -> bool:
+        """Decide by what comes first, unless it is white space, as the reader does."""
+        if tools.calls:
+            self._is_either = False
+        return self._is_either and any(text.strip() for text in self._found)
 
     def _settled(self, num_held: int) -> str:
         """Release the characters held back, except the last `num_held`: first a part of calls, then content."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from serve_app.api.text.stop_strings import StopStrings
 from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
 from serve_app.parsing.tools import TOOL_PARSERS
 from tests.serve_app.api.anthropic import test_anthropic
-from tests.serve_app.api.generation.test_tools import CALL, THINKER, whole_and_streamed
+from tests.serve_app.api.generation.test_tools import CALL, CALLER, THINKER, whole_and_streamed
 from tests.serve_app.api.openai.responses import test_responses
 
 pytestmark = pytest.mark.anyio
@@ -131,6 +132,21 @@ def test_text_after_a_call_of_harmony_that_was_broken_off_is_searched() -> None:
     call, final = '<|channel|>commentary to=functions.f<|message|>{"a": "END<|end|>', "<|channel|>final<|message|>"
     text = f"{call}<|start|>assistant{final}Yes "
     assert read(f"{text}END no", ["END"], "openai_gptoss", "openai") == f"{text}!END"
+
+
+async def test_a_call_that_an_answer_in_json_quotes_is_searched_as_its_text_is() -> None:
+    """Regression: the reader took it for text, and the search for a call."""
+    said = '{"a": "<function=weather><parameter=city>x END y"}'
+    coder = replace(CALLER, tool_parser="qwen3_coder")
+    asked = {"stop": ["END"], "response_format": {"type": "json_object"}}
+    message, reason = await whole_and_streamed(said, coder, **asked)
+    assert (message["content"], reason) == ('{"a": "<function=weather><parameter=city>x ', "stop")
+    call = "\n<function=weather>\n<parameter=city>\nOslo END\n</parameter>\n</function>"
+    message, reason = await whole_and_streamed(call, coder, **asked)
+    assert (json.loads(message["tool_calls"][0]["function"]["arguments"]), reason) == (
+        {"city": "Oslo END"},
+        "tool_calls",
+    )
 
 
 def test_text_that_is_skipped_is_read_and_not_searched() -> None:
