@@ -28,12 +28,12 @@ from serve_app.api.generation.field_grammars import refused
 from serve_app.api.generation.live import Lifecycle
 from serve_app.api.generation.submission import Prepared, prepare_chat, prepare_completion
 from serve_app.api.http.turns import TenantTurns
-from serve_app.api.openai.choices import Choices
+from serve_app.api.openai.choices import MAX_AT_ONCE, Choices
 from serve_app.api.openai.embeddings import normalized, prepare_embeddings
 from serve_app.api.requests.deadline import deadline_of, now
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.hints import Hints, keeping
-from serve_app.api.requests.prompt_schema import MAX_CHOICES
+from serve_app.api.requests.prompt_schema import MAX_INPUTS
 from serve_app.api.requests.schema import ChatRequest, CompletionRequest, parse_request
 from serve_app.api.requests.targets import targets_of
 from serve_app.engines.engine_client import ServedModel
@@ -157,8 +157,8 @@ class Running:
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
             raise RequestRefused("texts: should be a list of texts", "invalid_value", "texts")
         found: list[list[float]] = []
-        for first in range(0, len(texts), MAX_CHOICES):
-            request = self._read(EmbeddingRequest, {"input": list(texts[first : first + MAX_CHOICES]), **fields})
+        for first in range(0, len(texts), MAX_INPUTS):
+            request = self._read(EmbeddingRequest, {"input": list(texts[first : first + MAX_INPUTS]), **fields})
             async with self._choices(request) as (choices, _):
                 await choices.whole()
                 found += (normalized(vector) for vector in choices.vectors)
@@ -197,7 +197,7 @@ class Running:
                 groups = await self._prepared(request, uuid.uuid4().hex, model)
         num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
         with lifecycle.bound():
-            await ticket.dispatched(num_tokens, sum(map(len, groups)))
+            await ticket.dispatched(num_tokens, sum(map(len, groups)), MAX_AT_ONCE)
         left_s = None if lifecycle.deadline is None else lifecycle.deadline.left_s()
 
         def completion(ready: Prepared) -> Completion:

@@ -296,6 +296,8 @@ class AdmissionTicket:
         self._num_queued_tokens = 0
         self._num_wanted = 1
         self._num_places = 0
+        self._num_behind = 0
+        """Answers that get the place of one that has ended."""
         self._has_started = False
 
     def __enter__(self) -> AdmissionTicket:
@@ -308,15 +310,17 @@ class AdmissionTicket:
         self._release_places(self._num_places)
         self._gate._deregister(self, served=self._has_started)
 
-    async def dispatched(self, num_tokens: int, num_answers: int = 1) -> None:
+    async def dispatched(self, num_tokens: int, num_answers: int = 1, num_at_once: int | None = None) -> None:
         """Wait for places with the engines, for prompts of `num_tokens` in total. The request gets all its places as
-        soon as one is free: if it waited for several at once, it might wait forever.
+        soon as one is free: if it waited for several at once, it might wait forever. `num_at_once`: how many answers it
+        asks for at the same time, each of which needs a place; None: for all.
 
         Raises:
             ApiError: 429 or 503, there are too many tokens to queue.
             RequestRejected: the deployment drains, and the wait took too long.
         """
-        self._num_wanted = num_answers
+        self._num_wanted = num_answers if num_at_once is None else min(num_answers, num_at_once)
+        self._num_behind = num_answers - self._num_wanted
         self._gate._enqueue(self, num_tokens)
         self._num_queued_tokens = num_tokens
         if refusal := await self._turn:
@@ -329,7 +333,10 @@ class AdmissionTicket:
 
     def finished(self) -> None:
         """Note that the engine has finished an answer, which needs no place any more. No effect after the block."""
-        self._release_places(min(1, self._num_places))
+        if self._num_behind:
+            self._num_behind -= 1
+        else:
+            self._release_places(min(1, self._num_places))
 
     def _release_places(self, num_places: int) -> None:
         if num_places:

@@ -44,7 +44,7 @@ from serve_app.api.http.turns import TenantTurns
 from serve_app.api.measuring import FACTS, TIMES, MeasuresRequests
 from serve_app.api.models.lane import Lane
 from serve_app.api.models.lanes import Asked, Lanes
-from serve_app.api.openai.choices import Choices
+from serve_app.api.openai.choices import MAX_AT_ONCE, Choices
 from serve_app.api.openai.embeddings import prepare_embeddings, read_embeddings
 from serve_app.api.openai.forms import Answering, ParsedRequest, RequestT, read_chat, read_completion
 from serve_app.api.openai.model_list import ANTHROPIC_VERSION, model_json, models_json
@@ -211,7 +211,7 @@ class _Generate(Generic[RequestT]):
         num_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
         with lifecycle.bound(), admitted.times.at_gate():
             await lane.awake()
-            await ticket.dispatched(num_tokens, sum(map(len, groups)))
+            await ticket.dispatched(num_tokens, sum(map(len, groups)), MAX_AT_ONCE)
         if session is None and request.num_choices > 1:
             session = admitted.request_id  # the same engine for all answers to a prompt, so that they share its blocks
         return Choices([[self._completion(ready, admitted, session) for ready in group] for group in groups])

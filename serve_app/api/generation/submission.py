@@ -132,20 +132,26 @@ async def prepare_completion(
 async def encode_prompt(
     given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None
 ) -> tuple[list[int], str | None]:
-    """Return a prompt's tokens, and its text if it was given as text.
+    """Return a prompt's tokens, and its text if it was given as text. For errors see `encoded`."""
+    text = given if isinstance(given, str) else None
+    return await run_sized(len(text or ""), lambda: encoded(given, tokenizer, param, most)), text
+
+
+def encoded(given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None) -> list[int]:
+    """Return a prompt's tokens.
 
     Raises:
         ApiError: an id is not in the vocabulary.
         TooManyTokens: there are more than `most`.
     """
     if isinstance(given, str):
-        return await run_sized(len(given), lambda: tokenizer.encode(given, most=most)), given
+        return tokenizer.encode(given, most=most)
     if most is not None and len(given) > most:
         raise TooManyTokens(len(given), is_exact=True)
     if (largest := max(given, default=0)) >= tokenizer.vocab_size:
         text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {tokenizer.vocab_size - 1}."
         raise ApiError(400, text, param=param, code="invalid_value")
-    return given, None
+    return given
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,16 @@ import math
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from engine.protocol import Usage
 from serve_app.api.generation.completion import Completion, Piece
 from serve_app.api.openai.response import Prompt
 from serve_app.engines.engine_client import Move, StreamRecord
 from serve_app.errors.api_error import ApiError
+
+MAX_AT_ONCE = 128
+"""The most prompts of one request that the engines have at the same time. Only embeddings have more."""
 
 Indexed = tuple[int, Piece]
 """A piece, and the index of its choice."""
@@ -32,9 +36,11 @@ class Choices:
     def __init__(self, groups: Sequence[Sequence[Completion]]) -> None:
         self._groups = groups
         self._all = [completion for group in groups for completion in group]
+        self._firsts = list(accumulate(map(len, groups[:-1]), initial=0))
+        """The index of each prompt's first choice."""
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self.error: ApiError | None = None
         """The error that ended the stream after it had begun."""
-        self._leaders = {self._all.index(group[0]) for group in groups}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -131,7 +137,7 @@ class Choices:
     async def _merged(self) -> AsyncGenerator[Indexed, None]:
         # A choice waits while its last piece has not been taken, so that nothing is computed far ahead of the client.
         news: asyncio.Queue[tuple[int, Piece | _Over]] = asyncio.Queue(len(self._all))
-        tasks = [asyncio.ensure_future(self._pump_group(group, news)) for group in self._groups]
+        tasks = [asyncio.ensure_future(self._pump_group(number, news)) for number in range(len(self._groups))]
         try:
             async for indexed in self._read(news):
                 yield indexed
@@ -142,7 +148,7 @@ class Choices:
 
     async def _read(self, news: asyncio.Queue[tuple[int, Piece | _Over]]) -> AsyncGenerator[Indexed, None]:
         """Hold pieces back until every prompt was accepted, because refusing one refuses the whole request."""
-        accepted: set[int] = set()
+        awaited = set(self._firsts)
         held: list[Indexed] = []
         num_open = len(self._all)
         while num_open:
@@ -152,32 +158,32 @@ class Choices:
                     raise item.error
                 num_open -= 1
                 continue
-            accepted.add(index)
+            awaited.discard(index)
             held.append((index, item))
-            if accepted >= self._leaders:
+            if not awaited:
                 for indexed in held:
                     yield indexed
                 held.clear()
 
-    async def _pump_group(self, group: Sequence[Completion], news: asyncio.Queue[tuple[int, Piece | _Over]]) -> None:
+    async def _pump_group(self, number: int, news: asyncio.Queue[tuple[int, Piece | _Over]]) -> None:
         """Run the first completion ahead of the others, so that they find its computed prompt in the prefix cache."""
-        first, *others = group
+        first = self._firsts[number]
+        others = range(first + 1, first + len(self._groups[number]))
         computed = asyncio.Event()
-        tasks = [asyncio.ensure_future(self._pump(first, computed, news))]
-        try:
-            if others:
-                await computed.wait()
-                tasks += [asyncio.ensure_future(self._pump(completion, computed, news)) for completion in others]
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with self._turns:
+            tasks = [asyncio.ensure_future(self._pump(first, computed, news))]
+            try:
+                if others:
+                    await computed.wait()
+                    tasks += [asyncio.ensure_future(self._pump(index, computed, news)) for index in others]
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(
-        self, completion: Completion, computed: asyncio.Event, news: asyncio.Queue[tuple[int, Piece | _Over]]
-    ) -> None:
-        index = self._all.index(completion)
+    async def _pump(self, index: int, computed: asyncio.Event, news: asyncio.Queue[tuple[int, Piece | _Over]]) -> None:
+        completion = self._all[index]
         error: Exception | None = None
         try:
             async with aclosing(completion.pieces()) as pieces:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.requests.foreign_fields import HINTS_IN_EMBEDDINGS
-from serve_app.api.requests.prompt_schema import Prompt, as_prompts
+from serve_app.api.requests.prompt_schema import Inputs, as_prompts
 from serve_app.api.requests.provider import Provider
 from serve_app.api.requests.strict_model import StrictModel, Unsupported
 
@@ -28,7 +28,7 @@ class EmbeddingRequest(StrictModel):
     prompt_cache_key: ClassVar[None] = None
 
     model: str
-    input: Prompt
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     """With `base64` a vector is its numbers as little-endian float32, encoded in base64."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)

@@ -11,6 +11,8 @@ from serve_app.api.requests.unions import text_or_list
 
 MAX_CHOICES = 128
 """The most choices of one response, which are prompts times `n`."""
+MAX_INPUTS = 2048
+"""The most inputs of one request for embeddings, as OpenAI has it: clients send them by the thousand."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -23,12 +25,20 @@ def _kind_of_prompt(value: Any) -> str | None:
 
 
 _KINDS = "a string, a list of token ids, or a list of strings or of lists of token ids"
+_BY_KIND = Discriminator(_kind_of_prompt, custom_error_type="type", custom_error_message=f"should be {_KINDS}")
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[TokenIds, Tag("<list>")]
     | Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<texts>")]
     | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<lists>")],
-    Discriminator(_kind_of_prompt, custom_error_type="type", custom_error_message=f"should be {_KINDS}"),
+    _BY_KIND,
+]
+Inputs = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[TokenIds, Tag("<list>")]
+    | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<texts>")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<lists>")],
+    _BY_KIND,
 ]
 
 

@@ -101,6 +101,22 @@ async def test_a_freed_place_goes_to_exactly_the_next_one() -> None:
     await end(second, third)
 
 
+async def test_an_answer_that_ends_passes_its_place_to_one_behind_it_of_the_same_request() -> None:
+    gate = Gate(at_most(2))
+    with gate.enter(ANN) as ticket:
+        await ticket.dispatched(10, num_answers=5, num_at_once=2)
+        other = Guest(gate)
+        for num_ended in range(1, 6):
+            await quiet()
+            assert other.inside is (num_ended > 4), "three of five had no place at first"
+            ticket.finished()
+        await quiet()
+        assert gate.snapshot().num_dispatched == 1
+        other.finish()
+        await other.task
+    assert gate.snapshot().num_dispatched == 0
+
+
 async def test_what_runs_on_an_engine_that_leaves_keeps_no_place_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

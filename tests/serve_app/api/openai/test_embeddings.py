@@ -7,7 +7,8 @@ import base64
 import json
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,9 +20,10 @@ from engine.async_engine import AsyncEngine
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from engine.fake.executor import HIDDEN_SIZE
-from engine.protocol import Pooled, SamplingParams
+from engine.protocol import Event, Pooled, SamplingParams, Submission
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.engines.engine_client import StreamRecord
 from tests.serve_app.harness import CHAT, MODEL, Answer, LocalClient, ScriptedClient, app_for, finished, post, scheduled
 
 pytestmark = pytest.mark.anyio
@@ -76,6 +78,33 @@ async def test_inputs_are_embedded_each_by_itself_and_in_order(engine: AsyncEngi
     assert vectors(await embed(app, input=list(b"one"))) == [pytest.approx(alone[0])]
 
 
+class Counting(LocalClient):
+    """Counts the requests that the engine has at the same time."""
+
+    num_open = most_open = 0
+
+    async def _stream(self, submission: Submission, record: StreamRecord) -> AsyncGenerator[list[Event], None]:
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            async with aclosing(super()._stream(submission, record)) as items:
+                async for events in items:
+                    yield events
+        finally:
+            self.num_open -= 1
+
+
+async def test_hundreds_of_inputs_are_embedded_in_order_and_no_more_than_128_at_a_time(engine: AsyncEngine) -> None:
+    """LangChain sends a thousand in a request, and OpenAI takes 2,048."""
+    client = Counting(engine)
+    app = create_app(client, Tokenizer.byte_level(), replace(MODEL, pooling="mean"))
+    words = [list(f"{number}".encode()) for number in range(300)]
+    found = vectors(await embed(app, input=words))
+    assert client.most_open == 128
+    for place in (0, 127, 128, 299):
+        assert [found[place]] == [pytest.approx(vector) for vector in vectors(await embed(app, input=words[place]))]
+
+
 async def test_base64_holds_the_same_numbers(engine: AsyncEngine) -> None:
     """OpenAI's client asks for base64 unless it is told otherwise."""
     app = app_of(engine)
@@ -106,7 +135,8 @@ async def test_an_input_that_is_too_long_is_refused_or_cut_where_asked(engine: A
         ({"input": [1.5]}, "input.0"),
         ({"input": [999]}, "input"),
         ({"input": None}, "input"),
-        ({"input": ["a"] * 129}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [[1]] * 2049}, "input"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"dimensions": 3}, "dimensions"),
         ({"stream": True}, "stream"),
