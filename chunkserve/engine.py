@@ -55,7 +55,7 @@ class Engine:
         except BaseException:
             self._loop.stop()
             raise
-        self._streams: weakref.WeakSet[AsyncGenerator[Chunk, None]] = weakref.WeakSet()
+        self._streams = set[AsyncGenerator[Chunk, None]]()  # begun and not closed, so no stream is kept by it
         self._end = weakref.finalize(self, _collected, self._inner, self._loop, self._streams)  # also at program's end
 
     def close(self) -> None:
@@ -159,6 +159,7 @@ class Engine:
         finally:
             with suppress(RequestFailed):  # the engine was closed, and its streams with it
                 self._loop.finish(_close(chunks))
+                self._streams.discard(chunks)
 
 
 async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
@@ -180,23 +181,23 @@ async def _all(ask: Callable[[Asked], Coroutine[Any, Any, Answer]], asked: list[
     return await asyncio.gather(*map(one, asked))
 
 
-async def _close_all(streams: Iterable[AsyncGenerator[Chunk, None]]) -> None:
+async def _close_all(streams: set[AsyncGenerator[Chunk, None]]) -> None:
     """Close the streams that nobody reads any more, each from its outside. What is inside of them would else be closed
     beside them when the loop ends, and fail."""
-    for chunks in streams:
+    for chunks in list(streams):  # in one step, whatever other threads do meanwhile
         await _close(chunks)
 
 
-def _end(inner: AsyncEngine, loop: LoopThread, streams: Iterable[AsyncGenerator[Chunk, None]]) -> None:
+def _end(inner: AsyncEngine, loop: LoopThread, streams: set[AsyncGenerator[Chunk, None]]) -> None:
     with suppress(RequestFailed):  # the loop was stopped already
-        loop.call(_close_all(list(streams)))
         running = loop.call(inner._retire())
         if running is not None:
             running.shutdown()  # here, because the loop has no threads for it when the program ends
-    loop.stop()
+    # Streams are closed last, when none can begin any more: who reads a closed one would take it for complete.
+    loop.stop(lambda: _close_all(streams))
 
 
-def _collected(inner: AsyncEngine, loop: LoopThread, streams: Iterable[AsyncGenerator[Chunk, None]]) -> None:
+def _collected(inner: AsyncEngine, loop: LoopThread, streams: set[AsyncGenerator[Chunk, None]]) -> None:
     """Close an engine that nobody closed. The garbage collector runs in any thread, and a thread of the engine's own
     cannot wait for its own end."""
     if threading.current_thread().daemon:

@@ -7,7 +7,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from chunkserve.errors import RequestFailed, closed
@@ -21,6 +21,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._is_open, self._pid = True, os.getpid()
+        self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._lock = threading.RLock()  # the garbage collector may submit work while this very thread does
         self._thread = threading.Thread(target=self._run, name="chunkserve-loop", daemon=True)
         self._thread.start()
@@ -31,6 +32,8 @@ class LoopThread:
             for task in tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.wait(tasks))
+        if self._last is not None:
+            self._loop.run_until_complete(self._last())
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -68,12 +71,13 @@ class LoopThread:
         work.close()
         raise closed()
 
-    def stop(self) -> None:
-        """Cancel what runs, and end the thread. Idempotent."""
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancel what runs, and end the thread. `last`: makes what the thread still runs when all else has ended.
+        Idempotent."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             if self._is_open:
-                self._is_open = False
+                self._is_open, self._last = False, last
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

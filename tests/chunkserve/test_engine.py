@@ -154,6 +154,47 @@ def test_closing_ends_requests_of_other_threads_and_its_own_threads(
     assert threads() == set()
 
 
+def test_a_stream_that_nobody_reads_while_its_engine_closes_does_not_seem_complete(
+    endless: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression guard: streams were closed first, and a reader took the end of a closed one for that of the answer."""
+    stream = endless.stream_chat(HI, ignore_eos=True)
+    next(stream)
+    running, read = endless._inner._running, list[object]()
+    assert running is not None
+    shutdown = running.shutdown
+
+    def read_and_shut_down() -> None:
+        shutdown()
+        with pytest.raises(RequestFailed, match="was closed") as closed:
+            read.extend(stream)
+        read.append(closed.value.code)
+
+    monkeypatch.setattr(running, "shutdown", read_and_shut_down)
+    endless.close()
+    assert read == ["closed"]
+
+
+def test_streams_that_other_threads_begin_while_an_engine_closes_end_quietly(
+    endless: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression guard: one that had begun after all were closed was closed from its inside, and asyncio said so."""
+    running, streams = endless._inner._running, [endless.stream_chat(HI, ignore_eos=True) for _ in range(3)]
+    assert running is not None
+    next(streams[0])
+    refuse_more = running.refuse_more
+
+    async def begin_and_refuse_more() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            begun = [asyncio.wrap_future(pool.submit(next, stream)) for stream in streams[1:]]
+            assert len(await asyncio.gather(*begun)) == 2
+        await refuse_more()
+
+    monkeypatch.setattr(running, "refuse_more", begin_and_refuse_more)
+    endless.close()
+    assert "asynchronous generator" not in caplog.text
+
+
 def test_an_engine_that_is_collected_ends_its_threads(threads: Callable[[], set[str]]) -> None:
     engine = Engine("m", executor="fake")
     assert threads() == {"chunkserve-loop", "engine-steps"}
