@@ -79,13 +79,14 @@ class AsyncEngine:
             raise
 
     async def close(self) -> None:
-        """End all requests with RequestFailed, and free the model. Idempotent."""
+        """End all requests with RequestFailed, and free the model. A start that is under way ends first. Idempotent."""
         if (running := await self._retire()) is not None:
             await asyncio.to_thread(running.shutdown)
 
     async def _retire(self) -> Running | None:
         """Let nothing in any more, and return what is still to be shut down, if anything is."""
-        running, self._running = self._running, None
+        async with self._starting:
+            running, self._running = self._running, None
         if running is not None:
             await running.refuse_more()
         return running

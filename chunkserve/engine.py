@@ -56,12 +56,16 @@ class Engine:
             self._loop.stop()
             raise
         self._streams = set[AsyncGenerator[Chunk, None]]()  # begun and not closed, so no stream is kept by it
+        self._closing = threading.RLock()  # reentrant: a handler of a signal may close, too
         self._end = weakref.finalize(self, _collected, self._inner, self._loop, self._streams)  # also at program's end
 
     def close(self) -> None:
-        """End all requests with RequestFailed, and free the model. Idempotent."""
-        if self._end.detach() is not None:
-            _end(self._inner, self._loop, self._streams)
+        """End all requests with RequestFailed, and free the model. Whoever closes second waits for it, too. If Ctrl-C
+        interrupts that, it can be called again. Idempotent."""
+        with self._closing:
+            if self._end.alive:
+                _end(self._inner, self._loop, self._streams)
+                self._end.detach()
 
     def __enter__(self) -> Self:
         return self

@@ -284,6 +284,27 @@ async def test_what_a_cancelled_start_has_built_is_shut_down_without_the_event_l
     made.engine.shutdown.assert_called_once_with()
 
 
+async def test_what_is_closed_while_it_starts_does_not_run_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkserve import running
+
+    may_end, build = threading.Event(), running.build
+
+    def slowly(settings: Any) -> Any:
+        assert may_end.wait(TIMEOUT_S)
+        return build(settings)
+
+    monkeypatch.setattr(running, "build", slowly)
+    engine = AsyncEngine("m", executor="fake")
+    starting = asyncio.ensure_future(engine.start())
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(engine.close())
+    await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(starting, closing)
+    with pytest.raises(RequestFailed, match="was closed"):
+        await engine.generate("hi")
+
+
 async def test_to_start_twice_starts_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     from chunkserve import running
 

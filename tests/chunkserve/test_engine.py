@@ -154,6 +154,49 @@ def test_closing_ends_requests_of_other_threads_and_its_own_threads(
     assert threads() == set()
 
 
+def test_a_second_thread_that_closes_waits_for_the_first(
+    endless: Engine, monkeypatch: pytest.MonkeyPatch, threads: Callable[[], set[str]]
+) -> None:
+    running, ends = endless._inner._running, list[set[str]]()
+    assert running is not None
+    shutdown = running.shutdown
+
+    def close_and_look() -> None:
+        endless.close()
+        ends.append(threads())
+
+    second = threading.Thread(target=close_and_look)
+
+    def shutdown_while_another_closes() -> None:
+        second.start()
+        second.join(0.05)  # time to return too early
+        shutdown()
+
+    monkeypatch.setattr(running, "shutdown", shutdown_while_another_closes)
+    endless.close()
+    second.join(TIMEOUT_S)
+    assert ends == [set()]
+
+
+def test_a_close_that_was_interrupted_can_be_repeated(
+    endless: Engine, monkeypatch: pytest.MonkeyPatch, threads: Callable[[], set[str]]
+) -> None:
+    """Ctrl-C raises in the thread that waits for the step that runs."""
+    running = endless._inner._running
+    assert running is not None
+    shutdown = running.shutdown
+
+    def interrupted() -> None:
+        shutdown()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "shutdown", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        endless.close()
+    endless.close()
+    assert threads() == set()
+
+
 def test_a_stream_that_nobody_reads_while_its_engine_closes_does_not_seem_complete(
     endless: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
