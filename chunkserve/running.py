@@ -156,22 +156,23 @@ class Running:
     async def vectors(self, texts: Sequence[str], fields: Mapping[str, Any]) -> list[list[float]]:
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
             raise RequestRefused("texts: should be a list of texts", "invalid_value", "texts")
-        found: list[list[float]] = []
+        found, arrived = list[list[float]](), now()  # all parts of the list have one deadline
         for first in range(0, len(texts), MAX_INPUTS):
             request = self._read(EmbeddingRequest, {"input": list(texts[first : first + MAX_INPUTS]), **fields})
-            async with self._choices(request) as (choices, _):
+            async with self._choices(request, arrived) as (choices, _):
                 await choices.whole()
                 found += (normalized(vector) for vector in choices.vectors)
         return found
 
     @asynccontextmanager
     async def _choices(
-        self, request: ChatRequest | CompletionRequest | EmbeddingRequest
+        self, request: ChatRequest | CompletionRequest | EmbeddingRequest, arrived: float | None = None
     ) -> AsyncIterator[tuple[Choices, ServedModel]]:
-        """Prepare a request and wait for its place with the engine. Leaving the block ends it."""
+        """Prepare a request and wait for its place with the engine. Leaving the block ends it. `arrived`: when its
+        time began, if not now."""
         with _told(lambda: self._closed), self._gate.enter() as ticket:
             model, lifecycle = self._names.served(request.model), Lifecycle()
-            lifecycle.until(deadline_of(now(), None, request.timeout_ms))
+            lifecycle.until(deadline_of(now() if arrived is None else arrived, None, request.timeout_ms))
             try:
                 choices = await self._start(request, model, ticket, lifecycle)
                 try:

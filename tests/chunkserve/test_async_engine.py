@@ -159,6 +159,23 @@ async def test_vectors_have_length_one_and_need_the_setting(engine: AsyncEngine)
     assert [round(sum(x * x for x in vector), 6) for vector in vectors] == [1] * 200
 
 
+async def test_all_texts_of_a_list_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression guard: each request of several had the whole time."""
+    from chunkserve import running
+
+    monkeypatch.setattr(running, "MAX_INPUTS", 128)
+    clock = Mock(side_effect=asyncio.get_running_loop().time)
+    deadline_of = Mock(side_effect=running.deadline_of)
+    monkeypatch.setattr(running, "now", clock)
+    monkeypatch.setattr(running, "deadline_of", deadline_of)
+    async with AsyncEngine("m", executor="fake", pooling="mean") as engine:
+        assert len(await engine.embed(["a"] * 300, timeout_ms=60_000)) == 300
+        assert len({call.args for call in deadline_of.call_args_list}) == 1
+        clock.side_effect = lambda: asyncio.get_running_loop().time() - 60
+        with pytest.raises(RequestFailed, match="ended after 60 s"):
+            await engine.embed(["a"] * 300, timeout_ms=60_000)
+
+
 # --- several requests -------------------------------------------------------------------------------------------------
 
 
