@@ -12,7 +12,8 @@ from serve_app.parsing.deltas import ToolCall
 __all__ = ["Alternative", "Answer", "Choice", "Chunk", "FinishReason", "TokenLogprob", "ToolCall", "ToolCallDelta"]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: the model or a stop string ended it, its limit was reached, or the model calls tools."""
+"""Why an answer ended: the model or a stop string ended it, its limit was reached, or the model calls tools. A call of
+the function that the request names ends with `stop`, as with OpenAI."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Reading:
             reader = self._reader(index, self._request)
             read = reader.read(piece.text, last=reason is not None)
             reasoning, text, calls = read.reasoning, read.content, read.calls
-            if reason == "stop" and reader.has_called:
+            if reason == "stop" and reader.has_called and not self._request.names_function:
                 reason = "tool_calls"
         own = [token for token in piece.tokens or () if not token.of_prompt]
         logprobs = None

@@ -78,13 +78,18 @@ BODIES: dict[str, dict[str, Any]] = {
     "a regex": {"regex": "[a-c]{3}", "seed": 1},
     "a schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}},
     "tools": {"tools": TOOLS},
+    "the tool that is named": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": {}}}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "seed": 1,
+    },
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
 async def test_an_answer_is_that_of_the_server(name: str) -> None:
     """Whole and in chunks. The server's app runs on the very same engine."""
-    body, reply = BODIES[name], CALL if name == "tools" else REPLY
+    body, reply = BODIES[name], CALL if "tool" in name else REPLY
     async with AsyncEngine("m", executor="fake", fake={"reply": reply}, tool_parser="hermes") as engine:
         running = inside(engine)
         model = ServedModel(id="m", max_model_len=4096, created=0, tool_parser="hermes")
