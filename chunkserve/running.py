@@ -154,7 +154,8 @@ class Running:
                     yield chunk
 
     async def vectors(self, texts: Sequence[str], fields: Mapping[str, Any]) -> list[list[float]]:
-        if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+        several = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
+        if not several or any(isinstance(one, int) for one in texts):  # ids are those of one text
             raise RequestRefused("texts: should be a list of texts", "invalid_value", "texts")
         found, arrived = list[list[float]](), now()  # all parts of the list have one deadline
         for first in range(0, len(texts), MAX_INPUTS):

@@ -379,8 +379,8 @@ async def test_an_adapter_that_cannot_be_used_ends_the_start_and_its_engine() ->
 
 
 async def test_one_text_is_no_list_of_texts(engine: AsyncEngine) -> None:
-    """It would be taken letter by letter."""
-    for given in ("hello", None, {"hello"}):
+    """It would be taken letter by letter, and a list of ids for a list of texts."""
+    for given in ("hello", None, {"hello"}, [104, 105]):
         with pytest.raises(RequestRefused, match="texts: should be a list of texts"):
             await engine.embed(given)  # type: ignore[arg-type]
 
