@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Mapping
@@ -16,6 +17,8 @@ from urllib.parse import urlsplit
 
 KEY = "CHUNKSERVE_API_KEY"
 """The variable with the API key. An option would show it to everybody who lists this machine's processes."""
+_REORDER = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Unicode's embeddings, overrides and isolates."""
 _HERE = ("127.0.0.1", "localhost", "::1")
 _ANSWER_TIMEOUT_S = 30
 _STREAM_TIMEOUT_S = 600
@@ -144,5 +147,11 @@ def one_line(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Replace the characters that control a terminal, but for tabs and new lines: a server or its model chose them."""
-    return "".join(mark if mark.isprintable() or mark in "\t\n" else "\ufffd" for mark in text)
+    """Replace the characters that control a terminal, but for tabs and new lines: a server or its model chose them.
+    Spaces of all widths stay, and so do the joiners in emojis and scripts; what reverses the order of letters does not.
+    """
+    return "".join(mark if mark.isprintable() or mark in "\t\n" or _shapes(mark) else "\ufffd" for mark in text)
+
+
+def _shapes(mark: str) -> bool:
+    return unicodedata.category(mark) in ("Zs", "Cf") and mark not in _REORDER

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from loadtest.server import free_port
+from serve_app.front.command.api import harmless
 from serve_app.front.servers import RunningServer, noted
 from serve_app.metrics.activity import EngineActivity, FleetActivity, IngressActivity
 from tests.support.chunkserve import COMMAND, chunkserve, environment, refusal
@@ -341,6 +342,23 @@ def test_neither_a_model_nor_an_error_controls_the_terminal(server: Scripted) ->
     server.events = [text_event("a\x1b[2J\tb\n"), {"error": {"message": "no\x1b[2J\nroom"}}]
     done = chat(server, "one")
     assert (done.stdout, done.stderr) == ("a\ufffd[2J\tb\n\n", "no\ufffd[2J room\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "« oui\u00a0» 5\u202f000",  # spaces of French
+        "\u3000你好",
+        "\U0001f468\u200d\U0001f469\u200d\U0001f467",  # a family, joined
+        "می\u200cخواهم क्\u200dष \u200f",
+    ],
+)
+def test_spaces_and_joiners_of_scripts_and_emojis_are_shown(text: str) -> None:
+    assert harmless(text) == text
+
+
+def test_what_reverses_the_order_of_letters_is_not_shown() -> None:
+    assert harmless("a\u202eb\u2066\u2028\x85\r") == "a\ufffdb\ufffd\ufffd\ufffd\ufffd"
 
 
 def test_bytes_that_are_no_text_and_a_very_long_line_are_sent_as_text(server: Scripted) -> None:
