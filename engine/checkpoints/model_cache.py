@@ -47,8 +47,17 @@ def byte_bar(what: str, total_bytes: int, progress: bool) -> tqdm[None]:
 
 
 def cache_root() -> Path:
-    """CHUNKSERVE_CACHE, else ~/.cache/chunkserve. Holds models/ and locks/."""
-    return Path(os.environ.get("CHUNKSERVE_CACHE") or "~/.cache/chunkserve").expanduser().absolute()
+    """CHUNKSERVE_CACHE, else ~/.cache/chunkserve. Holds models/ and locks/.
+
+    Raises:
+        ModelError: there is no home directory, as for a user of a container whom it does not know.
+    """
+    given = os.environ.get("CHUNKSERVE_CACHE") or "~/.cache/chunkserve"
+    try:
+        return Path(given).expanduser().absolute()
+    except RuntimeError:
+        text = f"The cache {given} has no place, because there is no such home directory: set CHUNKSERVE_CACHE."
+        raise ModelError(text) from None
 
 
 def sha256_of(path: Path, progress: bool = False) -> str:

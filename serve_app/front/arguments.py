@@ -3,6 +3,7 @@ Never refuses an argument: Ray's command does, because it knows them all."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ _NOT_OURS = frozenset(("--help", "--non-blocking", "--reload", "-r"))
 def _is_config(argument: str, *, may_lack_suffix: bool) -> bool:
     """Whether an argument is a config's path, and not an import path such as `module:attribute`."""
     path = Path(argument)
-    if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
+    if path.suffix in (".yaml", ".yml", ".json") or os.path.isfile(path):
         return True
     return may_lack_suffix and ":" not in argument and ("/" in argument or "." not in argument)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,16 +102,26 @@ def missing_adapters(model: Application) -> Iterator[ConfigRefused]:
     """Yield a refusal for each directory of an adapter that is not there."""
     settings = model.settings
     for name, directory in settings.lora_adapters.items():
-        if settings.engine.executor == "torch" and not Path(directory).is_dir():
-            yield model.refused(f"lora_adapters.{name}: there is no directory {directory}", "lora_adapters", name)
+        if settings.engine.executor == "torch" and (why := why_missing(directory, stat.S_IFDIR)) is not None:
+            yield model.refused(f"lora_adapters.{name}: there is no directory {directory}{why}", "lora_adapters", name)
 
 
 def missing_tier_keys(model: Application) -> Iterator[ConfigRefused]:
     """Yield a refusal if the file with the key of a disk tier is not there. The engine's check reads it."""
     path = model.settings.engine.kv_tiers.disk_key_file
-    if path is not None and not Path(path).is_file():
+    if path is not None and (why := why_missing(path)) is not None:
         setting = ("engine", "kv_tiers", "disk_key_file")
-        yield model.refused(f"{'.'.join(setting)}: there is no file {path}", *setting)
+        yield model.refused(f"{'.'.join(setting)}: there is no file {path}{why}", *setting)
+
+
+def why_missing(path: str, kind: int = stat.S_IFREG) -> str | None:
+    """Return None if there is a file at `path`, or a directory if that is the `kind`; else "", or why nobody knows."""
+    try:
+        return None if stat.S_IFMT(os.stat(path).st_mode) == kind else ""
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no path, as with a null character
+        return ""
+    except OSError as error:  # such as a directory that this user may not look into
+        return f": {error.strerror}"
 
 
 def check_tokenizer(application: Application, model_dir: Path) -> None:

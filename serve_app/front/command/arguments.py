@@ -54,7 +54,8 @@ def file_to_write(text: str) -> Path:
     """Read the path of a file that will be written. Raises ArgumentTypeError: now, and not after minutes of work, if it
     cannot be."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    there = os.path.exists(path)  # unlike Path's methods, os.path's raise nothing where this user may not look
+    if os.path.isdir(path) or not os.path.isdir(path.parent) or not os.access(path if there else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, not {text!r}")
     return path
 

@@ -17,7 +17,13 @@ from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application, read_applications
 from serve_app.front.proxy_env import ENABLE
-from serve_app.front.this_machine import check_tokenizer, missing_adapters, missing_files, missing_tier_keys
+from serve_app.front.this_machine import (
+    check_tokenizer,
+    missing_adapters,
+    missing_files,
+    missing_tier_keys,
+    why_missing,
+)
 from serve_app.front.threads import thread_warnings
 from serve_app.settings.ranks import ONE_NODE
 
@@ -72,9 +78,9 @@ def _check_tls(config: ServeConfig) -> None:
     """Raises ConfigRefused: the server would have HAProxy in front, which has no TLS, or a file of TLS is not there."""
     http = config.content.get("http_options") or {}
     for key in _FILES_OF_TLS:
-        if http.get(key) is not None and not Path(str(http[key])).is_file():
+        if http.get(key) is not None and (why := why_missing(str(http[key]))) is not None:
             where = config.where("http_options", key)
-            raise ConfigRefused(f"{where}: http_options.{key}: there is no file {http[key]}")
+            raise ConfigRefused(f"{where}: http_options.{key}: there is no file {http[key]}{why}")
     try:
         refuse_tls(config)
     except ConfigRefused:

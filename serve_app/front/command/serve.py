@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -108,7 +109,7 @@ def _has_gpus() -> bool:
 
 
 def _is_config(path: Path) -> bool:
-    return path.suffix in _SUFFIXES or (path.is_file() and path.suffix != ".gguf")
+    return path.suffix in _SUFFIXES or (os.path.isfile(path) and path.suffix != ".gguf")
 
 
 def _only_application(parser: Parser, config: dict[str, Any]) -> dict[str, Any]:

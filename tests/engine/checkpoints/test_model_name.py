@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,6 +36,32 @@ def test_a_directory_goes_before_a_hub_id_of_the_same_name(tmp_path: Path, monke
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert read_name("org/name").path == tmp_path / "org" / "name"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("a" * 300, "cannot be read: File name too long|No model"),  # later releases of Python just say no
+        ("~nobody-has-this-name/model", "No model '~nobody-has-this-name/model'"),
+        ("~nobody-has-this-name/model.gguf", "is not there: expected a GGUF file"),
+    ],
+)
+def test_a_path_that_cannot_be_looked_up_is_no_model(name: str, problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        ready_directory(name)
+
+
+def test_a_path_that_this_user_may_not_look_into_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_dir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(ModelError, match="/theirs/model cannot be read: Permission denied"):
+        read_name("/theirs/model")
+    assert read_name("org/name").form is Form.HUB_ID, "whatever the current directory is"
+
+
+def test_a_cache_without_a_home_asks_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKSERVE_CACHE", "~nobody-has-this-name/cache")
+    with pytest.raises(ModelError, match="set CHUNKSERVE_CACHE"):
+        ready_directory(DEFAULT_MODEL)
 
 
 def test_the_default_model_is_not_downloaded_to_find_out_whether_it_is_there(cache: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -17,7 +21,7 @@ from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, read_config
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import preflight
-from serve_app.front.this_machine import check_port, checking
+from serve_app.front.this_machine import check_port, checking, why_missing
 
 FAKE = {"engine": {"executor": "fake"}}
 
@@ -139,6 +143,16 @@ def test_a_file_that_a_replica_would_not_find_is_named(tmp_path: Path, args: Any
     with pytest.raises(ConfigRefused) as caught:
         checked(config(tmp_path, args))
     assert message in str(caught.value)
+
+
+def test_of_a_file_that_this_user_may_not_look_for_it_is_said_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (why_missing(str(tmp_path), stat.S_IFDIR), why_missing(str(tmp_path))) == (None, "")
+    assert (why_missing(__file__), why_missing(f"{__file__}/x"), why_missing("\0")) == (None, "", "")
+    assert why_missing(str(tmp_path / ("k" * 300))) == ": File name too long"
+    monkeypatch.setattr(os, "stat", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    assert why_missing("/etc/ssl/private/key.pem") == ": Permission denied"
 
 
 @pytest.mark.parametrize(

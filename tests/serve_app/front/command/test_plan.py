@@ -286,6 +286,7 @@ BAD = {
         "--prompt-tokens: a trace has lengths of its own",
     ),
     "no place to write": (["--json", "/no/folder/x"], "argument --json: expected a file that can be written"),
+    "no name of a file": (["--json", "x" * 300 + "/y"], "argument --json: expected a file that can be written"),
 }
 
 

@@ -183,6 +183,7 @@ def test_a_written_config_finds_a_local_model_from_any_directory(form: str, tmp_
     [
         ("smollm3", "No model 'smollm3': expected an existing directory"),
         ("no.gguf", "no.gguf is not there: expected a GGUF file."),
+        ("a" * 300, "a" * 300),
         ("no.yaml", "no.yaml: No such file or directory: expected the YAML file of a Serve config."),
         (f"{MODEL} --max-num-seqs 0", "--max-num-seqs: Input should be greater than or equal to 1 (given: 0)"),
         (f"{MODEL} --port 99999", "--port: expected a number from 1 to 65535 (given: 99999)"),
