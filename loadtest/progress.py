@@ -10,6 +10,8 @@ from loadtest.tally import Tally
 
 BAR = 24
 """Width of the progress bar, in characters."""
+CUT_OFF, WRAP = "\x1b[?7l", "\x1b[?7h"
+"""What makes a terminal cut a wide line off, and not: a second row of it would stay when the line is rewritten."""
 EVERY = 10
 """Without a terminal, one of this many calls prints a line."""
 
@@ -28,7 +30,7 @@ class Progress:
     def show(self, elapsed_s: float, tally: Tally, in_flight: int) -> None:
         line = self._line(elapsed_s, tally, in_flight)
         if self._is_terminal:
-            self._stream.write(f"\r\x1b[K{line}")
+            self._stream.write(f"\r\x1b[K{CUT_OFF}{line}{WRAP}")
         elif self._calls % EVERY == 0:
             self._stream.write(f"{line}\n")
         self._calls += 1

@@ -6,7 +6,7 @@ import io
 
 from loadtest.arrivals import Profile
 from loadtest.plan import Open, Plan, Point, Shape
-from loadtest.progress import BAR, EVERY, Progress
+from loadtest.progress import BAR, CUT_OFF, EVERY, WRAP, Progress
 from loadtest.tally import Tally
 from loadtest.timeline import FAILED, OK, Timeline
 
@@ -46,6 +46,14 @@ def test_on_a_terminal_a_line_is_written_over_the_last_one() -> None:
     progress.end()
     assert stream.getvalue().count("\r\x1b[K") == 3
     assert stream.getvalue().count("\n") == 1
+
+
+def test_a_line_that_is_wider_than_the_terminal_is_cut_off_and_leaves_no_row_behind() -> None:
+    stream = Terminal()
+    Progress(PLAN, stream).show(5.0, tally(), in_flight=3)
+    before, line = stream.getvalue().split(CUT_OFF)
+    assert before == "\r\x1b[K"
+    assert line.endswith(f"ms{WRAP}"), "what comes later is not cut off"
 
 
 def test_in_a_log_there_is_a_line_now_and_then() -> None:

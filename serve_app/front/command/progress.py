@@ -6,6 +6,9 @@ from __future__ import annotations
 import sys
 import time
 
+_CUT_OFF, _WRAP = "\x1b[?7l", "\x1b[?7h"
+"""What makes a terminal cut a wide line off, and not: a second row of it would stay when the line is rewritten."""
+
 
 class Progress:
     """Rewrites a line on a terminal; elsewhere it prints one for each phase."""
@@ -21,7 +24,8 @@ class Progress:
     def count(self, done: int, asked: int) -> None:
         if self._is_terminal:
             elapsed_s = time.monotonic() - self._began
-            sys.stderr.write(f"\r\x1b[K{elapsed_s:4.0f} s  {self._phase}: {done} of {asked} simulations so far")
+            line = f"{elapsed_s:4.0f} s  {self._phase}: {done} of {asked} simulations so far"
+            sys.stderr.write(f"\r\x1b[K{_CUT_OFF}{line}{_WRAP}")
             sys.stderr.flush()
 
     def end(self) -> None:
