@@ -4,11 +4,11 @@ Never knows the meaning of our application's `args`: `preflight` does."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -27,13 +27,34 @@ APPLICATION_KEYS = (
     "logging_config", "external_scaler_enabled",
 )
 # fmt: on
-_SECTIONS = ("grpc_options", "controller_options", "logging_config", "tracing_config")
+ARGS = "args"
+_VALUE = bool | int | float | str
+TOP_KINDS: dict[str, Any] = {
+    "grpc_options": dict,
+    **dict.fromkeys(("controller_options", "logging_config", "tracing_config"), dict | None),
+}
+HTTP_KINDS: dict[str, Any] = {
+    "root_path": str,
+    "keep_alive_timeout_s": _VALUE,
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), str | None),
+}
+APPLICATION_KINDS: dict[str, Any] = {
+    "name": str,
+    **dict.fromkeys(("runtime_env", ARGS), dict),
+    "deployments": list,
+    **dict.fromkeys(("autoscaling_policy", "logging_config"), dict | None),
+    "external_scaler_enabled": _VALUE,
+}
+"""What Ray takes for these keys, as far as a section that was left empty, and is null, or another kind of value goes.
+Ray would say so as well, but not before it has started. The same test compares them."""
+_OF_THE_SERVER = ("host", "port")
+"""Keys that Ray knows in an application, but only to refuse them there."""
+_KINDS: dict[Any, str] = {dict: "a mapping", list: "a list", str: "a text"}
 PROXIES = ("Disabled", "HeadOnly", "EveryNode")
 _UNIQUE = {"name": "default", "route_prefix": "/"}
 """Keys whose value may stand in one application only, with what Ray takes without them."""
 _ANCHORS = "x-"
 """The prefix of top-level keys with YAML anchors for the rest of the file, as in Compose files."""
-ARGS = "args"
 EXPECTED = "expected a Serve config, a mapping with `applications:`, as in this project's config.yaml"
 
 _TOO_DEEP = "{path}: expected a Serve config, but it is nested too deeply, or a part of it contains itself."
@@ -157,17 +178,15 @@ def _problems(config: ServeConfig) -> Iterator[str]:
     served = {key: value for key, value in content.items() if not str(key).startswith(_ANCHORS)}
     unknown = list(_unknown(config, (), served, TOP_KEYS))
     yield from unknown
-    for section in _SECTIONS:
-        if not isinstance(content.get(section) or {}, dict):
-            yield f"{config.where(section)}: {section}: expected a mapping (given: {content[section]!r})"
-    if (proxies := content.get("proxy_location")) not in (None, *PROXIES):
+    yield from _of_another_kind(config, (), content, TOP_KINDS)
+    if (proxies := content.get("proxy_location", PROXIES[0])) not in PROXIES:
         expected = f"expected one of {', '.join(PROXIES)}"
         yield f"{config.where('proxy_location')}: proxy_location: {expected} (given: {proxies!r})"
-    http = content.get("http_options") or {}
-    if not isinstance(http, dict):
+    if not isinstance(http := content.get("http_options", {}), dict):
         yield f"{config.where('http_options')}: http_options: expected a mapping with `port:` (given: {http!r})"
     else:
         yield from _unknown(config, ("http_options",), http, HTTP_KEYS)
+        yield from _of_another_kind(config, ("http_options",), http, HTTP_KINDS)
         yield from _in_http_options(config, http)
         if _port_in(http) is None:
             where = config.where("http_options", "port")
@@ -218,8 +237,13 @@ def _in_application(config: ServeConfig, number: int, application: Any) -> Itera
         expected = "expected a path that begins with `/` and does not end with one, such as /v2, or `/` alone"
         where = config.where(*place, "route_prefix")
         yield f"{where}: applications.{number}.route_prefix: {expected} (given: {prefix!r})"
-    if not isinstance(application.get("args") or {}, dict):
-        yield f"{config.where(*place, 'args')}: applications.{number}.args: expected a mapping of settings"
+    yield from _of_another_kind(config, place, application, APPLICATION_KINDS)
+    for key in _OF_THE_SERVER:
+        if key in application:
+            yield (
+                f"{config.where(*place, key)}: applications.{number}.{key}: stands in http_options, for all "
+                f"applications (given: {application[key]!r})"
+            )
 
 
 def _is_import_path(path: str) -> bool:
@@ -233,6 +257,17 @@ def _is_prefix(prefix: Any) -> bool:
     if not isinstance(prefix, str) or not prefix.startswith("/") or "{" in prefix or "}" in prefix:
         return False
     return prefix == "/" or not prefix.endswith("/")
+
+
+def _of_another_kind(
+    config: ServeConfig, place: tuple[str | int, ...], mapping: dict[Any, Any], kinds: Mapping[str, Any]
+) -> Iterator[str]:
+    for key, kind in kinds.items():
+        if key in mapping and not isinstance(value := mapping[key], kind):
+            expected = _KINDS.get((get_args(kind) or (kind,))[0], "a value")
+            expected += ", or no such key" if value is None else ""
+            name = ".".join(map(str, (*place, key)))
+            yield f"{config.where(*place, key)}: {name}: expected {expected} (given: {value!r})"
 
 
 def _unknown(

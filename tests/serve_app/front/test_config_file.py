@@ -10,9 +10,12 @@ import pytest
 from loadtest.server import ROOT
 from serve_app.front.config_file import (
     APPLICATION_KEYS,
+    APPLICATION_KINDS,
     HTTP_KEYS,
+    HTTP_KINDS,
     PROXIES,
     TOP_KEYS,
+    TOP_KINDS,
     ConfigRefused,
     address_of,
     read_config,
@@ -105,7 +108,18 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
             )
             for path in ("", ":", "a", "a:", ".a", "a:b:c")
         ),
-        (f"{APPLICATION}    args: 3\n", "c.yaml, line 4: applications.0.args: expected a mapping of settings"),
+        (f"{APPLICATION}    args: 3\n", "c.yaml, line 4: applications.0.args: expected a mapping (given: 3)"),
+        (f"{APPLICATION}    args:\n", "line 4: applications.0.args: expected a mapping, or no such key (given: None)"),
+        (f"{APPLICATION}    runtime_env:\n", "line 4: applications.0.runtime_env: expected a mapping, or no such key"),
+        (f"{APPLICATION}    deployments: {{}}\n", "line 4: applications.0.deployments: expected a list (given: {})"),
+        (f"{APPLICATION}    port: 8001\n", "line 4: applications.0.port: stands in http_options, for all applications"),
+        (APPLICATION.replace("name: a", "name: 2024"), "applications.0.name: expected a text (given: 2024)"),
+        (f"http_options:\n{APPLICATION}", "line 1: http_options: expected a mapping with `port:` (given: None)"),
+        (f"proxy_location:\n{APPLICATION}", "line 1: proxy_location: expected one of Disabled, HeadOnly, EveryNode"),
+        (
+            f"http_options: {{keep_alive_timeout_s:}}\n{APPLICATION}",
+            "http_options.keep_alive_timeout_s: expected a value, or no such key (given: None)",
+        ),
         (f"{APPLICATION}    name: b\n", "c.yaml, line 4: name stands on line 2 already: expected it once"),
     ],
 )
@@ -162,6 +176,9 @@ def test_applications_without_a_route_may_be_several(tmp_path: Path) -> None:
     assert len(read_config(path).applications) == 3
 
 
+_CHECKED_OTHERWISE = {"proxy_location", "http_options", "applications", "host", "port", "import_path"}
+
+
 def test_the_places_of_proxies_are_those_of_ray_serve() -> None:
     code = (
         "import json; from ray.serve.config import ProxyLocation; print(json.dumps([at.value for at in ProxyLocation]))"
@@ -169,11 +186,33 @@ def test_the_places_of_proxies_are_those_of_ray_serve() -> None:
     assert set(json.loads(run_python(code))) == set(PROXIES)
 
 
-def test_the_keys_are_those_of_ray_serve() -> None:
+def test_the_keys_and_the_kinds_of_their_values_are_those_of_ray_serve() -> None:
     """It runs in another process, because this one may not import ray.serve before a test has set its environment."""
     code = """
 import json
+from pydantic import TypeAdapter, ValidationError
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
-print(json.dumps([sorted(of.model_fields) for of in (ServeDeploySchema, HTTPOptionsSchema, ServeApplicationSchema)]))
+def takes(field, value):
+    try:
+        TypeAdapter(field.annotation).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+print(json.dumps([
+    {key: [takes(field, value) for value in (None, 3, "x", [], {})] for key, field in of.model_fields.items()}
+    for of in (ServeDeploySchema, HTTPOptionsSchema, ServeApplicationSchema)
+]))
 """
-    assert json.loads(run_python(code)) == [sorted(keys) for keys in (TOP_KEYS, HTTP_KEYS, APPLICATION_KEYS)]
+    for known, kinds, of_ray in zip(
+        (TOP_KEYS, HTTP_KEYS, APPLICATION_KEYS),
+        (TOP_KINDS, HTTP_KINDS, APPLICATION_KINDS),
+        json.loads(run_python(code)),
+        strict=True,
+    ):
+        assert sorted(known) == sorted(of_ray)
+        for key, kind in kinds.items():
+            ours = [isinstance(value, kind) for value in (None, 3, "x", [], {})]
+            assert ours[0] == of_ray[key][0], key
+            assert all(taken or not by_ray for taken, by_ray in zip(ours, of_ray[key], strict=True)), key
+        checked = {*kinds, *_CHECKED_OTHERWISE}
+        assert {key for key, (null, *_) in of_ray.items() if not null} <= checked
