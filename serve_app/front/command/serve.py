@@ -128,8 +128,9 @@ def _only_application(parser: Parser, config: dict[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, to: Path) -> int:
     name = shlex.quote(str(to)) if str(to).isprintable() else "FILE"  # it stands in a comment of one line
+    text = path.read_text(encoding="utf-8-sig")  # a mark of the byte order is one at the beginning of a file alone
     try:
-        write_file("--write-config", to, _HEAD.format(name=name) + path.read_text(encoding="utf-8"), new=True)
+        write_file("--write-config", to, _HEAD.format(name=name) + text, new=True)
     except CannotWrite as refusal:
         return _refuse([str(refusal)])
     print(f"wrote {to}")

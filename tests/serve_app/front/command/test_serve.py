@@ -283,6 +283,11 @@ def test_a_config_with_an_odd_name_can_be_read_again(name: str, tmp_path: Path) 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_config_that_begins_with_a_mark_of_the_byte_order_can_be_written_again(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(FAKE), encoding="utf-8-sig")
+    assert made(tmp_path, str(tmp_path / "c.yaml")) == FAKE
+
+
 def test_options_of_one_application_are_refused_for_several(tmp_path: Path) -> None:
     one = {"import_path": "serve_app.app:build", "args": {"engine": {"executor": "fake"}}}
     config = {"applications": [one | {"name": "a"}, one | {"name": "b", "route_prefix": "/b"}]}
