@@ -172,7 +172,7 @@ def read_costs(document: Mapping[str, Any]) -> StepCosts:
         rest = {name: float(document[name]) for name in _FACTORS}
         tile = int(document["tile"])
         sizes = PaddedSizes(*(tuple(int(one) for one in found) for found in document.get("sizes", ())))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"these are no step costs: {type(error).__name__}: {error}") from error
     rising = all(x0 < x1 for x0, x1 in pairwise(knots)) and all(y0 <= y1 for y0, y1 in pairwise(curve))
     rising &= all(x0 < x1 for found in sizes for x0, x1 in pairwise((0, *found)))

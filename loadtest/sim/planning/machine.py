@@ -72,13 +72,17 @@ def read_machine(path: Path) -> Machine:
         OSError: the file cannot be read.
         ValueError: it holds no step times.
     """
+    try:
+        return _read(path)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as wrong:  # of a damaged file
+        raise ValueError(f"{path.name} holds no step times: {wrong!r}") from wrong
+
+
+def _read(path: Path) -> Machine:
     document = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
     settings = _settings(document)
     if is_kept(document) or (isinstance(document, dict) and document.get("benchmark") == CALIBRATION):
-        try:
-            costs, deviation = read_costs(document["costs"]), float(document["deviation"])
-        except (KeyError, TypeError) as wrong:
-            raise ValueError(f"{path.name} holds no step times: {wrong!r}") from wrong
+        costs, deviation = read_costs(document["costs"]), float(document["deviation"])
         return Machine(path.name, costs, deviation, _of_calibration(costs, settings), settings, *_model(document))
     steps, error = measured(path)
     if isinstance(steps, LinearStep):

@@ -223,6 +223,7 @@ def test_costs_of_a_file_that_names_no_sizes_are_of_steps_that_are_not_padded() 
     [
         {"knots": [1]},
         {"knots": [8, 1, 64, 512]},
+        {"knots": [1, 8, 64, math.inf]},
         {"curve_s": [0.1, 0.05, 0.2, 0.3]},
         {"curve_s": None},
         {"sample_s": -1.0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,13 @@ def test_results_of_benchmarks_are_read_as_the_simulator_reads_them(name: str) -
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"benchmark": "peers"}', '{"costs": {}, "deviation": 1}', '{"costs": 1, "deviation": 1}']
+    "text",
+    [
+        *("{", "[]", "{}", '{"benchmark": "peers"}', '{"costs": {}, "deviation": 1}', '{"costs": 1, "deviation": 1}'),
+        *('{"benchmark": "engine_step", "cells": [1]}', '{"benchmark": "engine_step", "cells": {"a": {}}}', "[" * 5000),
+        *('{"of": [1], "costs": 1, "deviation": 1}', '{"config": {"max_num_seqs": []}, "of": {}}'),
+        json.dumps({"costs": COSTS.document() | {"knots": [1, math.inf]}, "deviation": 0.1}),
+    ],
 )
 def test_what_holds_no_step_times_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
