@@ -77,7 +77,7 @@ def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
     Raises:
         HAProxyUnusable: there is no binary, or it does not run, or it may not open enough files.
     """
-    maxconn = int(environ.get("RAY_SERVE_HAPROXY_MAXCONN", _MAXCONN))
+    maxconn = _max_connections(environ)
     _check_settings(environ, maxconn)
     _check_open_files(maxconn)
     # The path must be short: a Unix socket's path has at most 107 bytes, and Ray and HAProxy add up to 81.
@@ -86,6 +86,13 @@ def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
         chosen = _chosen_binary(environ)
         _check(path, directory, {**environ, **chosen})
         yield PrivateHAProxy(path, chosen | _paths(directory) | _ports(first_port, environ))
+
+
+def _max_connections(environ: Mapping[str, str]) -> int:
+    given = environ.get("RAY_SERVE_HAPROXY_MAXCONN", str(_MAXCONN))
+    if not (given.isascii() and given.isdecimal() and int(given)):
+        raise HAProxyMisconfigured(f"RAY_SERVE_HAPROXY_MAXCONN must be a whole number above 0, but it is {given!r}.")
+    return int(given)
 
 
 def _check_settings(environ: Mapping[str, str], maxconn: int) -> None:

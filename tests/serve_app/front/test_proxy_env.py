@@ -17,7 +17,7 @@ import yaml
 from loadtest.server import ROOT, free_port
 from serve_app.edge.cors import VARIABLE, Policy, policies_in
 from serve_app.edge.haproxy_config import PER_SOURCE, edited
-from serve_app.front.haproxy import HAProxyUnusable, private_haproxy
+from serve_app.front.haproxy import HAProxyMisconfigured, HAProxyUnusable, private_haproxy
 from serve_app.front.proxy_env import ALL_OURS, ENABLE, GUARD, serving_environment
 from serve_app.settings.cors import LOOPBACK
 
@@ -261,9 +261,12 @@ def test_a_page_whose_port_the_user_chose_stays_on_it(tmp_path: Path) -> None:
     assert f"bind unix@{tmp_path}/prometheus.sock" in kept
 
 
-def test_a_wrong_setting_of_haproxy_ends_the_command_and_does_not_put_another_proxy_in_front(tmp_path: Path) -> None:
-    with pytest.raises(HAProxyUnusable, match=f"{PER_SOURCE} must be a whole number"):
-        environment(written(tmp_path, OURS), **{PER_SOURCE: "many"})
+@pytest.mark.parametrize("setting", [PER_SOURCE, "RAY_SERVE_HAPROXY_MAXCONN"])
+def test_a_wrong_setting_of_haproxy_ends_the_command_and_does_not_put_another_proxy_in_front(
+    tmp_path: Path, setting: str
+) -> None:
+    with pytest.raises(HAProxyMisconfigured, match=f"{setting} must be a whole number"):
+        environment(written(tmp_path, OURS), **{setting: "many"})
 
 
 @pytest.mark.parametrize("given", ["/their/haproxy", "/venv/bin/chunkserve-haproxy"])
