@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from engine.protocol import EngineError
     from serve_app.errors.api_error import ApiError
 
-__all__ = ["ConfigError", "ModelError", "RequestError", "RequestFailed", "RequestRefused", "closed", "of_request"]
+__all__ = [
+    "ConfigError",
+    "ModelError",
+    "RequestError",
+    "RequestFailed",
+    "RequestRefused",
+    "closed",
+    "of_another_process",
+    "of_request",
+]
 
 _OF_THE_SERVER = 500
 """Statuses from here on are not the request's fault."""
@@ -45,6 +54,10 @@ class RequestFailed(RequestError):
 
 def closed() -> RequestFailed:
     return RequestFailed("This engine does not run: it was closed, or not started.", "closed")
+
+
+def of_another_process() -> RequestFailed:
+    return RequestFailed("This engine belongs to another process: make one after the fork.", "closed")
 
 
 def of_request(error: ApiError | EngineError) -> RequestError:

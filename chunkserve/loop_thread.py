@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from chunkserve.errors import RequestFailed, closed
+from chunkserve.errors import closed, of_another_process
 
 Result = TypeVar("Result")
 
@@ -64,7 +64,7 @@ class LoopThread:
     def _submitted(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
         if os.getpid() != self._pid:  # the thread was left behind at the fork
             work.close()
-            raise RequestFailed("This engine belongs to another process: make one after the fork.", "closed")
+            raise of_another_process()
         with self._lock:  # what is submitted before `stop` is seen before it; later, nobody would ever answer
             if self._is_open:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from chunkserve.answers import Answer, Chunk
-from chunkserve.errors import RequestRefused, closed, of_request
+from chunkserve.errors import RequestRefused, closed, of_another_process, of_request
 from chunkserve.fields import Message
 from chunkserve.reading import Reading
 from engine.async_engine import AsyncEngine
@@ -86,7 +87,7 @@ class Running:
         # As many are with the engine as by the server's settings. All others wait here, and none is refused for it.
         self._gate = Gate(GatePolicy(dispatch_per_engine=settings.gate_policies[0].dispatch_per_engine))
         self._turns = TenantTurns()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
 
     @classmethod
     async def started(cls, parts: Parts, settings: AppSettings) -> Running:
@@ -171,6 +172,8 @@ class Running:
     ) -> AsyncIterator[tuple[Choices, ServedModel]]:
         """Prepare a request and wait for its place with the engine. Leaving the block ends it. `arrived`: when its
         time began, if not now."""
+        if os.getpid() != self._pid:  # the engine's thread was left behind at the fork, and would never answer
+            raise of_another_process()
         with _told(lambda: self._closed), self._gate.enter() as ticket:
             model, lifecycle = self._names.served(request.model), Lifecycle()
             lifecycle.until(deadline_of(now() if arrived is None else arrived, None, request.timeout_ms))

@@ -262,15 +262,19 @@ print(len(next(chunks).text) >= 0)
     assert run_python(f"import sys\nsys.stderr = sys.stdout\n{code}") == "True"
 
 
-def test_an_engine_in_a_forked_process_says_that_it_is_anothers() -> None:
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous"])
+def test_an_engine_in_a_forked_process_says_that_it_is_anothers(kind: str) -> None:
     """Its threads are not there: a call would wait for ever."""
-    code = """
-import os
-from chunkserve import Engine, RequestFailed
-engine = Engine("m", executor="fake")
+    start, ask = 'Engine("m", executor="fake")', 'engine.generate("hi")'
+    if kind == "asynchronous":
+        start, ask = f"asyncio.run(Async{start}.start())", f"asyncio.run({ask})"
+    code = f"""
+import asyncio, os
+from chunkserve import AsyncEngine, Engine, RequestFailed
+engine = {start}
 if os.fork() == 0:
     try:
-        engine.generate("hi")
+        {ask}
     except RequestFailed as error:
         print(error, flush=True)
     os._exit(0)
