@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
@@ -377,5 +378,6 @@ def _config(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 def _write(config: dict[str, Any], path: Path) -> None:
     import yaml
 
-    text = _HEAD.format(name=path.name) + yaml.safe_dump(config, sort_keys=False)
+    name = shlex.quote(path.name) if path.name.isprintable() else "FILE"  # it stands in a comment of one line
+    text = _HEAD.format(name=name) + yaml.safe_dump(config, sort_keys=False)
     write_file("--write-config", path, text, new=True)

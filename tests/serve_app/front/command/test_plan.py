@@ -263,6 +263,11 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+def test_a_config_with_an_odd_name_can_be_read_again(tmp_path: Path) -> None:
+    plan._write({"applications": []}, tmp_path / "two\nlines.yaml")
+    assert yaml.safe_load((tmp_path / "two\nlines.yaml").read_text()) == {"applications": []}
+
+
 BAD = {
     "a negative rate": (["--rate", "-1"], "--rate: expected a number from 0.0001 to 1e+06, not -1"),
     "no number": (["--ttft-ms", "nan"], "--ttft-ms: expected a number from 1 to 1e+07, not nan"),
