@@ -134,13 +134,15 @@ def _read_serving(taking: Taking, args: dict[str, Any], application: dict[str, A
     """Read what stands beside the LLMConfigs: the ingress, and Ray's overrides of deployments."""
     ingress = taking.mapping(_INGRESS, args.get(_INGRESS))
     bounds = taking.mapping(f"{_INGRESS}.autoscaling_config", ingress.get("autoscaling_config"))
-    count = ingress.get("num_replicas", bounds.get("min_replicas"))
-    if isinstance(count, int):
+    asked, least = ingress.get("num_replicas"), bounds.get("min_replicas")
+    count = next((one for one in (asked, least) if isinstance(one, int)), None)
+    if count is not None:
         taking.put("ingress_replicas", max(1, count))
-    most = bounds.get("max_replicas", count)
-    if most != count:
-        text = f"the number of ingress replicas is fixed: taken as {max(1, count or 1)}"
-        taking.changed(f"{_INGRESS}.autoscaling_config", bounds, text)
+    fixed = f"the number of ingress replicas is fixed: taken as {max(1, count or 1)}"
+    if not isinstance(asked, int | None):  # Ray also takes `auto`
+        taking.changed(f"{_INGRESS}.num_replicas", asked, fixed)
+    if bounds.get("max_replicas", count) != count or not isinstance(least, int | None):
+        taking.changed(f"{_INGRESS}.autoscaling_config", bounds, fixed)
     actor = taking.mapping(f"{_INGRESS}.ray_actor_options", ingress.get("ray_actor_options"))
     if (cpus := actor.get("num_cpus")) is not None:
         taking.put("ingress_num_cpus", cpus)

@@ -120,6 +120,30 @@ def test_the_ingress_keeps_its_number_and_cpus(tmp_path: Path, capsys: pytest.Ca
     assert left_out.startswith("left out: ingress_deployment_config.max_ongoing_requests: ")
 
 
+@pytest.mark.parametrize(
+    ("ingress", "number", "notes"),
+    [
+        ({"num_replicas": "auto"}, None, ["num_replicas"]),
+        ({"num_replicas": "auto", "autoscaling_config": {"max_replicas": 4}}, None, ["num_replicas", "auto"]),
+        ({"num_replicas": "auto", "autoscaling_config": {"min_replicas": 2, "max_replicas": 2}}, 2, ["num_replicas"]),
+        ({"autoscaling_config": {"min_replicas": [], "max_replicas": 4}}, None, ["auto"]),
+        ({"num_replicas": 3}, 3, []),
+        ({"num_replicas": None}, None, []),
+    ],
+)
+def test_a_number_of_ingress_replicas_that_is_none_is_said_to_become_one(
+    ingress: dict[str, Any], number: int | None, notes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = serve_config(ONE)
+    content["applications"][0]["args"]["ingress_deployment_config"] = ingress
+    _, config = convert(tmp_path, content)
+    assert args(config).get("ingress_replicas") == number
+    lines = capsys.readouterr().err.splitlines()
+    for line, note in zip(lines, notes, strict=True):
+        assert line.startswith(f"changed: ingress_deployment_config.{note}")
+        assert f"the number of ingress replicas is fixed: taken as {number or 1} " in f"{line} "
+
+
 def test_what_answers_depend_on_makes_the_exit_status_1_and_is_written_without_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
