@@ -89,7 +89,7 @@ class Message(StrictModel):
     """The thoughts of an assistant's message; servers use either name."""
     refusal: str | None = None
     """Words of the assistant, from a server that tells refusals apart. The model reads them after the content."""
-    annotations: list[dict[str, Any]] | None = None
+    annotations: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """Notes about an answer's text, which clients send back with it. They are not read: the model did not write
     them."""
     parsed: Any = None

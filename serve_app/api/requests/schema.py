@@ -216,7 +216,7 @@ class ChatRequest(GenerationRequest, ThinkingFields):
     """If false, a reasoning model's thoughts are not shown."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of this model's chat template, such as `enable_thinking`."""
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     """End the prompt where the assistant's message begins, which is the default."""
     continue_final_message: bool | None = None

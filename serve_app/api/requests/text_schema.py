@@ -38,7 +38,7 @@ class TokenizeMessages(ThinkingFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     """End the prompt where the assistant's message begins, which is the default."""

@@ -39,9 +39,9 @@ class ItemText(StrictModel):
     hint_path: ClassVar[str] = "input.content."
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[dict[str, Any]] | None = None
+    annotations: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """What an answer said about its text, sent back with it. Not read: the text is all that the model wrote."""
-    logprobs: list[dict[str, Any]] | None = None
+    logprobs: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     """As `annotations`."""
     parsed: Any = None
     """The client's own reading of the text, from `parse()` of OpenAI's SDK. Not read."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from serve_app.api.openai.responses.local_tools import arguments_of
 from serve_app.api.requests.strict_model import StrictModel
@@ -81,7 +81,7 @@ class ShellCall(Replay):
 class ShellOutput(Replay):
     type: Literal["shell_call_output"]
     call_id: str
-    output: list[Json]
+    output: Annotated[list[Json], Field(fail_fast=True)]
 
     @property
     def told(self) -> Sequence[Called | Answered]:
@@ -131,7 +131,7 @@ class CodeCall(Replay):
     type: Literal["code_interpreter_call"]
     id: str
     code: str | None = None
-    outputs: list[Json] | None = None
+    outputs: Annotated[list[Json], Field(fail_fast=True)] | None = None
 
     @property
     def told(self) -> Sequence[Called | Answered]:
