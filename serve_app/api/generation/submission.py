@@ -182,17 +182,30 @@ class _Maker:
             sampling = replace(sampling, grammar=self.constraint.text(prompt_end(self.tokenizer, kept)))
         given, token_ids = text if kept is prompt else None, tuple(kept)
         choices = [replace(sampling, seed=_successor(request.seed, number)) for number in range(request.num_choices)]
-        return [await self._prepared(token_ids, given, one, first + number) for number, one in enumerate(choices)]
+        detokenizer, echo = self._detokenizer(), None
+        if _echoes(request):
+            echo = await run_sized(len(token_ids), lambda: self._echo(token_ids, given, detokenizer))
+        return [
+            self._prepared(token_ids, one, first + number, detokenizer.copy(), echo)
+            for number, one in enumerate(choices)
+        ]
 
-    async def _prepared(
-        self, token_ids: tuple[int, ...], given: str | None, sampling: SamplingParams, index: int
+    def _detokenizer(self) -> Detokenizer:
+        request = self.request
+        shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
+        return self.tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False, shown=shown)
+
+    def _prepared(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        index: int,
+        detokenizer: Detokenizer,
+        echo: Echo | None,
     ) -> Prepared:
         request = self.request
         request_id = self.request_id if request.num_choices == 1 and index == 0 else f"{self.request_id}-{index}"
-        skip = request.skip_special_tokens is not False
-        shown = markers(request, self.model) if isinstance(request, ChatRequest) else ()
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip, shown=shown)
-        prepared = Prepared(
+        return Prepared(
             Submission(
                 request_id,
                 token_ids,
@@ -206,12 +219,9 @@ class _Maker:
             request.stops,
             bool(request.include_stop_str_in_output),
             request.num_logprobs is not None or bool(request.return_token_ids),
+            echo=echo,
             constrained_by=None if self.constraint is None else self.constraint.field,
         )
-        if not _echoes(request):
-            return prepared
-        echo = await run_sized(len(token_ids), lambda: self._echo(token_ids, given, detokenizer))
-        return replace(prepared, echo=echo)
 
     def _echo(self, prompt: Sequence[int], given: str | None, detokenizer: Detokenizer) -> Echo:
         specials = self.tokenizer.special_texts

@@ -61,6 +61,15 @@ class Detokenizer:
         """Forget the tokens that wait for the end of their character."""
         self._restart()
 
+    def copy(self) -> Detokenizer:
+        """Make another that goes on from here."""
+        other = Detokenizer(self._core, skip_special_tokens=self._skip, shown=self._shown)
+        other._before = list(self._before)
+        other._restart()
+        for token_id in self._pending:
+            other.push(token_id)
+        return other
+
     def _restart(self) -> None:
         """Begin a new stream behind the last text: with none before it, a decoder may strip the next word's space."""
         self._stream = DecodeStream(skip_special_tokens=self._skip)

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, processors
 from engine.protocol import Event, Finished, FinishReason, PromptLogprobs, SamplingParams, Token, TokenLogprobs, Usage
 from serve_app.api.generation.logprobs import ScoredToken, TokenQueue, logprobs_json
 from serve_app.api.ingress import create_app
+from serve_app.api.text.detokenizer import Detokenizer
 from serve_app.api.text.echo import read_ids, read_text
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import (
@@ -465,6 +466,26 @@ async def test_the_answer_of_a_large_echo_is_read_in_a_thread_to_the_same_places
     choice = whole(await post(create_app(client, BYTE_LEVEL, model), "/v1/completions", body))
     assert choice["text"] == text + "!"
     assert choice["logprobs"]["text_offset"][-5:] == [2997, 2998, 2999, 2999, 3000]
+
+
+async def test_a_prompt_is_read_once_however_many_answers_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 24 kB of token ids with `echo` and `n` of 128 were decoded 128 times on the event loop, which stood
+    still for two seconds."""
+    num_read = 0
+    push = Detokenizer.push
+
+    def counted(self: Detokenizer, token_id: int) -> str:
+        nonlocal num_read
+        num_read += 1
+        return push(self, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", counted)
+    prompt = [*b"a prompt that ends in the middle of ", 0xC3]
+    script = [scheduled()], [Token("r", 0xA9)], [finished(FinishReason.LENGTH)]
+    answer = await complete(ScriptedClient(*script), prompt=prompt, echo=True, n=50)
+    texts = {choice["text"] for choice in answer.json["choices"]}
+    assert texts == {"a prompt that ends in the middle of é"}
+    assert num_read <= 2 * len(prompt) + 3 * 50  # by the reader and the answer's own; then a token of each answer
 
 
 # --- the object ------------------------------------------------------------------------------------------------------

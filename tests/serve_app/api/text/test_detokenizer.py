@@ -133,3 +133,18 @@ def test_decoding_goes_on_after_a_token_that_changes_text_already_returned() -> 
     """DecodeStream raises there, and then for every token that follows:
     "A" + an invalid byte is decoded as "��", for example."""
     assert decode(Detokenizer(byte_fallback()), [0x41, 0xFF, 257, 257]) == ["A", "", "\ufffdb", "b"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 259), max_size=40), st.lists(st.integers(0, 259), max_size=20), st.booleans())
+def test_a_copy_goes_on_as_the_first_would_have_and_leaves_it_as_it_was(
+    read: list[int], rest: list[int], skip: bool
+) -> None:
+    for core in (BYTE_LEVEL._core, byte_fallback()):
+        first, alone = (Detokenizer(core, skip_special_tokens=skip) for _ in range(2))
+        decode(first, read)
+        decode(alone, read)
+        copy = first.copy()
+        expected = [*decode(alone, rest), alone.finish()]
+        assert [*decode(copy, rest), copy.finish()] == expected
+        assert [*decode(first, rest), first.finish()] == expected
