@@ -12,7 +12,7 @@ from serve_app.api.generation.chat_reader import markers, prompt_end
 from serve_app.api.generation.constraint import Constraint, Patiently, constraint_of
 from serve_app.api.generation.image_prompt import EncodedChat, place_images, read_images
 from serve_app.api.generation.template_options import template_options
-from serve_app.api.http.offload import INLINE_SIZE, run_sized
+from serve_app.api.http.offload import INLINE_SIZE, part_size, run_sized
 from serve_app.api.requests.hints import hints
 from serve_app.api.requests.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from serve_app.api.text.chat_template import TemplateFailed
@@ -65,7 +65,7 @@ async def prepare_chat(
     constraint = await constraint_of(request, tokenizer, model, patiently)
     sampling = await _sampling(request, tokenizer)
     maker = _Maker(request, request_id, tokenizer, model, wanted, None, sampling, constraint, prompt.inputs)
-    return [await maker.group(prompt.token_ids, None, "messages", 0)]
+    return [await maker.group(prompt.token_ids, None, "messages", 0, len(prompt.token_ids))]
 
 
 async def encode_conversation(
@@ -119,39 +119,41 @@ async def prepare_completion(
     maker = _Maker(request, request_id, tokenizer, model, wanted, default, sampling, constraint)
     most = None if request.truncate_prompt_tokens is not None else model.max_model_len
     groups = []
+    num_chars, num_tokens = text_chars(request.prompts), 0
     for number, given in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt.{number}"
         try:
-            prompt, text = await encode_prompt(given, tokenizer, param, most)
+            prompt, text = await encode_prompt(given, tokenizer, param, most, num_chars)
         except TooManyTokens as error:
             raise prompt_too_long(error, model, wanted, param) from error
-        groups.append(await maker.group(prompt, text, param, number * request.num_choices))
+        num_tokens += len(prompt)
+        groups.append(await maker.group(prompt, text, param, number * request.num_choices, num_tokens))
     return groups
 
 
+def text_chars(prompts: Sequence[str | list[int]]) -> int:
+    """Return how many characters are to be encoded."""
+    return sum(len(given) for given in prompts if isinstance(given, str))
+
+
 async def encode_prompt(
-    given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None
+    given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None, num_chars: int
 ) -> tuple[list[int], str | None]:
-    """Return a prompt's tokens, and its text if it was given as text. For errors see `encoded`."""
-    text = given if isinstance(given, str) else None
-    return await run_sized(len(text or ""), lambda: encoded(given, tokenizer, param, most)), text
-
-
-def encoded(given: str | list[int], tokenizer: Tokenizer, param: str, most: int | None) -> list[int]:
-    """Return a prompt's tokens.
+    """Return a prompt's tokens, and its text if it was given as text. `num_chars`: those of all prompts of the request.
 
     Raises:
         ApiError: an id is not in the vocabulary.
         TooManyTokens: there are more than `most`.
     """
     if isinstance(given, str):
-        return tokenizer.encode(given, most=most)
+        size = part_size(len(given), num_chars)
+        return await run_sized(size, lambda: tokenizer.encode(given, most=most)), given
     if most is not None and len(given) > most:
         raise TooManyTokens(len(given), is_exact=True)
     if (largest := max(given, default=0)) >= tokenizer.vocab_size:
         text = f"Token id {largest} is out of vocabulary: this model's ids are 0 to {tokenizer.vocab_size - 1}."
         raise ApiError(400, text, param=param, code="invalid_value")
-    return given
+    return given, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +172,12 @@ class _Maker:
     constraint: Constraint | None
     inputs: tuple[SpanInput, ...] = ()
 
-    async def group(self, prompt: list[int], text: str | None, param: str, first: int) -> list[Prepared]:
+    async def group(
+        self, prompt: list[int], text: str | None, param: str, first: int, num_tokens: int
+    ) -> list[Prepared]:
         """Prepare the answers to one prompt, which are the choices from index `first` on. `text`: the prompt's text, if
-        it was given as text. Long values are made once and shared: there may be a hundred answers."""
+        it was given as text. `num_tokens`: those of the request's prompts up to this one. Long values are made once and
+        shared: there may be a hundred answers."""
         request = self.request
         kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
         allowed = answer_tokens(kept, self.wanted, self.default, self.model, param, self.request.limit_field)
@@ -184,7 +189,8 @@ class _Maker:
         choices = [replace(sampling, seed=_successor(request.seed, number)) for number in range(request.num_choices)]
         detokenizer, echo = self._detokenizer(), None
         if _echoes(request):
-            echo = await run_sized(len(token_ids), lambda: self._echo(token_ids, given, detokenizer))
+            size = part_size(len(token_ids), num_tokens)
+            echo = await run_sized(size, lambda: self._echo(token_ids, given, detokenizer))
         return [
             self._prepared(token_ids, one, first + number, detokenizer.copy(), echo)
             for number, one in enumerate(choices)

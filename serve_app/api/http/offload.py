@@ -48,6 +48,12 @@ def work_of(tenant: str) -> Iterator[None]:
         _tenant.reset(token)
 
 
+def part_size(size: int, whole: int) -> int:
+    """Return the size to run one of several parts with. Small parts of large work leave the event loop, too: it would
+    stand still for all of them together."""
+    return size if whole <= INLINE_SIZE else max(size, INLINE_SIZE + 1)
+
+
 async def run_sized(size: int, work: Callable[[], Result]) -> Result:
     """Run `work`, in a thread if `size` is large, so that a long prompt does not stall all other streams. Work that is
     cancelled while it waits for a thread is not begun."""

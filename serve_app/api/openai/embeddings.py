@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from engine.protocol import SamplingParams, Submission
 from serve_app.api.generation.completion import Piece
 from serve_app.api.generation.constraint import Patiently
-from serve_app.api.generation.submission import Prepared, answer_tokens, encoded, prompt_too_long, truncated
-from serve_app.api.http.offload import run_sized
+from serve_app.api.generation.submission import (
+    Prepared,
+    answer_tokens,
+    encode_prompt,
+    prompt_too_long,
+    text_chars,
+    truncated,
+)
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.response import Json
@@ -47,20 +53,13 @@ async def prepare_embeddings(
         text = f"The model `{model.id}` makes no embeddings: the server's setting `pooling` is none."
         raise ApiError(400, text, param="model", code="unsupported_parameter")
     most = None if request.truncate_prompt_tokens is not None else model.max_model_len
-    params = [f"input.{number}" for number in range(len(request.inputs))] if len(request.inputs) > 1 else ["input"]
-
-    def encode_all() -> list[list[int]]:
-        found = []
-        for given, param in zip(request.inputs, params, strict=True):
-            try:
-                found.append(encoded(given, tokenizer, param, most))
-            except TooManyTokens as error:
-                raise prompt_too_long(error, model, 0, param) from error
-        return found
-
-    groups = []
-    every = await run_sized(sum(map(len, request.inputs)), encode_all)
-    for number, (tokens, param) in enumerate(zip(every, params, strict=True)):
+    groups, num_chars = [], text_chars(request.inputs)
+    for number, given in enumerate(request.inputs):
+        param = "input" if len(request.inputs) == 1 else f"input.{number}"
+        try:
+            tokens, _ = await encode_prompt(given, tokenizer, param, most, num_chars)
+        except TooManyTokens as error:
+            raise prompt_too_long(error, model, 0, param) from error
         kept = truncated(tokens, request.truncate_prompt_tokens, model.max_model_len, 0)
         answer_tokens(kept, 0, None, model, param)
         submission = Submission(

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
@@ -15,10 +16,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from engine.checkpoints.prepare import prepare_model
 from engine.config import DEFAULT_MODEL
+from engine.protocol import FinishReason
 from serve_app.api.ingress import create_app
+from serve_app.api.text.detokenizer import Detokenizer
 from serve_app.api.text.token_span import BYTE_CHARACTERS, TokenSpan, longest_span
 from serve_app.api.text.tokenizer import Tokenizer, TooManyTokens
-from tests.serve_app.harness import CHAT, MODEL, PROMPT, ScriptedClient, complete, finished, post
+from tests.serve_app.harness import CHAT, MODEL, PROMPT, ScriptedClient, complete, finished, post, scheduled
 
 pytestmark = pytest.mark.anyio
 
@@ -277,3 +280,40 @@ def test_too_many_tokens_are_never_made_a_list() -> None:
     with pytest.raises(TooManyTokens) as found:
         Tokenizer.byte_level().encode("x" * 14, most=13)
     assert (found.value.num_tokens, found.value.is_exact) == (14, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "prompt", "work"),
+    [
+        ("/v1/completions", "prompt", "x" * 100, (Tokenizer, "encode")),
+        ("/v1/embeddings", "input", "x" * 100, (Tokenizer, "encode")),
+        ("/v1/completions", "prompt", [120] * 100, (Detokenizer, "push")),
+    ],
+    ids=("completions", "embeddings", "echoes"),
+)
+@pytest.mark.parametrize(("num_prompts", "is_inline"), [(3, True), (100, False)])
+async def test_many_short_prompts_leave_the_event_loop_as_a_long_one_does(
+    path: str,
+    field: str,
+    prompt: str | list[int],
+    work: tuple[type, str],
+    num_prompts: int,
+    is_inline: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: 128 prompts of 4,000 characters were encoded one after the other on the event loop, which stood still
+    for half a second, and their echoes were read there."""
+    threads: list[threading.Thread] = []
+    real = getattr(*work)
+
+    def seen(*given: Any, **named: Any) -> Any:
+        threads.append(threading.current_thread())
+        return real(*given, **named)
+
+    monkeypatch.setattr(*work, seen)
+    client = ScriptedClient([scheduled()], [finished(FinishReason.LENGTH)])
+    app = create_app(client, Tokenizer.byte_level(), replace(MODEL, pooling="mean"))
+    body = {"model": MODEL.id, field: [prompt] * num_prompts} | ({"echo": True} if field == "prompt" else {})
+    answer = await post(app, path, body)
+    assert (answer.status, len(client.submissions)) == (200, num_prompts)
+    assert (threads[-1] is threading.current_thread()) is is_inline
