@@ -65,7 +65,7 @@ async def prepare_chat(
     constraint = await constraint_of(request, tokenizer, model, patiently)
     sampling = await _sampling(request, tokenizer)
     maker = _Maker(request, request_id, tokenizer, model, wanted, None, sampling, constraint, prompt.inputs)
-    return [await maker.group(prompt.token_ids, None, "messages", 0, len(prompt.token_ids))]
+    return [await maker.group(prompt.token_ids, None, "messages", 0, 0)]
 
 
 async def encode_conversation(
@@ -126,8 +126,8 @@ async def prepare_completion(
             prompt, text = await encode_prompt(given, tokenizer, param, most, num_chars)
         except TooManyTokens as error:
             raise prompt_too_long(error, model, wanted, param) from error
-        num_tokens += len(prompt)
         groups.append(await maker.group(prompt, text, param, number * request.num_choices, num_tokens))
+        num_tokens += len(groups[-1][0].submission.prompt_token_ids)
     return groups
 
 
@@ -173,15 +173,16 @@ class _Maker:
     inputs: tuple[SpanInput, ...] = ()
 
     async def group(
-        self, prompt: list[int], text: str | None, param: str, first: int, num_tokens: int
+        self, prompt: list[int], text: str | None, param: str, first: int, num_before: int
     ) -> list[Prepared]:
         """Prepare the answers to one prompt, which are the choices from index `first` on. `text`: the prompt's text, if
-        it was given as text. `num_tokens`: those of the request's prompts up to this one. Long values are made once and
-        shared: there may be a hundred answers."""
+        it was given as text. `num_before`: the tokens of the request's prompts before this one. Long values are made
+        once and shared: there may be a hundred answers."""
         request = self.request
         kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
         allowed = answer_tokens(kept, self.wanted, self.default, self.model, param, self.request.limit_field)
-        _check_scores(len(kept), request)
+        num_tokens = num_before + len(kept)
+        _check_scores(len(kept), num_tokens, request)
         sampling = replace(self.sampling, max_tokens=allowed)
         if self.constraint is not None:
             sampling = replace(sampling, grammar=self.constraint.text(prompt_end(self.tokenizer, kept)))
@@ -297,20 +298,29 @@ def _head(limit: int, counted: str) -> str:
 MAX_PROMPT_SCORES = 2**18
 """A prompt's log-probabilities reach the ingress in one frame, and decoding it holds the interpreter lock
 throughout."""
+MAX_RESPONSE_SCORES = 2**20
+"""Each answer repeats those of its prompt: so many are 75 MB of JSON, and take half a gigabyte while it is written."""
 
 
-def _check_scores(num_tokens: int, request: ChatRequest | CompletionRequest) -> None:
-    """Raises:
-    ApiError: a prompt of `num_tokens` has more log-probabilities than a response may have.
+def _check_scores(num_tokens: int, num_all: int, request: ChatRequest | CompletionRequest) -> None:
+    """`num_tokens`: a prompt's. `num_all`: those of the request's prompts up to this one.
+
+    Raises:
+        ApiError: there are more log-probabilities of prompts than a response may have.
     """
     alternatives = request.num_prompt_logprobs
-    if alternatives is None or (num_scores := num_tokens * (1 + alternatives)) <= MAX_PROMPT_SCORES:
+    if alternatives is None:
+        return
+    counted = f"{num_tokens} prompt tokens with {alternatives} alternatives each"
+    num_scores, most = num_tokens * (1 + alternatives), MAX_PROMPT_SCORES
+    if num_scores <= most:
+        counted = f"{num_all} prompt tokens with {alternatives} alternatives each, in {request.num_choices} answers,"
+        num_scores, most = num_all * (1 + alternatives) * request.num_choices, MAX_RESPONSE_SCORES
+    if num_scores <= most:
         return
     param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
-    text = f"{num_tokens} prompt tokens with {alternatives} alternatives each have {num_scores} log-probabilities"
-    raise ApiError(
-        400, f"{param}: {text}, and at most {MAX_PROMPT_SCORES} are returned.", param=param, code="invalid_value"
-    )
+    text = f"{param}: {counted} have {num_scores} log-probabilities, and at most {most} are returned."
+    raise ApiError(400, text, param=param, code="invalid_value")
 
 
 async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:

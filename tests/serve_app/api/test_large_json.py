@@ -230,6 +230,31 @@ async def test_a_prompt_has_so_many_log_probabilities_and_no_more(fields: dict[s
     assert len(client.submissions) == 1
 
 
+@pytest.mark.parametrize(
+    ("prompts", "num_answers"), [([[120] * 3121], 16), ([[120] * 780, [121] * 2341], 16), ([[120] * 3121] * 16, 1)]
+)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"logprobs": 20, "echo": True}, "logprobs")],
+)
+async def test_the_answers_of_a_response_have_so_many_log_probabilities_of_prompts_and_no_more(
+    prompts: list[list[int]], num_answers: int, fields: dict[str, Any], param: str
+) -> None:
+    """Regression: the limit held for each prompt, and 128 answers repeat it: 40 kB asked for an answer of a gigabyte,
+    for which an ingress replica had no memory."""
+    client = ScriptedClient([finished()])
+    app = create_app(client, Tokenizer.byte_level(), replace(MODEL, max_model_len=4000))
+    body = PROMPT | fields | {"max_tokens": 1, "n": num_answers}
+    answer = await post(app, "/v1/completions", body | {"prompt": prompts})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    told = f"{3121 * 16 * 21} log-probabilities, and at most {submission.MAX_RESPONSE_SCORES}"
+    assert told in answer.error["message"]
+    assert not client.submissions
+    fewer = [*prompts[:-1], prompts[-1][:-16]]
+    await post(app, "/v1/completions", body | {"prompt": fewer})
+    assert len(client.submissions) == len(prompts) * num_answers
+
+
 async def test_a_chats_messages_are_rendered_off_the_loop_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
     render = Tokenizer.encode_chat
