@@ -435,7 +435,7 @@ def create_app_of(
             Route("/load", context.load, middleware=guard),
             activity_route(lanes),
             page_route(),
-            *KeptRoutes(memory, max_body_bytes).routes(reading),
+            *KeptRoutes(lanes, memory, max_body_bytes).routes(reading),
             *TextRoutes(lanes, max_body_bytes).routes(guard, reading),
             *about_routes(keys),
             *Admin(lanes, context.live).routes(keys),

@@ -17,6 +17,9 @@ from serve_app.auth.keys import Keys, digest
 from serve_app.errors.api_error import ApiError
 from serve_app.settings.auth import ApiKey
 from serve_app.settings.limits import GatePolicy, Limits, RoomPolicy, Tenant
+from serve_app.settings.responses_store import ResponsesStoreSettings
+from serve_app.store.entry import Entry
+from serve_app.store.memory import LocalMemory
 from tests.serve_app.harness import (
     CHAT,
     MODEL,
@@ -47,10 +50,10 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def server(**limits: int) -> ASGIApp:
+def server(memory: LocalMemory | None = None, **limits: int) -> ASGIApp:
     """A server that takes two requests at a time of each tenant, unless told otherwise."""
     policy = GatePolicy(tenant=Limits(max_concurrent_requests=2), deployment=Limits(**limits))
-    return app_for(ScriptedClient([scheduled()], [finished()]), keys=KEYS, gate=Gate(policy))
+    return app_for(ScriptedClient([scheduled()], [finished()]), keys=KEYS, gate=Gate(policy), memory=memory)
 
 
 class Upload:
@@ -100,6 +103,39 @@ async def test_a_tenants_request_counts_before_its_body_is_read_and_is_no_matter
     assert (await Upload(app, path, body, "bob").finish()).status == 200
     assert [(await upload.finish()).status for upload in uploads] == [200, 200]
     assert (await Upload(app, path, body).finish()).status == 200
+
+
+class SlowMemory(LocalMemory):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(ResponsesStoreSettings())
+        self.num_asked = 0
+        self.may_answer = asyncio.Event()
+
+    async def get(self, tenant: str, response_id: str) -> Entry | None:
+        self.num_asked += 1
+        await self.may_answer.wait()
+        return await super().get(tenant, response_id)
+
+
+@pytest.mark.parametrize("suffix", ["", "/input_items"])
+async def test_who_reads_kept_responses_has_no_more_requests_than_others(suffix: str) -> None:
+    """Regression: each such request may read megabytes, most of a second of a core, and no limit counted them."""
+    memory = SlowMemory()
+    app = server(memory=memory)
+
+    def ask(method: str = "GET", tenant: str = "ann") -> Exchange:
+        return Exchange(app, method, f"/v1/responses/resp_a{suffix}", headers=[("authorization", f"Bearer {tenant}")])
+
+    waiting = [ask(), ask()]
+    while memory.num_asked < 2:
+        await asyncio.sleep(0)
+    more = [ask(), *([] if suffix else [ask("DELETE")])]
+    assert [(await one.finish()).status for one in more] == [429] * len(more)
+    assert (await Upload(app, "/tokenize", {"prompt": "hi"}).refused()).status == 429
+    memory.may_answer.set()
+    assert [(await one.finish()).status for one in (*waiting, ask(), ask(tenant="bob"))] == [404] * 4
 
 
 async def test_bodies_are_not_read_beyond_the_deployments_limit() -> None:

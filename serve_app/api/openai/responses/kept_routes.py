@@ -1,5 +1,6 @@
 """Owns the routes to a kept response: the response, its input items, and its deletion.
-Never finds another key's response, which looks as unknown as any that does not exist."""
+Never finds another key's response, which looks as unknown as any that does not exist. Asks no engine, but counts among
+its tenant's requests: a conversation may have megabytes to read."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from starlette.routing import Route
 
 from serve_app.api.http.json_text import json_response
 from serve_app.api.http.offload import run_sized
+from serve_app.api.models.lanes import Lanes
 from serve_app.api.openai.responses.earlier import how_long
 from serve_app.api.openai.responses.includes import Includable
 from serve_app.api.openai.responses.listing import Page, listed
@@ -44,6 +46,7 @@ _OF_STREAMS = ("stream", "starting_after", "include_obfuscation")
 class KeptRoutes:
     """`memory`: None if nothing is kept. `max_bytes`: the largest conversation."""
 
+    lanes: Lanes
     memory: AnswerMemory | None
     max_bytes: int
 
@@ -52,12 +55,17 @@ class KeptRoutes:
         for name in _OF_STREAMS:
             if request.query_params.get(name, "false") != "false":
                 raise ApiError(400, f"{name}: a kept response is not streamed.", param=name, code=UNSUPPORTED)
-        entry = await self._find(request)
-        return await run_sized(_size(entry), lambda: json_response(_response(entry)))
+        with self.lanes.arriving(tenant_of(request.scope)):
+            entry = await self._find(request)
+            return await run_sized(_size(entry), lambda: json_response(_response(entry)))
 
     async def input_items(self, request: Request) -> Response:
         page = Page.from_query(request.query_params)
         _check_query(request, Page.NAMES)
+        with self.lanes.arriving(tenant_of(request.scope)):
+            return await self._items(request, page)
+
+    async def _items(self, request: Request, page: Page) -> Response:
         entry = await self._find(request)
         before: tuple[bytes, ...] = ()
         if entry.previous is not None and self.memory is not None:
@@ -70,9 +78,10 @@ class KeptRoutes:
         return await run_sized(sum(map(len, texts)), lambda: json_response(page.cut(listed(entry.response_id, texts))))
 
     async def delete(self, request: Request) -> Response:
-        name = request.path_params["response_id"]
-        if self.memory is None or not await self.memory.delete(tenant_of(request.scope).name, name):
-            raise self._not_found(name)
+        name, tenant = request.path_params["response_id"], tenant_of(request.scope)
+        with self.lanes.arriving(tenant):
+            if self.memory is None or not await self.memory.delete(tenant.name, name):
+                raise self._not_found(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def get_or_delete(self, request: Request) -> Response:
