@@ -1,11 +1,10 @@
 """Reads a request's images within the limits of the settings.
-Never keeps an image, and never blocks the event loop: it only fetches files there, and decodes them in threads."""
+Never keeps an image, and never blocks the event loop: it only fetches files there, and leaves decoding to who asks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +16,8 @@ from serve_app.images.pixels import LOW_DETAIL_PIXELS, Pixels, read_pixels
 from serve_app.images.refusal import ImageRefused, check_size
 from serve_app.settings.images import ImageSettings
 
-DECODERS = 2
-"""The number of threads, and so of decoded images in memory at a time, which have three bytes per pixel."""
+Decode = Callable[[Callable[[], Pixels]], Awaitable[Pixels]]
+"""Runs work that decodes an image when it is its turn, and away from the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,8 @@ class ImageIntake:
         self._fetcher = Fetcher(
             [host.lower() for host in settings.allowed_hosts], settings.max_bytes, settings.fetch_timeout_s
         )
-        self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="image-decoder")
 
-    async def read(self, images: Sequence[AskedImage]) -> list[Pixels]:
+    async def read(self, images: Sequence[AskedImage], decode: Decode) -> list[Pixels]:
         """Fetch and decode images concurrently, and return them in order.
 
         Raises:
@@ -53,25 +51,25 @@ class ImageIntake:
             raise ApiError(400, text, param=images[most].param, code="invalid_value")
         try:
             async with asyncio.TaskGroup() as group:
-                reading = [group.create_task(self._read(image)) for image in images]
+                reading = [group.create_task(self._read(image, decode)) for image in images]
         except* ApiError as refused:
             first = refused.exceptions[0]
         else:
             return [task.result() for task in reading]
         raise first
 
-    async def _read(self, asked: AskedImage) -> Pixels:
+    async def _read(self, asked: AskedImage, decode: Decode) -> Pixels:
         try:
             if asked.url[: len(SCHEME)].lower() == SCHEME:
-                return await self._decoded(asked, None)
+                return await decode(self._decoding(asked, None))
             if asked.url[:8].lower().startswith(("http://", "https://")):
-                return await self._decoded(asked, await self._fetcher.fetch(asked.url))
+                return await decode(self._decoding(asked, await self._fetcher.fetch(asked.url)))
             raise ImageRefused("its URL does not begin with data:, http:// or https://")
         except ImageRefused as error:
             raise ApiError(400, f"{asked.param}: the image is refused: {error}.", param=asked.param) from error
 
-    async def _decoded(self, asked: AskedImage, fetched: bytes | None) -> Pixels:
-        """Decode an image. `fetched`: the file; None if it is in the URL."""
+    def _decoding(self, asked: AskedImage, fetched: bytes | None) -> Callable[[], Pixels]:
+        """Return the work of decoding an image. `fetched`: the file; None if it is in the URL."""
         limits = self._settings
         most = min(self._most_pixels, LOW_DETAIL_PIXELS) if asked.detail == "low" else self._most_pixels
         most = max(most, self.kind.min_pixels)
@@ -81,4 +79,4 @@ class ImageIntake:
             check_size(len(file), limits.max_bytes)
             return read_pixels(file, self.kind, max_decoded=limits.max_pixels, max_shown=most)
 
-        return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
+        return work

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.multimodal_inputs import InputKind, SpanInput
-from serve_app.api.http.offload import run_sized
+from serve_app.api.http.offload import run_decoder, run_sized
 from serve_app.api.requests.content_parts import ImageUrl
 from serve_app.api.requests.messages import Message
 from serve_app.api.requests.strict_model import UNSUPPORTED
@@ -38,7 +38,7 @@ async def read_images(messages: Sequence[Message], model: ServedModel) -> list[P
     if model.images is None:
         text = f"The model {model.id} takes no images: it is served for text alone."
         raise ApiError(400, text, param=asked[0].param, code=UNSUPPORTED)
-    return await model.images.read(asked)
+    return await model.images.read(asked, run_decoder)
 
 
 def image_names(messages: Sequence[Message], theirs: Sequence[str]) -> dict[str, str]:

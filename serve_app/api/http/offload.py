@@ -18,6 +18,8 @@ INLINE_SIZE = 4096
 LARGE_SIZE = 2**19
 """Work of this size or more waits for one of a few threads: it takes a core for a tenth of a second to seconds."""
 MAX_LARGE = 4
+MAX_DECODED = 2
+"""The number of images that are decoded at a time, and so in memory, where each has three bytes per pixel."""
 
 Result = TypeVar("Result")
 
@@ -33,6 +35,7 @@ class _Threads:
         # Threads that encode occupy cores, and Python threads take turns at the interpreter lock: each further thread
         # is a turn for which the event loop waits after every system call.
         self.large = TenantTurns(max(1, min(MAX_LARGE, num_cores // 2)), "large-request")
+        self.images = TenantTurns(MAX_DECODED, "image-decoder")
 
 
 _of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Threads] = WeakKeyDictionary()
@@ -59,7 +62,16 @@ async def run_sized(size: int, work: Callable[[], Result]) -> Result:
     cancelled while it waits for a thread is not begun."""
     if size <= INLINE_SIZE:
         return work()
-    loop = asyncio.get_running_loop()
-    threads = _of_loop.get(loop) or _of_loop.setdefault(loop, _Threads())
+    threads = _threads()
     turns = threads.medium if size < LARGE_SIZE else threads.large
     return await turns.run(_tenant.get(), work)
+
+
+async def run_decoder(work: Callable[[], Result]) -> Result:
+    """Run the decoding of one image in a thread, as `run_sized` does."""
+    return await _threads().images.run(_tenant.get(), work)
+
+
+def _threads() -> _Threads:
+    loop = asyncio.get_running_loop()
+    return _of_loop.get(loop) or _of_loop.setdefault(loop, _Threads())

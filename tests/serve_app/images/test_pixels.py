@@ -4,6 +4,7 @@ sizes as transformers chooses them, and what the file says about itself."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from engine.multimodal_inputs import InputKind
+from serve_app.api.http.offload import MAX_DECODED, run_decoder, work_of
 from serve_app.images import intake
 from serve_app.images.intake import AskedImage, ImageIntake
 from serve_app.images.pixels import MOST_UNEQUAL, Pixels, read_pixels, scaled_size
@@ -122,8 +124,40 @@ async def test_the_event_loop_goes_on_while_an_image_is_decoded(monkeypatch: pyt
 
     monkeypatch.setattr(intake, "read_pixels", slow)
     reading = asyncio.create_task(
-        ImageIntake(KIND, ImageSettings()).read([AskedImage(data_url(make_image(1, 9, 9)), "a")])
+        ImageIntake(KIND, ImageSettings()).read([AskedImage(data_url(make_image(1, 9, 9)), "a")], run_decoder)
     )
     await until(seen.is_set)
     going.set()
     assert await reading == [Pixels((1, 1, 1), b"")]
+
+
+@pytest.mark.anyio
+async def test_a_tenants_many_images_delay_anothers_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: all tenants had one queue. 70 kB of a single colour have 24 million pixels, and behind a few hundred
+    of them another's picture waited for a minute."""
+    began: list[str] = []
+    released = threading.Semaphore(0)
+
+    def slow(file: bytes, *_: object, **__: object) -> Pixels:
+        began.append(file.decode())
+        assert released.acquire(timeout=30)
+        return Pixels((1, 1, 1), b"")
+
+    monkeypatch.setattr(intake, "read_pixels", slow)
+    images = ImageIntake(KIND, ImageSettings())
+
+    async def ask(tenant: str, count: int) -> None:
+        url = f"data:image/png;base64,{base64.b64encode(tenant.encode()).decode()}"
+        with work_of(tenant):
+            await images.read([AskedImage(url, "a")] * count, run_decoder)
+
+    asking = [asyncio.create_task(ask("a", 8)) for _ in range(5)]
+    await until(lambda: len(began) == MAX_DECODED)
+    asking.append(asyncio.create_task(ask("b", 1)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for _ in range(41):
+        released.release()
+    await asyncio.gather(*asking)
+    assert began.count("a") == 40
+    assert began.index("b") <= 2 * MAX_DECODED + 1, "behind those that ran, and one more"
