@@ -42,10 +42,19 @@ def with_kept_schemas(text: str) -> str:
         if part["json"] and (found := _schema_at(text, place)) is not None:
             schema, place = found
             check_nesting(schema)
-            written.append(f" {json.dumps(kept(bare(schema)), ensure_ascii=False)}")
+            written.append(f" {_text_of(kept(bare(schema)))}")
     whole = "".join((*written, text[place:]))
     _check_all(whole)
     return whole
+
+
+def _text_of(schema: Any) -> str:
+    text = json.dumps(schema, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # from an escape
+        raise GrammarRefused("has a JSON schema with half of a surrogate pair") from error
+    return text
 
 
 def _check_all(text: str) -> None:

@@ -28,6 +28,8 @@ MAX_MULTIPLE = 2**16
 24 s and 312 MiB."""
 MAX_MULTIPLES = 10_000
 """Limits the sum of several, because a number may have to be compared with each, and one beside another bound."""
+_TOO_LONG_TO_TELL = 10**400
+"""Python writes no number of more than 4,300 digits."""
 _MAX_PRODUCT = 2**32
 """llguidance multiplies them in 32 bits where it combines them."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -84,7 +86,8 @@ def _check_multiples(parts: Iterable[Json]) -> None:
     if total > limit:
         where = " together" if len(steps) > 1 else "" if is_plain else " beside a minimum or maximum"
         told = f"the schema's multipleOf, without decimal points, should be at most {limit}"
-        raise GrammarRefused(f"{told}{where}, but it is {total}")
+        is_long = total >= _TOO_LONG_TO_TELL
+        raise GrammarRefused(f"{told}{where}, but it is {'far larger' if is_long else total}")
 
 
 def _check_combined_multiples(reached: Iterable[_Reached]) -> None:
@@ -104,9 +107,12 @@ def _check_common(found: list[_Decimal]) -> None:
     if common > MAX_MULTIPLES:
         told = f"the schema's multipleOf, without decimal points, should be at most {MAX_MULTIPLES}"
         raise GrammarRefused(f"{told}, but where several hold for one number it may be {common}")
-    if math.prod(digits) >= _MAX_PRODUCT:  # it may have thousands of digits
-        told = f"the product of the schema's multipleOf that may hold for one number, each with {most} decimal places"
-        raise GrammarRefused(f"{told} and without decimal points, should be less than {_MAX_PRODUCT}, but it is larger")
+    product = 1
+    for one in digits:  # ends early: of thousands it would have a million digits
+        if (product := product * one) >= _MAX_PRODUCT:
+            told = "the product of the schema's multipleOf that may hold for one number"
+            told = f"{told}, each with {most} decimal places and without decimal points,"
+            raise GrammarRefused(f"{told} should be less than {_MAX_PRODUCT}, but it is larger")
 
 
 def _reached(root: Any, begins: list[Json]) -> list[_Reached]:
@@ -159,7 +165,9 @@ def _is_combined(part: Json) -> bool:
 
 
 def _decimal(value: Any) -> _Decimal | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     _, digits, exponent = Decimal(str(abs(value))).as_tuple()
     assert isinstance(exponent, int)  # the value is finite

@@ -19,6 +19,7 @@ from serve_app.grammars.schema_work import (
     MAX_MULTIPLES,
     MAX_PATTERN_PAIRS,
     MAX_PATTERN_PROPERTIES,
+    _check_common,
 )
 
 
@@ -111,6 +112,37 @@ def test_a_multiple_that_takes_long_is_told_with_the_limit(step: Any, value: int
     for schema in ({"multipleOf": step}, {"properties": {"a": {"items": {"multipleOf": step}}}}):
         with pytest.raises(GrammarRefused, match=f"multipleOf, .* at most {MAX_MULTIPLE}, but it is {value}$"):
             json_schema(schema)
+
+
+@pytest.mark.parametrize("digits", [309, 310, 4300])
+def test_a_multiple_beyond_any_float_is_refused_by_its_limit(digits: int) -> None:
+    """Regression: it was answered by a 500, as are two that only together have more digits than Python writes."""
+    step = 10**digits - 1
+    told = "far larger" if digits > 400 else str(step)
+    with pytest.raises(GrammarRefused, match=f"multipleOf, .* at most {MAX_MULTIPLE}, but it is {told}$"):
+        json_schema({"multipleOf": step})
+    with pytest.raises(GrammarRefused, match=f"multipleOf, .* at most {MAX_MULTIPLES} together, but it is"):
+        json_schema({"properties": {"a": {"multipleOf": step}, "b": {"multipleOf": step - 2}}})
+
+
+class Counted(int):
+    """Counts its multiplications."""
+
+    num = 0
+
+    def __rmul__(self, other: int) -> int:
+        Counted.num += 1
+        return int(other) * int(self)
+
+    def __mul__(self, other: int) -> Counted:
+        return Counted(int(self) * int(other))
+
+
+def test_the_product_of_many_multiples_is_not_computed_to_its_end() -> None:
+    """Regression: 50 kB of them held the interpreter for 0.6 s, for a number of a million bits."""
+    with pytest.raises(GrammarRefused, match="product"):
+        _check_common([(Counted(5000), 0)] * 2000)
+    assert Counted.num == 3
 
 
 def test_multiples_count_together_and_equal_ones_once() -> None:

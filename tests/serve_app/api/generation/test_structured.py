@@ -406,6 +406,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
     ({"structured_outputs": {"json": r'{"title": "\ud800"}'}}, "structured_outputs.json", "surrogate"),
     ({"json_schema": '{"minimum": NaN}'}, "json_schema", ""),
+    ({"json_schema": '{"multipleOf": ' + "9" * 310 + "}"}, "json_schema", "should be at most 65536"),
+    ({"ebnf": r'start: %json {"const": "\ud800"}'}, "ebnf", "surrogate"),
+    (
+        {"structured_outputs": {"grammar": r'start: %json {"properties": {"\udfff": {}}}'}},
+        "structured_outputs.grammar",
+        "surrogate",
+    ),
     ({"json_schema": '{"maximum": ' + "9" * 5000 + "}"}, "json_schema", "not JSON"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "JSON schema"),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not"),
