@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 5.0
 MOST_BY_VALUE = 2 * 2**20
-"""The most bytes of a prompt, its inputs and its grammar in a call by value: Serve's replicas take messages of 4 MiB,
-including the rest of the call."""
+"""The most bytes of a prompt, its inputs, its grammar and its lists of tokens in a call by value: Serve's replicas take
+messages of 4 MiB, including the rest of the call."""
 _TOKEN_BYTES = 5
 """The most that a token id takes when it is pickled."""
 LOOK_S = 0.1
@@ -358,8 +358,11 @@ async def _wait_for_answer(response: DeploymentResponse, stream: TokenStream, re
 
 def _num_bytes(submission: Submission) -> int:
     """Estimate the size of what may be large, without pickling it."""
+    sampling = submission.sampling
+    num_tokens = len(submission.prompt_token_ids) + len(sampling.allowed_token_ids or ())
+    num_tokens += sum(map(len, sampling.bad_words))
     inputs = sum(len(given.data) for given in submission.inputs)
-    return inputs + _TOKEN_BYTES * len(submission.prompt_token_ids) + len(submission.sampling.grammar or "")
+    return inputs + _TOKEN_BYTES * num_tokens + len(sampling.grammar or "")
 
 
 def same_adapter(answers: Mapping[str, AdapterRef | EngineError]) -> AdapterRef:

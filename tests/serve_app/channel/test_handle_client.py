@@ -690,8 +690,10 @@ async def test_what_is_asked_of_nobody_is_answered_that_no_replica_answers(
         Submission("r", tuple(range(100_000, 600_000)), LONG),
         Submission("r", PROMPT, replace(LONG, grammar="x" * 2_500_000)),
         Submission("r", PROMPT, LONG, inputs=(SpanInput.of("image", 0, (1, 1, 1), bytes(2_500_000)),)),
+        Submission("r", PROMPT, replace(LONG, bad_words=tuple((number,) * 1000 for number in range(500)))),
+        Submission("r", (1,) * 200_000, replace(LONG, allowed_token_ids=tuple(range(2**18)))),
     ],
-    ids=["prompt", "grammar", "image"],
+    ids=["prompt", "grammar", "image", "bad words", "prompt and allowed tokens"],
 )
 async def test_a_call_that_serve_may_not_take_by_value_goes_by_reference(submission: Submission) -> None:
     """Serve refuses a call above 4 MiB, which four engines in turn were said to have died of."""
