@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch.logit_controls import Within, apply_controls
+from engine.batch.logit_controls import Within, apply_controls, banned_tokens, bans_after
 from engine.config import SchedulerConfig
 from engine.protocol import RequestRejected, SamplingParams, Submission
 from engine.scheduling.request import create_request
@@ -114,6 +114,50 @@ def test_a_word_of_several_tokens_is_banned_only_where_the_answer_ends_with_its_
     rows = [row(LogitControls(bad_words=((1, 2, 3),)))] * 4
     changed = apply_controls(torch.zeros(4, 5), rows, [(1, 2), (2, 1, 2), (2,), (1, 2, 0)])
     assert changed.isinf().nonzero().tolist() == [[0, 3], [1, 3]]
+
+
+def test_words_are_banned_as_comparing_them_whole_says() -> None:
+    draw = random.Random(next_seed())
+    for _ in range(300):
+        words = tuple(tuple(draw.choices(range(3), k=draw.randint(1, 4))) for _ in range(draw.randint(0, 5)))
+        answer = tuple(draw.choices(range(3), k=draw.randint(0, 6)))
+        one = row(LogitControls(bad_words=words), banned=(9,))
+        ends = [word[-1] for word in words if len(word) == 1 or answer[-(len(word) - 1) :] == word[:-1]]
+        assert banned_tokens(one, answer) == [9, *ends]
+        pending = (*answer, PENDING_TOKEN)
+        assert banned_tokens(one, pending) == [9, *(word[0] for word in words if len(word) == 1)]
+        after = {ban for token in range(3) for ban in _bans_if(words, answer, token)}
+        assert set(bans_after(one, pending)) == after
+
+
+def _bans_if(words: tuple[tuple[int, ...], ...], answer: tuple[int, ...], token: int) -> list[tuple[int, int]]:
+    """Return (token, banned) for the words of several tokens that `token` after the answer makes end."""
+    whole = (*answer, token)
+    return [(token, word[-1]) for word in words if len(word) > 1 and whole[-(len(word) - 1) :] == word[:-1]]
+
+
+class Word(tuple[int, ...]):
+    """Counts how often it is copied to be compared."""
+
+    num_copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Word.num_copied += isinstance(key, slice)
+        return super().__getitem__(key)
+
+
+def test_a_word_is_compared_whole_only_where_its_last_token_stands() -> None:
+    """Regression: 256 long words took three milliseconds for each row of each step, and all answers of the step waited
+    for them."""
+    words = tuple(Word((*range(100), number, 7)) for number in range(100, 400))
+    one = row(LogitControls(bad_words=words))
+    answer = (*range(100), 250)
+    assert banned_tokens(one, answer) == [7]
+    assert bans_after(one, (*answer[:-1], PENDING_TOKEN)) == [(number, 7) for number in range(100, 400)]
+    Word.num_copied = 0
+    assert banned_tokens(one, (*answer, 5)) == []
+    assert bans_after(one, (*answer, PENDING_TOKEN)) == []
+    assert Word.num_copied == 0
 
 
 # --- the seam -------------------------------------------------------------------------------------------------------
