@@ -323,11 +323,29 @@ def _check_scores(num_tokens: int, num_all: int, request: ChatRequest | Completi
     raise ApiError(400, text, param=param, code="invalid_value")
 
 
+MAX_LISTED_TOKENS = 2**20
+"""Each answer goes to an engine with lists of its own, which are checked there and looked at in its steps."""
+
+
+def _check_lists(allowed: Sequence[int], banned: Sequence[Sequence[int]], num_answers: int) -> None:
+    """Raises:
+    ApiError: all answers together have more allowed tokens, or tokens of bad words, than engines should look at.
+    """
+    for param, num_tokens in (("allowed_token_ids", len(allowed)), ("bad_words", sum(map(len, banned)))):
+        if (total := num_tokens * num_answers) > MAX_LISTED_TOKENS:
+            text = f"{num_tokens} tokens for each of {num_answers} answers are {total}, and at most {MAX_LISTED_TOKENS}"
+            raise ApiError(400, f"{param}: {text} are taken.", param=param, code="invalid_value")
+
+
 async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
     """Make the parameters that all answers share: all but their seeds, and `max_tokens`, which depends on the
     prompt."""
     bad_words = request.bad_words or ()
     banned = await run_sized(2 * sum(map(len, bad_words)), lambda: _bad_words(bad_words, tokenizer))
+    given = request.allowed_token_ids or ()
+    allowed = await run_sized(len(given), lambda: tuple(dict.fromkeys(given)))
+    num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+    _check_lists(allowed, banned, num_prompts * request.num_choices)
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
@@ -343,7 +361,7 @@ async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokeniz
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=request.repetition_penalty or request.repeat_penalty or 1.0,
         logit_bias=tuple((request.logit_bias or {}).items()),
-        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        allowed_token_ids=allowed or None,
         bad_words=banned,
     )
 

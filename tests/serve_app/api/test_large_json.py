@@ -214,6 +214,39 @@ async def test_what_answers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
+    ("prompts", "num_answers"), [("hi", 128), (["hi", "ho"], 64), (["hi"] * 128, 1)], ids=("n", "both", "prompts")
+)
+@pytest.mark.parametrize(
+    ("param", "most", "more"),
+    [
+        ("allowed_token_ids", [*range(200), *range(200)] * 100, list(range(8193))),
+        # A word of n bytes has n tokens at the beginning of a text, and one more after a space.
+        (
+            "bad_words",
+            [*(one * 1000 for one in "abcd"), "e" * 50, "f" * 43],
+            [*(one * 1000 for one in "abcd"), "e" * 94],
+        ),
+    ],
+    ids=("allowed", "banned"),
+)
+async def test_the_lists_of_tokens_of_all_answers_have_a_limit(
+    prompts: Any, num_answers: int, param: str, most: list[Any], more: list[Any]
+) -> None:
+    """Regression: each answer has lists of its own. With 230 kB of bad words and 128 answers, checking them took an
+    engine's event loop two seconds; a whole vocabulary allowed to each took its steps a second."""
+    client = ScriptedClient([finished()])
+    app = create_app(client, Tokenizer.byte_level(), replace(MODEL, max_model_len=9000))
+    body = PROMPT | {"prompt": prompts, "n": num_answers, "max_tokens": 1}
+    answer = await post(app, "/v1/completions", body | {param: more})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert f"tokens for each of 128 answers are {submission.MAX_LISTED_TOKENS + 128}" in answer.error["message"]
+    assert not client.submissions
+    assert (await post(app, "/v1/completions", body | {param: most})).status == 200
+    sampling = client.submissions[0].sampling
+    assert sampling.allowed_token_ids == (tuple(range(200)) if param == "allowed_token_ids" else None)
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"logprobs": 20, "echo": True}, "logprobs")],
 )
