@@ -8,7 +8,6 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
@@ -74,9 +73,8 @@ class Fetcher:
             await writer.drain()
             return await self._body(connection, reader)
         finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+            # Without a goodbye: asyncio waits half a minute for the answer to TLS's, whatever this fetch's limit is.
+            writer.transport.abort()
 
     async def _address(self, host: str, port: int) -> str:
         infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -135,6 +135,20 @@ async def test_a_certificate_is_held_against_the_name_and_not_the_address(
             await fetcher(*allowed).fetch(f"https://other.test:{server.port}/a.png")
 
 
+async def test_a_server_that_says_no_goodbye_holds_up_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: a fetch whose limit was half a second ended after thirty, and so did one whose client had left."""
+    certificate = self_signed(tmp_path, "localhost")
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(certificate)
+    monkeypatch.setattr(fetch, "_CONTEXT", ssl.create_default_context(cafile=certificate))
+    with image_server({"/slow": Given(FILE, stalls=True)}, served) as server:
+        name = f"localhost:{server.port}"
+        allowed = (name, "127.0.0.1", "::1")
+        async with asyncio.timeout(10):
+            with pytest.raises(ImageRefused, match=r"longer than 0\.2 s"):
+                await fetcher(*allowed, timeout_s=0.2).fetch(f"https://{name}/slow")
+
+
 def self_signed(directory: Path, name: str) -> Path:
     """Write a key and its certificate into one file."""
     key = ec.generate_private_key(ec.SECP256R1())
