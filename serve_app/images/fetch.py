@@ -18,6 +18,10 @@ from serve_app.images.refusal import ImageRefused, check_size, check_type
 SETTING = "images.allowed_hosts"
 _PORTS = {"http": 80, "https": 443}
 _READ_BYTES = 1 << 16
+_PREFIXES_OF_IPV4 = frozenset(int(ipaddress.IPv6Address(one)) >> 32 for one in ("::", "::ffff:0:0", "64:ff9b::"))
+"""Prefixes of 96 bits after which an IPv4 address stands: compatible, mapped (RFC 4291), and translated (RFC 6052)."""
+_LOCAL_TRANSLATION = ipaddress.IPv6Network("64:ff9b:1::/48")
+"""Translates to addresses that only the network knows (RFC 8215)."""
 _CONTEXT = ssl.create_default_context()
 
 
@@ -80,7 +84,7 @@ class Fetcher:
         infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         address = str(infos[0][4][0])
         listed = address in self.allowed_hosts or f"{address}:{port}" in self.allowed_hosts
-        if not listed and not ipaddress.ip_address(address.partition("%")[0]).is_global:
+        if not listed and not _is_public(address.partition("%")[0]):
             raise ImageRefused(f"its host has a private address, which is not listed in {SETTING}")
         return address
 
@@ -107,6 +111,17 @@ class Fetcher:
         check_type(headers.get(b"content-type", "").partition(";")[0].strip().lower())
         length = headers.get(b"content-length", "")
         check_size(int(length) if length.isdecimal() else 0, self.max_bytes)
+
+
+def _is_public(address: str) -> bool:
+    """Whether an address is one of the Internet. An IPv6 address that stands for one of IPv4 is public if that is."""
+    found = ipaddress.ip_address(address)
+    if isinstance(found, ipaddress.IPv6Address):
+        number, six_to_four = int(found), found.sixtofour
+        if six_to_four is not None or number >> 32 in _PREFIXES_OF_IPV4:
+            return (six_to_four or ipaddress.IPv4Address(number & 0xFFFFFFFF)).is_global
+        return found.is_global and not found.is_site_local and found not in _LOCAL_TRANSLATION
+    return found.is_global
 
 
 def _request(connection: h11.Connection, target: SplitResult) -> bytes:

@@ -109,6 +109,50 @@ async def test_a_listed_name_that_leads_to_a_private_address_is_refused_unless_t
     assert await fetcher(name, "127.0.0.1", "::1").fetch(url) == FILE
 
 
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [
+        ("93.184.215.14", True),
+        ("2606:2800:21f::1", True),
+        ("::ffff:93.184.215.14", True),
+        ("64:ff9b::5db8:d70e", True),
+        ("2002:5db8:d70e::1", True),
+        ("127.0.0.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("::1", False),
+        ("::", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("::127.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::a9fe:a9fe", False),
+        ("64:ff9b:1::a00:1", False),
+        ("2002:a00:1::1", False),
+        ("fec0::1", False),
+    ],
+)
+async def test_a_private_address_is_known_in_each_of_its_forms(
+    address: str, is_public: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an IPv6 address that a network translates to a private one of IPv4 was connected to."""
+    connected: list[str] = []
+
+    async def lookup(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, 80, 0, 0))]
+
+    async def connect(host: str, *_: object, **__: object) -> None:
+        connected.append(host)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    with pytest.raises(ImageRefused, match="did not answer" if is_public else "has a private address"):
+        await fetcher("images.test").fetch("http://images.test/a.png")
+    assert connected == [address] * is_public
+
+
 async def test_a_user_in_the_url_is_refused(server: ImageServer) -> None:
     with pytest.raises(ImageRefused, match="a user or a password"):
         await fetcher(server.host).fetch(f"http://me:secret@{server.host}/a.png")
