@@ -151,7 +151,7 @@ def make_parsers(
     tools = None
     if request.may_call:
         assert model.tool_parser is not None, "checked when the request was prepared"
-        tools = TOOL_PARSERS[model.tool_parser]([tool.for_template() for tool in request.tools or ()])
+        tools = TOOL_PARSERS[model.tool_parser](request.shown_tools)
     return make_reasoning_parser(request, model, prompt_end), tools
 
 

@@ -86,7 +86,7 @@ async def encode_conversation(
     options = template_options(request, tokenizer, model) | {"add_special_tokens": add_special_tokens}
 
     def encode() -> list[int]:
-        tools = [tool.for_template() for tool in request.tools or ()] if request.may_call else None
+        tools = request.shown_tools if request.may_call else None
         messages = [message.for_template() for message in request.messages]
         return tokenizer.encode_chat(messages, most, tools=tools, **options)
 

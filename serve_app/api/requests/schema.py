@@ -4,6 +4,7 @@ Never reads text or tokens; `submission` checks what depends on the model (conte
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
@@ -295,6 +296,12 @@ class ChatRequest(GenerationRequest, ThinkingFields):
     def may_call(self) -> bool:
         """Whether the model gets tools that it may call."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @cached_property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools as a chat template and the readers of calls get them, which must not change them. Made once, and
+        not for each of a hundred answers: an agent's thousand tools take up to a quarter of a second."""
+        return [tool.for_template() for tool in self.tools or ()]
 
     @property
     def num_logprobs(self) -> int | None:

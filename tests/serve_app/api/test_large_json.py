@@ -19,6 +19,7 @@ from serve_app.api.http.json_text import json_response, written
 from serve_app.api.ingress import create_app
 from serve_app.api.openai import sse
 from serve_app.api.requests.json_size import KEY_ITEMS, MAX_ITEMS, check_size, count
+from serve_app.api.requests.messages import ToolDefinition
 from serve_app.api.requests.schema import CompletionRequest, parse_request
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.errors.api_error import ApiError
@@ -211,6 +212,29 @@ async def test_what_answers_share_is_made_once(monkeypatch: pytest.MonkeyPatch) 
     assert len({id(one.prompt_token_ids) for one in client.submissions}) == 1
     assert len({id(sampling.allowed_token_ids) for sampling in made}) == 1
     assert isinstance(made[0], SamplingParams)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_are_written_once_however_many_answers_read_calls(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each answer's readers wrote all of them again, on the event loop: with a thousand tools, a stop
+    string and sixteen answers it stood still for three seconds."""
+    written: list[str] = []
+    for_template = ToolDefinition.for_template
+
+    def counted(self: ToolDefinition) -> dict[str, Any]:
+        written.append(self.function.name)
+        return for_template(self)
+
+    monkeypatch.setattr(ToolDefinition, "for_template", counted)
+    client = ScriptedClient([Scheduled("r", 0)], tokens("hi"), [finished()])
+    model = replace(MODEL, max_model_len=2000, tool_parser="hermes", reasoning_parser="qwen3")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    body = CHAT | {"tools": tools, "n": 5, "stop": "z", "stream": stream}
+    answer = await post(create_app(client, Tokenizer.byte_level(), model), "/v1/chat/completions", body)
+    assert (answer.status, len(client.submissions)) == (200, 5)
+    assert written == ["f", "g"]
 
 
 @pytest.mark.parametrize(
