@@ -56,6 +56,16 @@ def check_work(schema: Any) -> None:
             _check_combined_multiples(_reached(root, combined))
 
 
+def check_tools(schemas: Iterable[Any]) -> None:
+    """Check the schemas of one request's tools together: each is compiled, one after the other, in one turn of its
+    tenant.
+
+    Raises:
+        GrammarRefused: they have too many `patternProperties`.
+    """
+    _check_patterns((part for schema in schemas for part in dicts(schema)), MAX_PATTERN_PAIRS, " of all tools,")
+
+
 def _check_patterns(parts: Iterable[Json], limit: int, where: str) -> None:
     counts = [len(patterns) for part in parts if isinstance(patterns := part.get("patternProperties"), dict)]
     if (most := max(counts, default=0)) > MAX_PATTERN_PROPERTIES:

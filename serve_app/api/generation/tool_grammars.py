@@ -9,6 +9,7 @@ from serve_app.api.requests.tool_choice import NamedFunction, must_call, names_o
 from serve_app.grammars.check import find_fault
 from serve_app.grammars.json_schema import json_schema
 from serve_app.grammars.notation import Grammar, GrammarRefused, Json, Specials
+from serve_app.grammars.schema_work import check_tools
 from serve_app.parsing.call_grammar import CallableTool, arguments_schema
 from serve_app.parsing.call_grammars import CALL_GRAMMARS
 
@@ -24,6 +25,7 @@ def call_grammar(request: ChatRequest, parser: str, specials: Specials, *, or_el
     field = "tool_choice" if must else "tools"
     try:
         tools = callable_tools(request, all_strict=must)
+        check_tools(tool.parameters for tool in tools if not tool.is_free)
         parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedFunction)
         grammar = CALL_GRAMMARS[parser](tools, specials, parallel=parallel)
         calls = grammar.calls() if must or or_else else grammar.lazy()

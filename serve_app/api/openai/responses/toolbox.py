@@ -32,6 +32,7 @@ from serve_app.api.requests.strict_model import Unsupported
 from serve_app.engines.engine_client import ServedModel
 from serve_app.grammars.lark_rules import Lark
 from serve_app.grammars.notation import MAX_UNASKED_BYTES, GrammarRefused
+from serve_app.grammars.schema_work import check_tools
 from serve_app.grammars.tool_texts import ToolText
 from serve_app.parsing.call_grammar import CallableTool
 
@@ -286,13 +287,17 @@ def _offer(
 
 def _with_defaults(offers: Sequence[Offer], parser: str) -> list[Offer]:
     """Make tools that do not say whether they are strict so if their schemas can be kept, but none of them if the
-    grammar of all would be too large."""
+    grammar of all would be too large, or too much work."""
     total = 0
     for offer in offers:
         if offer.strict or offer.is_strict_by_default:
             total += num_bytes(CallableTool(offer.shown, offer.kept_schema, "", text=offer.text.nested), parser) or 0
         if total > MAX_UNASKED_BYTES:
             return list(offers)
+    try:
+        check_tools(offer.kept_schema for offer in offers if offer.strict or offer.is_strict_by_default)
+    except GrammarRefused:
+        return list(offers)
     return [
         replace(offer, strict=can_be_kept(offer.shown, offer.kept_schema, parser))
         if offer.is_strict_by_default

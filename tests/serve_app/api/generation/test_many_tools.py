@@ -16,6 +16,7 @@ from serve_app.api.ingress import create_app
 from serve_app.api.requests.messages import MAX_TOOLS
 from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.grammars import schema_work
 from tests.serve_app.api.generation.test_structured import choice_of
 from tests.serve_app.api.generation.test_tools import CALLER, app_of, prompt_of, saying
 from tests.serve_app.api.openai.responses.test_responses import ask
@@ -57,6 +58,29 @@ async def test_tools_are_strict_by_default_as_long_as_one_grammar_can_hold_them(
     asked_for = await ask(saying("x"), replace(ROOMY, max_model_len=2**21), tools=large)
     assert (asked_for.status, asked_for.error["param"]) == (400, "tools")
     assert "should give a grammar of at most" in asked_for.error["message"]
+
+
+@pytest.mark.parametrize(("num_tools", "is_kept"), [(2, True), (3, False)])
+async def test_the_pattern_properties_of_all_tools_have_a_limit_together(
+    num_tools: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each tool had the limit alone. A hundred of them, in less than a megabyte, kept the thread that
+    checks every tenant's grammars for minutes."""
+    monkeypatch.setattr(schema_work, "MAX_PATTERN_PAIRS", 50)
+    schema = {"type": "object", "patternProperties": {f"^a{number}$": {} for number in range(5)}}
+    named = [{"name": f"f{number}", "parameters": schema} for number in range(num_tools)]
+    chats = [{"type": "function", "function": one} for one in named]
+    for forced in ({"tool_choice": "required"}, {}):
+        tools = chats if forced else [{**one, "function": {**one["function"], "strict": True}} for one in chats]
+        answer = await post(
+            app_of(saying("x")), "/v1/chat/completions", CHAT | {"tools": tools, "max_tokens": 5} | forced
+        )
+        assert answer.status == (200 if is_kept else 400)
+        assert is_kept or "at most 50 over all objects of all tools, but they add up to 75" in answer.error["message"]
+    free = await post(app_of(saying("x")), "/v1/chat/completions", CHAT | {"tools": chats})
+    assert free.status == 200
+    response = await ask(saying("x"), tools=[{"type": "function", **one} for one in named])
+    assert [tool["strict"] for tool in response.json["tools"]] == [is_kept] * num_tools
 
 
 async def test_each_of_many_tools_can_be_chosen() -> None:
