@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.multimodal_inputs import SpanInput
 from engine.protocol import SamplingParams, Submission
+from serve_app.api.generation.answer_limits import check_copies, check_lists, check_scores
 from serve_app.api.generation.chat_reader import markers, prompt_end
 from serve_app.api.generation.constraint import Constraint, Patiently, constraint_of
 from serve_app.api.generation.image_prompt import EncodedChat, place_images, read_images
@@ -182,10 +183,11 @@ class _Maker:
         kept = truncated(prompt, request.truncate_prompt_tokens, self.model.max_model_len, self.wanted)
         allowed = answer_tokens(kept, self.wanted, self.default, self.model, param, self.request.limit_field)
         num_tokens = num_before + len(kept)
-        _check_scores(len(kept), num_tokens, request)
+        check_scores(len(kept), num_tokens, request)
         sampling = replace(self.sampling, max_tokens=allowed)
         if self.constraint is not None:
             sampling = replace(sampling, grammar=self.constraint.text(prompt_end(self.tokenizer, kept)))
+        check_copies(len(kept), self.inputs, sampling.grammar, request.num_choices)
         given, token_ids = text if kept is prompt else None, tuple(kept)
         choices = [replace(sampling, seed=_successor(request.seed, number)) for number in range(request.num_choices)]
         detokenizer, echo = self._detokenizer(), None
@@ -295,48 +297,6 @@ def _head(limit: int, counted: str) -> str:
     return f"This model's maximum context length is {limit} tokens. However, your prompt contains {counted} tokens"
 
 
-MAX_PROMPT_SCORES = 2**18
-"""A prompt's log-probabilities reach the ingress in one frame, and decoding it holds the interpreter lock
-throughout."""
-MAX_RESPONSE_SCORES = 2**20
-"""Each answer repeats those of its prompt: so many are 75 MB of JSON, and take half a gigabyte while it is written."""
-
-
-def _check_scores(num_tokens: int, num_all: int, request: ChatRequest | CompletionRequest) -> None:
-    """`num_tokens`: a prompt's. `num_all`: those of the request's prompts up to this one.
-
-    Raises:
-        ApiError: there are more log-probabilities of prompts than a response may have.
-    """
-    alternatives = request.num_prompt_logprobs
-    if alternatives is None:
-        return
-    counted = f"{num_tokens} prompt tokens with {alternatives} alternatives each"
-    num_scores, most = num_tokens * (1 + alternatives), MAX_PROMPT_SCORES
-    if num_scores <= most:
-        counted = f"{num_all} prompt tokens with {alternatives} alternatives each, in {request.num_choices} answers,"
-        num_scores, most = num_all * (1 + alternatives) * request.num_choices, MAX_RESPONSE_SCORES
-    if num_scores <= most:
-        return
-    param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
-    text = f"{param}: {counted} have {num_scores} log-probabilities, and at most {most} are returned."
-    raise ApiError(400, text, param=param, code="invalid_value")
-
-
-MAX_LISTED_TOKENS = 2**20
-"""Each answer goes to an engine with lists of its own, which are checked there and looked at in its steps."""
-
-
-def _check_lists(allowed: Sequence[int], banned: Sequence[Sequence[int]], num_answers: int) -> None:
-    """Raises:
-    ApiError: all answers together have more allowed tokens, or tokens of bad words, than engines should look at.
-    """
-    for param, num_tokens in (("allowed_token_ids", len(allowed)), ("bad_words", sum(map(len, banned)))):
-        if (total := num_tokens * num_answers) > MAX_LISTED_TOKENS:
-            text = f"{num_tokens} tokens for each of {num_answers} answers are {total}, and at most {MAX_LISTED_TOKENS}"
-            raise ApiError(400, f"{param}: {text} are taken.", param=param, code="invalid_value")
-
-
 async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
     """Make the parameters that all answers share: all but their seeds, and `max_tokens`, which depends on the
     prompt."""
@@ -345,7 +305,7 @@ async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokeniz
     given = request.allowed_token_ids or ()
     allowed = await run_sized(len(given), lambda: tuple(dict.fromkeys(given)))
     num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
-    _check_lists(allowed, banned, num_prompts * request.num_choices)
+    check_lists(allowed, banned, num_prompts * request.num_choices)
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_k=max(request.top_k or 0, 0),
