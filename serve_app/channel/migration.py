@@ -29,8 +29,8 @@ from serve_app.metrics.channel_counts import ChannelCounts
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.05
-"""The pause before the second attempt; it doubles with each further one."""
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 5.0
+"""The pause after an attempt. It doubles with each further one until a replica answers again, up to the longest."""
 _ELSEWHERE = frozenset({ErrorCode.ENGINE_DEAD, ErrorCode.DRAINING})
 """Failures of a replica. A request's own failures would repeat at every other replica."""
 _FULL = frozenset({ErrorCode.QUEUE_FULL, ErrorCode.ADAPTER_UNAVAILABLE})
@@ -73,6 +73,8 @@ class _Progress:
     has_prompt_logprobs: bool = False
     is_pooled: bool = False
     num_attempts: int = 0
+    backoff_s: float = 0.0
+    """The last pause, if no replica has answered since."""
     deadline: float | None = None
     """When the stream stops looking for another replica; None while one answers."""
 
@@ -114,6 +116,15 @@ class _Progress:
 
     def _left_of(self, timeout_s: float | None, now: float) -> float | None:
         return None if timeout_s is None else max(timeout_s - (now - self.started), 0.001)
+
+    def answered(self) -> None:
+        """Note that a replica answers."""
+        self.deadline, self.backoff_s = None, 0.0
+
+    def next_backoff_s(self) -> float:
+        """Return the pause before the next attempt."""
+        self.backoff_s = min(2 * self.backoff_s, LONGEST_BACKOFF_S) or FIRST_BACKOFF_S
+        return self.backoff_s
 
     def accept(self, events: list[Event]) -> list[Event]:
         """Return the events that the client does not have yet, as if a single replica had sent all of them. A replica's
@@ -185,7 +196,7 @@ class Migration:
             attempt = start(progress.rest(begun), tuple(avoid))
             try:
                 events = await self._first(attempt, progress.deadline)
-                progress.deadline = None
+                progress.answered()
                 while True:
                     if accepted := progress.accept(events):
                         yield accepted
@@ -215,7 +226,7 @@ class Migration:
                 progress.deadline = clock() + self.timeout_s
             self.counts.migrations += 1
             record.moves.append(Move(clock(), failure, attempt.replica_id))
-            await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (progress.num_attempts - 1))
+            await asyncio.sleep(progress.next_backoff_s())
 
     async def _first(self, attempt: Attempt, deadline: float | None) -> list[Event]:
         try:

@@ -447,6 +447,30 @@ async def test_the_wait_for_a_first_replica_and_the_gaps_within_an_answer_have_n
     await asyncio.gather(task, later, return_exceptions=True)
 
 
+def moved_at(replicas: Replicas, max_migrations: int) -> list[float]:
+    """Run an answer in simulated time, and return when it moved."""
+    record = StreamRecord()
+
+    async def main() -> None:
+        await collect(moving(max_migrations, timeout_s=100.0).stream(asking(), replicas.start, record))
+
+    run(main())
+    return [move.at for move in record.moves]
+
+
+def test_a_stream_that_moves_often_pauses_no_longer_than_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 0.05)
+    assert moved_at(Replicas(*[failing(2)] * 8), 8) == pytest.approx([0.05 * number for number in range(8)])
+
+
+def test_pauses_double_up_to_a_limit_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(migration, "LONGEST_BACKOFF_S", 0.4)
+    moved = moved_at(Replicas(*[failing(0)] * 8), 8)
+    pauses = [then - before for before, then in itertools.pairwise(moved)]
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.4, 0.4, 0.4])
+
+
 # --- readers that leave ----------------------------------------------------------------------------------------------
 
 
