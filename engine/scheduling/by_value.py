@@ -203,7 +203,6 @@ class ByValue(Chains):
         if block.kind != SUPERSEDED:
             self._remember(block, now)
         self._drop(block)
-        self._tidy()
         return block.digest
 
     def _remember(self, block: Block, now: float) -> None:

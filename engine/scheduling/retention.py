@@ -184,6 +184,7 @@ class Chains(ABC):
 
     def _entry(self, block: Block) -> Entry:
         """Make the block's valid entry."""
+        self._tidy()  # here, because a tier that is never full drops nothing to make room
         self._entries += 1
         self._fresh_entries += 1
         block.entry = self._entries
@@ -268,7 +269,6 @@ class LeastRecent(Chains):
         if (block := self._front(self._waiting)) is None:
             return None
         self._drop(block)
-        self._tidy()
         return block.digest
 
     def _queue(self, block: Block) -> None:

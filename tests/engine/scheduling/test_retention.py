@@ -82,6 +82,30 @@ def test_queues_do_not_grow_with_what_came_and_went(policy: Callable[[], Chains]
     assert sum(map(len, kept._queues())) < 5000
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_queues_do_not_grow_where_nothing_is_dropped_to_make_room(policy: Callable[[], Chains]) -> None:
+    """A tier that is reset again and again is never full."""
+    kept = policy()
+    for now in range(100):
+        for number in range(100):
+            kept.add(bytes([number]), BlockFacts(0, tenant=f"tenant {number % 3}"), now)
+        for number in range(100):
+            kept.remove(bytes([number]))
+    assert sum(map(len, kept._queues())) < 2000
+
+
+def test_queues_do_not_grow_with_the_turns_of_a_session_that_goes_to_and_fro() -> None:
+    kept = ByValue()
+    branches = [[*path_of(2), *path_of(4, 0, 0, fork)[2:]] for fork in (1, 2)]
+    for now in range(2000):
+        chain = branches[now % 2]
+        kept.use(chain, now)
+        store(kept, chain, now, session="s")
+        kept.end_turn("s", chain, now)
+    assert len(kept) == 6
+    assert sum(map(len, kept._queues())) < 2000
+
+
 def test_sessions_of_one_name_are_told_apart_by_tenant_and_salt() -> None:
     asked = [
         ("a", "", "s"),
