@@ -3,9 +3,10 @@ Never loops over tokens in Python, and never infers what a row is from its lengt
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 
 import torch
@@ -138,11 +139,12 @@ def _block_tables(plan: StepPlan, block_size: int) -> Tensor:
     """Return each row's blocks up to its end, padded with its first block. # [num_rows, max_blocks] int64"""
     needed = [-(-row.end // block_size) for row in plan.rows]
     width = max(needed)
-    padded = (
-        row.block_ids[:blocks] + row.block_ids[:1] * (width - blocks)
+    # Padding is repeated in C: beside one long row, that of hundreds is a hundred times as long as their own blocks.
+    parts = (
+        (row.block_ids[:blocks], array("q", row.block_ids[:1]) * (width - blocks))
         for row, blocks in zip(plan.rows, needed, strict=True)
     )
-    return int_tensor(padded).view(len(plan.rows), width)
+    return int_tensor(chain.from_iterable(parts)).view(len(plan.rows), width)
 
 
 def int_tensor(parts: Iterable[Sequence[int]]) -> Tensor:
