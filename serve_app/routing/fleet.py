@@ -81,9 +81,12 @@ class _Replica:
     """The report's; None if there is none, or its engine does not predict."""
     left_s: float = 0.0
     """The seconds that the work at `at` takes, if there are `costs`."""
+    is_summed: bool = True
+    """Whether the sums are those of the report and the fresh attempts. Many attempts may end before anybody asks."""
 
     def sum_up(self, block_size: int) -> None:
-        """Compute the sums anew, after a new report or the end of an attempt."""
+        """Compute the sums anew, after a new report or the end of attempts."""
+        self.is_summed = True
         self.num_promised_tokens, self.num_requests = 0, 0
         self.left, self.at, self.rate, self.num_free_tokens = 0.0, 0.0, 0.0, None
         self.left_s, self.costs = 0.0, None
@@ -207,7 +210,7 @@ class Fleet:
 
     def loads(self, replica_ids: Iterable[str], now: float) -> list[ReplicaLoad]:
         """Return the load of each replica, in the given order."""
-        replicas = [self._replicas.get(replica_id, _NOBODY) for replica_id in replica_ids]
+        replicas = map(self._summed, replica_ids)
         return [
             ReplicaLoad(
                 replica.num_requests,
@@ -222,11 +225,18 @@ class Fleet:
         compared by time: a rate of tokens measured over a minute, and only under load, is no prediction beside one."""
         found = []
         for replica_id in replica_ids:
-            replica = self._replicas.get(replica_id, _NOBODY)
+            replica = self._summed(replica_id)
             if (costs := replica.costs) is None:
                 return None
             found.append(replica.predicted(costs, now))
         return found
+
+    def _summed(self, replica_id: str) -> _Replica:
+        """Return what is known of a replica, with its sums."""
+        replica = self._replicas.get(replica_id, _NOBODY)
+        if not replica.is_summed:
+            replica.sum_up(self._block_size)
+        return replica
 
     def cached_tokens(self, replica_id: str, keys: Sequence[bytes]) -> Found:
         """Estimate how many leading tokens of a prompt the replica need not compute."""
@@ -272,7 +282,8 @@ class Fleet:
             return
         sent = _Sent(replica_id, num_tokens, *cached, keys, now, adapter)
         self._attempts[attempt] = replica.fresh[attempt] = sent
-        replica.add(sent)
+        if replica.is_summed:
+            replica.add(sent)
         self._index.add(replica_id, keys, now)
 
     def confirm(self, attempt: str, replica_id: str, now: float) -> None:
@@ -296,4 +307,4 @@ class Fleet:
         if replica.fresh.pop(attempt, None) is None:
             del replica.counted[attempt]
             replica.num_ended += 1
-        replica.sum_up(self._block_size)
+        replica.is_summed = False

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import PrefillCosts
 from serve_app.engines.engine_load import EngineLoad
+from serve_app.routing import fleet as fleet_module
 from serve_app.routing.fleet import FLIGHT_S, Fleet, PredictedLoad, ReplicaLoad
 from serve_app.routing.tiered_index import Found
 from tests.support.reports import stats
@@ -33,6 +34,26 @@ def test_without_a_report_the_load_is_what_was_sent_and_has_not_ended() -> None:
     assert known.load("a", NOW) == ReplicaLoad(2, 130, None)
     known.close("r1")
     assert known.load("a", NOW) == ReplicaLoad(1, 30, None)
+
+
+def test_the_end_of_a_thousand_requests_at_once_costs_as_much_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each end summed up all that was sent since the last report: clients that left together held up the router."""
+    known, added = fleet(a={}), 0
+    add = fleet_module._Replica.add
+
+    def spy(replica: Any, sent: Any) -> None:
+        nonlocal added
+        added += 1
+        add(replica, sent)
+
+    monkeypatch.setattr(fleet_module._Replica, "add", spy)
+    for number in range(1000):
+        known.open(str(number))
+        known.place(str(number), "a", 10, (), now=1.0)
+    for number in range(900):
+        known.close(str(number))
+    assert known.load("a", NOW) == ReplicaLoad(100, 1000, None)
+    assert added == 1000 + 100
 
 
 def test_a_report_counts_what_was_sent_before_it_and_the_record_what_was_sent_after() -> None:
