@@ -17,6 +17,8 @@ class _Known:
     engines: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
     placed: dict[int, str | None] = field(default_factory=dict)
+    has_left: bool = False
+    """Whether calls may be open at engines that are no longer known. A full gate asks about these at each arrival."""
 
 
 _deployments: dict[str, _Known] = {}
@@ -34,7 +36,10 @@ def engines(deployment: str = ENGINE) -> frozenset[str]:
 
 def set_engines(engine_ids: frozenset[str], deployment: str = ENGINE) -> None:
     """Set the known engine replicas; called by the router."""
-    _known(deployment).engines = engine_ids
+    known = _known(deployment)
+    before, known.engines = known.engines, engine_ids
+    if before - engine_ids:
+        known.has_left = True
 
 
 def silent_engines(deployment: str = ENGINE) -> frozenset[str]:
@@ -54,9 +59,11 @@ def open_call(stream_id: int, deployment: str = ENGINE) -> None:
 
 def place_call(stream_id: int, engine_id: str, deployment: str = ENGINE) -> None:
     """Note where a call was sent; called by the router. Ignored for a call that was closed meanwhile."""
-    placed = _known(deployment).placed
-    if stream_id in placed:
-        placed[stream_id] = engine_id
+    known = _known(deployment)
+    if stream_id in known.placed:
+        known.placed[stream_id] = engine_id
+        if engine_id not in known.engines:
+            known.has_left = True
 
 
 def placed_at(stream_id: int, deployment: str = ENGINE) -> str | None:
@@ -72,8 +79,14 @@ def engines_with_calls(deployment: str = ENGINE) -> frozenset[str]:
 def num_leaving_calls(deployment: str = ENGINE) -> int:
     """Count the open calls at engine replicas that the router no longer knows: those that Serve stops finish theirs."""
     known = _known(deployment)
+    if not known.has_left:
+        return 0
+    known.has_left = False  # first, as the router may set it meanwhile
     stay, placed = known.engines | {None}, known.placed.copy()
-    return len(placed) - sum(map(stay.__contains__, placed.values()))
+    found = len(placed) - sum(map(stay.__contains__, placed.values()))
+    if found:
+        known.has_left = True
+    return found
 
 
 def close_call(stream_id: int, deployment: str = ENGINE) -> None:

@@ -20,6 +20,7 @@ from serve_app.engines import liveness
 from serve_app.errors.api_error import ApiError
 from serve_app.settings.admission import AdmissionSettings
 from serve_app.settings.application import AppSettings
+from serve_app.settings.engine_names import ENGINE
 from serve_app.settings.limits import UNLIMITED, GatePolicy, Limits, Tenant
 from tests.serve_app.harness import (
     PROMPT,
@@ -144,6 +145,35 @@ async def test_what_runs_on_an_engine_that_leaves_keeps_no_place_of_the_others(
     await quiet()
     assert [guest.inside for guest in guests] == [False, True, True, False, False], "a gets nothing more"
     await end(*guests)
+
+
+def test_who_leaves_is_not_looked_for_while_nobody_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a full gate, each arrival and each refusal went through all open calls."""
+    copies = 0
+
+    class Placed(dict[int, str | None]):
+        def copy(self) -> dict[int, str | None]:
+            nonlocal copies
+            copies += 1
+            return super().copy()
+
+    monkeypatch.setattr(liveness, "_deployments", {})
+    monkeypatch.setattr(liveness._known(ENGINE), "placed", Placed())
+    liveness.set_engines(frozenset("ab"))
+    for stream_id in range(10):
+        liveness.open_call(stream_id)
+        liveness.place_call(stream_id, "ab"[stream_id % 2])
+    assert [liveness.num_leaving_calls() for _ in range(100)] == [0] * 100
+    assert copies == 0
+    liveness.set_engines(frozenset("b"))
+    assert liveness.num_leaving_calls() == 5
+    for stream_id in range(0, 10, 2):
+        liveness.close_call(stream_id)
+    assert [liveness.num_leaving_calls() for _ in range(100)] == [0] * 100
+    assert copies == 2
+    liveness.open_call(10)
+    liveness.place_call(10, "a")  # chosen just before it left
+    assert liveness.num_leaving_calls() == 1
 
 
 @pytest.mark.parametrize(("deployment", "refused"), [(UNLIMITED, False), (Limits(max_concurrent_requests=2), True)])
