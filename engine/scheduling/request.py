@@ -81,6 +81,10 @@ class Request:
     tier_match: TierMatch | None = None
     """Likewise; None: not looked up yet."""
 
+    memory_lack: tuple[float, int] = (-math.inf, 0)
+    """(until when, with how many available blocks): a long prompt that lacked memory is taken to lack it until then, in
+    monotonic seconds, unless more blocks are available."""
+
     # What few requests have: a value, or an object if several belong together.
     early_sampling: RowSampling | None = None
     """Used before `min_tokens`: stop tokens are banned. None if there is no such limit."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from enum import Enum
 from typing import Any
 
-LOOKED_UP = {"prefix_match", "tier_match"}
+LOOKED_UP = {"prefix_match", "tier_match", "memory_lack"}
 """What the planner keeps of a request's blocks in caches."""
 RANKED = {"_changed", "_ranks", "_by_age", "aged", "age_key", "rank"}
 """The queue's order among lanes, which is brought up to date when somebody looks."""

@@ -7,6 +7,7 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.protocol import SamplingParams, Submission
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.planner import LONG_CHAIN, LOOK_AGAIN_S
 from engine.scheduling.request import Request, create_request
 from engine.scheduling.scheduler import Scheduler
 from engine.step import RowKind
@@ -125,6 +126,43 @@ def test_a_request_that_waits_looks_its_prefix_up_once_an_epoch_and_not_once_a_s
     for _ in range(5):
         scheduler.plan(0.0)
     assert calls == 1
+
+
+@pytest.mark.parametrize(("order", "num_waiting"), [("strict", 1), ("bypass", 8)])
+def test_long_prompts_that_wait_for_memory_are_not_looked_up_in_every_step(
+    order: str, num_waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up = 0
+    match = BlockManager.match
+
+    def spy(blocks: BlockManager, hashes: list[bytes]) -> tuple[int, ...]:
+        nonlocal looked_up
+        looked_up += len(hashes) >= LONG_CHAIN
+        return match(blocks, hashes)
+
+    core = RecordingCore(
+        max_model_len=4096,
+        num_kv_blocks=700,
+        max_num_batched_tokens=4096,
+        max_prefill_tokens=4096,
+        scheduler=prompt_only(admission_order=order),
+        tick_ms=1000 * LOOK_AGAIN_S / 10,
+    )
+    prefix = [token % 29 for token in range(4 * LONG_CHAIN)]
+    core.send("before", prefix, max_tokens=1)
+    core.run()
+    core.send("running", [30] * 1600, max_tokens=300, ignore_eos=True)
+    core.keep(core.step())
+    monkeypatch.setattr(BlockManager, "match", spy)
+    for number in range(num_waiting):
+        core.send(f"long {number}", [*prefix, *[number] * 800], max_tokens=1)
+    for _ in range(20):
+        core.keep(core.step())
+    assert core.load().num_waiting == num_waiting
+    assert looked_up <= 3 * num_waiting
+    core.keep(core.abort("running"))
+    core.keep(core.step())
+    assert core.load().num_waiting < num_waiting, "more memory is used at once"
 
 
 @pytest.mark.parametrize(("order", "first"), [("strict", "large"), ("bypass", "small")])
