@@ -84,7 +84,7 @@ class TierIndex:
         self._num_moves = 0
         self._now = 0.0  # of the last commit
         self._moves: list[BlockMove] = []
-        self._queued: dict[int, BlockMove] = {}  # loads that are not under way yet
+        self._queued: OrderedDict[int, BlockMove] = OrderedDict()  # loads that are not under way yet
         self._under_way: dict[int, _UnderWay] = {}  # loads that the mover has
         self._drops: list[tuple[Tier, bytes]] = []
         self._cancelled: list[int] = []
@@ -242,8 +242,7 @@ class TierIndex:
             each = map(self._load_s, chain(begun, self._queued.values()))
             most = max(LEAST_LOADING, sum(1 for _ in takewhile(lambda spent: spent <= left_s, accumulate(each))))
         while self._queued and len(self._under_way) < most:
-            move_id = next(iter(self._queued))
-            move = self._queued.pop(move_id)
+            move_id, move = self._queued.popitem(last=False)
             self._under_way[move_id] = _UnderWay(move, self._now)
             self._moves.append(move)
 

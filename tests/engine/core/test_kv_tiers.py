@@ -3,7 +3,8 @@ Never uses a model: the scripted executor checks every KV slot that a row builds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -499,6 +500,27 @@ def test_an_urgent_request_that_ends_the_last_load_does_not_leave_the_engine_asl
     engine.send("urgent", (7,) * 24, max_tokens=2, ignore_eos=True)
     run(engine)
     assert isinstance(engine.events["urgent"][-1], Finished)
+
+
+def test_loads_are_handed_out_without_a_walk_over_those_that_left() -> None:
+    """An iteration over a plain dict passes the places of what was taken: 60,000 loads took 1.4 ms of each
+    step."""
+    walks = 0
+
+    class Walked(OrderedDict[int, BlockMove]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal walks
+            walks += 1
+            return super().__iter__()
+
+    engine = core(tiers(host_blocks=40, held=True))
+    index = engine._tiers
+    assert index is not None
+    moves = [index.begin_load(bytes([number]), Tier.HOST, number) for number in range(10)]
+    index._queued = Walked(index._queued)
+    assert index.take_moves(beside_rows=False).moves == tuple(moves)
+    assert not index.has_queued
+    assert walks == 0
 
 
 def forget_after_a_look(engine: Engine) -> None:
