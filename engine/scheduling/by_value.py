@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappush
 from itertools import chain as joined
 from math import frexp, inf, sqrt
 from typing import NamedTuple
@@ -275,12 +274,12 @@ class ByValue(Chains):
     def _queue(self, block: Block) -> None:
         entry = self._entry(block)
         if block.kind == SUPERSEDED:
-            heappush(self._superseded, entry)
+            self._push(self._superseded, entry)
             return
         key = block.kind, block.octave
-        heappush(self._of_all.setdefault(key, []), entry)
+        self._push(self._of_all.setdefault(key, []), entry)
         if self._shares.several:
-            heappush(self._of_tenant.setdefault(block.tenant, {}).setdefault(key, []), entry)
+            self._push(self._of_tenant.setdefault(block.tenant, {}).setdefault(key, []), entry)
 
     def _queue_by_tenant(self) -> None:
         """Queue what is there by tenant, too, once there is more than one."""

@@ -109,6 +109,8 @@ class Block:
 Entry = tuple[float, int, int, Block]
 """When the block was used, its position with a minus, the number of the entry, and the block."""
 MIN_ENTRIES = 1024
+MOST_PLACES = 6
+"""Places in the queues for each block. A valid entry has two where there are several tenants."""
 
 
 class Chains(ABC):
@@ -123,8 +125,8 @@ class Chains(ABC):
         self._followers: dict[bytes, int] = {}
         """The number of blocks right after one, which the tier need not have."""
         self._entries = 0
-        self._fresh_entries = 0
-        """Entries since queues were last cleared of those that are not valid."""
+        self._places = 0
+        """Places in the queues that entries take, valid or not. A queue that was thrown away may still count."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -186,7 +188,6 @@ class Chains(ABC):
         """Make the block's valid entry."""
         self._tidy()  # here, because a tier that is never full drops nothing to make room
         self._entries += 1
-        self._fresh_entries += 1
         block.entry = self._entries
         return block.used_at, -block.position, self._entries, block
 
@@ -206,18 +207,25 @@ class Chains(ABC):
             if is_valid and not block.num_pins and block.used_at == used_at:
                 return block
             heappop(queue)
+            self._places -= 1
             if is_valid:
                 self._move(block, block.kind)
         return None
 
+    def _push(self, queue: list[Entry], entry: Entry) -> None:
+        self._places += 1
+        heappush(queue, entry)
+
     def _tidy(self) -> None:
-        """Clear the queues when most of their entries may have become invalid."""
-        if self._fresh_entries <= 2 * len(self) + MIN_ENTRIES:
+        """Clear the queues when most of their entries are not valid. A step waits for it, so it is not done where
+        taking from the front clears them well enough."""
+        if self._places <= MOST_PLACES * len(self) + MIN_ENTRIES:
             return
-        self._fresh_entries = 0
+        self._places = 0
         for queue in self._queues():
             queue[:] = [entry for entry in queue if entry[3].entry == entry[2]]
             heapify(queue)
+            self._places += len(queue)
 
     @abstractmethod
     def _enter(self, digest: bytes, facts: BlockFacts, now: float) -> None:
@@ -272,7 +280,7 @@ class LeastRecent(Chains):
         return block.digest
 
     def _queue(self, block: Block) -> None:
-        heappush(self._waiting, self._entry(block))
+        self._push(self._waiting, self._entry(block))
 
     def _queues(self) -> Iterable[list[Entry]]:
         return (self._waiting,)

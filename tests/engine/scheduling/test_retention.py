@@ -4,12 +4,14 @@ Never tests what blocks are worth; test_by_value does."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heapify
 
 import pytest
 from hypothesis import given
 
+from engine.scheduling import retention
 from engine.scheduling.by_value import ByValue
-from engine.scheduling.retention import BlockFacts, Chains, LeastRecent, Retention, session_key
+from engine.scheduling.retention import BlockFacts, Chains, Entry, LeastRecent, Retention, session_key
 from tests.engine.scheduling.kept_blocks import ANY, STEPS, Step, drain, facts, live, name, path_of, store
 
 POLICIES = [LeastRecent, ByValue]
@@ -104,6 +106,28 @@ def test_queues_do_not_grow_with_the_turns_of_a_session_that_goes_to_and_fro() -
         kept.end_turn("s", chain, now)
     assert len(kept) == 6
     assert sum(map(len, kept._queues())) < 2000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_queues_of_a_full_tier_are_not_cleared_as_a_whole(
+    policy: Callable[[], Chains], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 50,000 blocks that took a tenth of a second, at each 50,000th store: every stream waited."""
+    num_cleared = 0
+
+    def spy(queue: list[Entry]) -> None:
+        nonlocal num_cleared
+        num_cleared += 1
+        heapify(queue)
+
+    monkeypatch.setattr(retention, "heapify", spy)
+    kept = policy()
+    for number in range(12_000):
+        digest, about = number.to_bytes(4, "big"), BlockFacts(0, cost_s=0.01)
+        if number < 1000 or kept.pop_victim_for(digest, about, number) != digest:
+            kept.add(digest, about, number)
+    assert len(kept) == 1000
+    assert num_cleared == 0
 
 
 def test_sessions_of_one_name_are_told_apart_by_tenant_and_salt() -> None:
