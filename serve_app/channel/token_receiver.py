@@ -275,12 +275,13 @@ class TokenReceiver:
             _log_changes(silent - before, before - silent)
             liveness.set_silent_engines(silent, self._deployment)
         heard = liveness.engines(self._deployment) - silent
-        for stream in list(self._streams.values()) if silent else ():
-            if stream.may_move and stream.engine in silent and self._may_continue(stream.engine, heard):
+        left = {engine for engine in silent if self._may_continue(engine, heard)}
+        for stream in list(self._streams.values()) if left else ():
+            if stream.may_move and stream.engine in left:
                 stream.fail(EngineError(ErrorCode.ENGINE_DEAD, "The engine replica is silent."))
 
     def _may_continue(self, engine: str, others: Iterable[str]) -> bool:
-        """Whether a stream of an engine may go on at one of the others. If not, it can only wait."""
+        """Whether streams of an engine may go on at one of the others. If not, they can only wait."""
         return any(versions.may_continue(engine, other, self._deployment) for other in others)
 
 

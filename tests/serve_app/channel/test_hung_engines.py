@@ -204,6 +204,34 @@ async def test_a_stream_of_a_silent_engine_moves_only_if_another_has_the_same_fi
         receiver.close(stream)
 
 
+async def test_whether_streams_may_move_is_asked_once_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked for each stream, ten times a second: thousands of streams took a tenth of the ingress's time."""
+    asked = 0
+    may_continue = versions.may_continue
+
+    def spy(begun_at: str, engine_id: str, deployment: str) -> bool:
+        nonlocal asked
+        asked += 1
+        return may_continue(begun_at, engine_id, deployment)
+
+    monkeypatch.setattr(versions, "_deployments", {})
+    monkeypatch.setattr(versions, "may_continue", spy)
+    versions.tell(FIRST, EngineVersion("m", "s", "f"))
+    versions.tell(SECOND, EngineVersion("m", "s", "g"))
+    async with rig() as engine:
+        receiver = receiver_of(engine)
+        streams = [receiver.open(f"r{number}", may_move=True) for number in range(100)]
+        for stream in streams:
+            liveness.place_call(stream.stream_id, FIRST)
+        look(receiver, 2 * MOST_LOOKS)
+        asked = 0
+        assert look(receiver, 3) == {FIRST}
+        assert asked == 3
+        for stream in streams:
+            assert not stream.ended
+            receiver.close(stream)
+
+
 async def test_the_silence_of_one_models_engines_is_no_concern_of_anothers() -> None:
     """Each model's end of the channel numbers its calls by itself, and expects no engine of another deployment."""
     other = TokenReceiver(HOST, 1000, engine_silence_s=MOST_LOOKS * LOOK_S, deployment="Engine-b")
