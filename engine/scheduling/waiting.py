@@ -24,7 +24,7 @@ class Lane:
     """The requests of one priority and one tenant, in the order of their places, with the lane's rank among the
     others."""
 
-    __slots__ = ("age_key", "aged", "ages", "key", "rank", "requests")
+    __slots__ = ("age_key", "aged", "ages", "key", "rank", "ranked_at", "requests")
 
     def __init__(self, key: LaneKey) -> None:
         self.key = key
@@ -34,6 +34,8 @@ class Lane:
         of it."""
         self.aged = False
         self.rank: Rank | None = None  # None: not ranked yet
+        self.ranked_at = 0.0
+        """What its tenant had been served when it was ranked. That only grows, so it is never ahead of its rank."""
         self.age_key: tuple[float, LaneKey] = (math.inf, key)
 
     def __iter__(self) -> Iterator[Request]:
@@ -52,7 +54,7 @@ class WaitingQueue:
     first tokens.
 
     Every change costs O(log n) comparisons. A lane whose rank may have changed is only noted, and ranked again at the
-    next look.
+    next look. If only its tenant was served, it is ranked again once it is the first: each row of each step serves one.
     """
 
     def __init__(self, config: SchedulerConfig, service: Service | None = None) -> None:
@@ -156,10 +158,7 @@ class WaitingQueue:
 
     def serve(self, request: Request, amount: float) -> None:
         """Count what was computed for a request against its tenant."""
-        key = _lane_key(request)
-        self._shares.serve(key, amount)
-        if (lane := self._lanes.get(key)) is not None:
-            self._changed[key] = lane
+        self._shares.serve(_lane_key(request), amount)
 
     def oldest_since(self) -> float | None:
         """Return when the longest-waiting request began to wait, in monotonic seconds."""
@@ -180,8 +179,11 @@ class WaitingQueue:
         under_way: list[tuple[Rank, _Walk]] = []  # lanes from which this walk has taken requests
         while first or under_way:
             if first and (not under_way or first[0] < under_way[0][0]):
-                walk = _Walk(first[1], self._shares.served(first[1].key), self._service)
-                first = next(lanes, None)
+                lane, first = first[1], next(lanes, None)
+                walk = _Walk(lane, self._shares.served(lane.key), self._service)
+                if self._was_served(lane) and walk.head is not None:  # others may go before it
+                    heapq.heappush(under_way, (self._rank(walk.head, walk.since, walk.served, now), walk))
+                    continue
             else:
                 walk = heapq.heappop(under_way)[1]
             yield walk.take()
@@ -203,6 +205,12 @@ class WaitingQueue:
             self._place(self._lanes[young.first[1]], aged=True)
         while aged and now - aged.last[0] < self._age_s:
             self._place(self._lanes[aged.last[1]], aged=False)
+        while self._ranks and self._was_served(first := self._ranks.first[1]):
+            self._place(first, aged=first.aged)
+
+    def _was_served(self, lane: Lane) -> bool:
+        """Whether a lane's tenant was served since the lane was ranked, and that counts."""
+        return not lane.aged and self._shares.served(lane.key) != lane.ranked_at
 
     def _look_at_changed(self) -> None:
         for lane in self._changed.values():
@@ -212,8 +220,8 @@ class WaitingQueue:
     def _place(self, lane: Lane, *, aged: bool) -> None:
         self._unrank(lane)
         since, head = lane.since, lane.requests.first[1]
-        lane.aged, lane.age_key = aged, (since, lane.key)
-        lane.rank = self._rank(head, since, self._shares.served(lane.key), math.inf if aged else -math.inf)
+        lane.aged, lane.age_key, lane.ranked_at = aged, (since, lane.key), self._shares.served(lane.key)
+        lane.rank = self._rank(head, since, lane.ranked_at, math.inf if aged else -math.inf)
         self._by_age[aged].add(lane.age_key)
         self._ranks.add((lane.rank, lane))
 

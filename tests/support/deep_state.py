@@ -9,7 +9,7 @@ from typing import Any
 
 LOOKED_UP = {"prefix_match", "tier_match", "memory_lack"}
 """What the planner keeps of a request's blocks in caches."""
-RANKED = {"_changed", "_ranks", "_by_age", "aged", "age_key", "rank"}
+RANKED = {"_changed", "_ranks", "_by_age", "aged", "age_key", "rank", "ranked_at"}
 """The queue's order among lanes, which is brought up to date when somebody looks."""
 MEMOS = LOOKED_UP | RANKED | {"_rows"}
 """Fields that follow from others, as of now. `_rows` are those of answers' lengths."""
