@@ -196,7 +196,8 @@ class Migration:
             attempt = start(progress.rest(begun), tuple(avoid))
             try:
                 events = await self._first(attempt, progress.deadline)
-                progress.answered()
+                if not isinstance(events[0], Failed):  # an engine may die while the request waits there
+                    progress.answered()
                 while True:
                     if accepted := progress.accept(events):
                         yield accepted

@@ -463,10 +463,11 @@ def test_a_stream_that_moves_often_pauses_no_longer_than_at_first(monkeypatch: p
     assert moved_at(Replicas(*[failing(2)] * 8), 8) == pytest.approx([0.05 * number for number in range(8)])
 
 
-def test_pauses_double_up_to_a_limit_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("as_event", [False, True])
+def test_pauses_double_up_to_a_limit_while_nobody_answers(as_event: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr(migration, "LONGEST_BACKOFF_S", 0.4)
-    moved = moved_at(Replicas(*[failing(0)] * 8), 8)
+    moved = moved_at(Replicas(*[failing(0, as_event=as_event)] * 8), 8)
     pauses = [then - before for before, then in itertools.pairwise(moved)]
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.4, 0.4, 0.4])
 
