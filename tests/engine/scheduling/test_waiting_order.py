@@ -250,7 +250,7 @@ def test_a_look_at_the_queue_sees_as_many_as_it_asks_for(num_tenants: int, monke
 
 
 def test_tenants_that_are_served_in_each_step_are_not_all_ranked_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 500 tenants that run and wait, ranking all of them was two fifths of a step's time."""
+    """With 500 tenants that run and wait, ranking all of them was two fifths of what a step costs the host."""
     num_ranked = 0
     place = WaitingQueue._place
 
