@@ -3,36 +3,22 @@ Never needs a GPU: Triton brings the assembler."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.kernels.triton import every_kernel
+from tests.kernels.triton.every_kernel import RECORD, ROOT, RUNS, SOURCES, compile_all, sources
 from tests.kernels.triton.resources import compile_for
 
 pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 from kernels.triton.shared import launch
-from tests.kernels.triton.compiled import FP8_CAPABILITY, SHARED_BYTES
-
-EVERY = {
-    "_norm", "_silu_and_mul", "_rotate", "_write", "_sum_items", "attend", "_combine", "_copy", "_edit", "_look",
-    "_limit", "scan_block", "filter_row", "sample_row", "_logprobs", "_convolve", "_one_step", "_invert", "_scan",
-    "_gated_norm", "_sigmoid_gate", "_router_logits", "_choose", "_sort", "gate_up", "down", "gather_inputs",
-    "add_parts", "_shrink", "_expand", "multiply", "add_splits", "few_rows", "few_rows_gated", "many_rows",
-}  # fmt: skip
-FROM_8_9 = {"round_rows", "multiply_fp8"}
-"""The kernels that only GPUs with products of fp8 have."""
-
-
-def every(capability: str) -> set[str]:
-    return EVERY | FROM_8_9 if float(capability) >= FP8_CAPABILITY else EVERY
-
-
-def compile_all(cache: Path, capability: str, *arguments: str) -> list[dict[str, Any]]:
-    found = compile_for(capability, str(cache), *arguments)
-    assert {kernel["name"] for kernel in found} == every(capability)
-    return found
+from tests.kernels.triton.compiled import SHARED_BYTES
 
 
 @pytest.mark.slow
@@ -89,13 +75,37 @@ def test_a_numbered_configuration_that_does_not_fit_gives_way_to_one_that_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["8.0", "10.0", "12.0"])
-def test_every_kernel_compiles_for_other_gpus(compiled: Path, capability: str) -> None:
-    compile_all(compiled, capability, "--head-dims", "80", "256", "--groups", "8", "--first-config")
+@pytest.mark.parametrize("name", RUNS)
+def test_every_configuration_compiles_and_the_first_for_every_kind_of_gpu(compiled: Path, name: str) -> None:
+    """It takes minutes, and depends on the sources alone: what was compiled once need not be again."""
+    if json.loads(RECORD.read_text(encoding="utf-8")) == sources():
+        pytest.skip("the same sources were compiled before: see tests/kernels/triton/every_kernel.py")
+    for capability, *arguments in RUNS[name]:
+        compile_all(compiled, capability, *arguments)
 
 
-@pytest.mark.slow
-def test_every_configuration_compiles(compiled: Path) -> None:
-    """Autotuning skips those that need more shared memory than the GPU has."""
-    compile_all(compiled, "9.0", "--head-dims", "80", "256", "--groups", "8")
-    compile_all(compiled, "9.0", "--dtypes", "float32", "float16", "--first-config")
+def test_the_sources_of_a_kernel_are_all_that_the_compiling_process_imports() -> None:
+    code = "import sys; import tests.kernels.triton.compiled; print(*(name for name in sys.modules), sep='\\n')"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    names = {name for name in done.stdout.split() if name.partition(".")[0] in ("kernels", "engine", "tests")}
+    of_sources = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for pattern in SOURCES
+        for path in ROOT.glob(pattern)
+    }
+    of_tests = {"tests", "tests.kernels", "tests.kernels.triton", "tests.kernels.triton.resources"}
+    assert "kernels.triton.attention.kernel" in names
+    assert names - of_sources == of_tests
+
+
+def test_another_source_is_another_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "kernels" / "triton" / "ops.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("a = 1")
+    monkeypatch.setattr(every_kernel, "ROOT", tmp_path)
+    first = sources()
+    assert sources() == first
+    source.write_text("a = 2")
+    assert sources() != first
+    assert sources()["triton"] == first["triton"]

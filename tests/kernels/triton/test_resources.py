@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 import triton
 
+from tests.kernels.triton.every_kernel import every
 from tests.kernels.triton.resources import (
     CAPABILITIES,
     SHAPE,
@@ -22,7 +23,6 @@ from tests.kernels.triton.resources import (
     table_of,
     written,
 )
-from tests.kernels.triton.test_compiled import every
 
 DOCUMENT: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
 OVER_8_BITS, BY_SPANS = "attend over 8 bits", "multiply by spans"
