@@ -18,7 +18,7 @@ from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.chunk_policy import ChunkRule, Room
 from engine.scheduling.forecast import Forecast
 from engine.scheduling.request import Request
-from engine.scheduling.request_parts import TierMatch
+from engine.scheduling.request_parts import MemoryLack, TierMatch
 from engine.scheduling.reservation import Admission
 from engine.scheduling.resources import Resource
 from engine.scheduling.step_prediction import Prediction
@@ -680,7 +680,8 @@ class _Planner:
                 shared += self._shared_of(load, len(prefix))
             if not self._memory.fits(request, shared, alone=alone):
                 if len(request.block_hashes) > LONG_CHAIN:
-                    request.memory_lack = (view.now + LOOK_AGAIN_S, self._memory.available)
+                    until = view.now + LOOK_AGAIN_S
+                    request.memory_lack = MemoryLack(until, self._memory.available, len(prefix))
                 if self._pass(request):
                     break
                 continue
@@ -711,9 +712,12 @@ class _Planner:
         return budget
 
     def _lacked_memory_just_now(self, request: Request) -> bool:
-        """Whether a long prompt lacked memory a moment ago, and there is no more now."""
-        until, available = request.memory_lack
-        return self._view.now < until and self._memory.available <= available
+        """Whether a long prompt lacked memory a moment ago, and nothing has changed that may let it fit."""
+        lack, view = request.memory_lack, self._view
+        if lack is None or view.now >= lack.until or self._memory.available > lack.num_available:
+            return False
+        following = request.block_hashes[lack.num_cached : lack.num_cached + 1]
+        return not any(view.blocks.block_of(digest) is not None or digest in view.coming for digest in following)
 
     def _pass(self, request: Request) -> bool:
         """Note that a request lacks memory, so that others may pass it. Return whether nobody may, because others lose

@@ -14,7 +14,7 @@ from engine.multimodal_inputs import SpanInput, place_inputs
 from engine.prefix import ROOT, extend_chain, root_of
 from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
 from engine.scheduling.input_checks import atomic_spans, check_inputs
-from engine.scheduling.request_parts import Drafts, Loading, Pooling, PromptSpans, Scoring, TierMatch
+from engine.scheduling.request_parts import Drafts, Loading, MemoryLack, Pooling, PromptSpans, Scoring, TierMatch
 from engine.scheduling.retention import session_key
 from engine.step import PENDING_TOKEN, LogitControls, PromptScoring, RowSampling
 
@@ -81,9 +81,8 @@ class Request:
     tier_match: TierMatch | None = None
     """Likewise; None: not looked up yet."""
 
-    memory_lack: tuple[float, int] = (-math.inf, 0)
-    """(until when, with how many available blocks): a long prompt that lacked memory is taken to lack it until then, in
-    monotonic seconds, unless more blocks are available."""
+    memory_lack: MemoryLack | None = None
+    """None: it did not lack any."""
 
     # What few requests have: a value, or an object if several belong together.
     early_sampling: RowSampling | None = None

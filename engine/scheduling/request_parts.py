@@ -85,6 +85,18 @@ class Drafts(NamedTuple):
     method: DraftMethod
 
 
+class MemoryLack(NamedTuple):
+    """That a long waiting prompt did not fit. It is taken not to fit until more blocks are available, or the cache has
+    more of its beginning."""
+
+    until: float
+    """It is believed no longer than that, in monotonic seconds."""
+    num_available: int
+    """Blocks."""
+    num_cached: int
+    """Blocks of its beginning."""
+
+
 class TierMatch(NamedTuple):
     """What of a waiting prompt could be had without computing it, and as of when."""
 

@@ -165,6 +165,27 @@ def test_long_prompts_that_wait_for_memory_are_not_looked_up_in_every_step(
     assert core.load().num_waiting < num_waiting, "more memory is used at once"
 
 
+def test_a_long_prompt_fits_as_soon_as_the_cache_has_enough_of_its_beginning() -> None:
+    """What it lacks shrinks while another request computes the same document, and no memory is freed meanwhile."""
+    core = RecordingCore(
+        max_model_len=4096,
+        num_kv_blocks=335,
+        max_num_batched_tokens=512,
+        max_prefill_tokens=512,
+        scheduler=prompt_only(),
+        tick_ms=1000 * LOOK_AGAIN_S / 20,
+    )
+    document = [token % 29 for token in range(1200)]
+    assert len(document) > LONG_CHAIN * core.config.block_size
+    core.send("first", [*document, *[1] * 8], max_tokens=100, ignore_eos=True)
+    core.keep(core.step())
+    core.send("second", [*document, *[2] * 8], max_tokens=2)
+    for _ in range(4):
+        core.keep(core.step())
+    rows = [[row.request_id for row in plan.rows] for plan in core.plans]
+    assert rows == [["first"]] * 3 + [["first", "second"]] * 2, "once three chunks of the document are computed"
+
+
 @pytest.mark.parametrize(("order", "first"), [("strict", "large"), ("bypass", "small")])
 def test_requests_that_fit_overtake_one_that_does_not_only_in_bypass(order: str, first: str) -> None:
     core = RecordingCore(num_kv_blocks=12, scheduler=prompt_only(admission_order=order), enable_prefix_caching=False)
