@@ -191,6 +191,8 @@ class ByValue(Chains):
         if block.tenant not in self._shares:
             self._of_tenant.pop(block.tenant, None)
         super()._drop(block)
+        if queue := self._of_tenant.get(block.tenant, {}).get((block.kind, block.octave)):
+            self._front(queue)  # which takes what is no longer valid from it
 
     # --- what it drops ------------------------------------------------------------------------------------------------
 

@@ -108,9 +108,10 @@ def test_queues_do_not_grow_with_the_turns_of_a_session_that_goes_to_and_fro() -
     assert sum(map(len, kept._queues())) < 2000
 
 
+@pytest.mark.parametrize("tenants", [("",), ("a", "b", "c")])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_queues_of_a_full_tier_are_not_cleared_as_a_whole(
-    policy: Callable[[], Chains], monkeypatch: pytest.MonkeyPatch
+    policy: Callable[[], Chains], tenants: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 50,000 blocks that took a tenth of a second, at each 50,000th store: every stream waited."""
     num_cleared = 0
@@ -123,7 +124,8 @@ def test_the_queues_of_a_full_tier_are_not_cleared_as_a_whole(
     monkeypatch.setattr(retention, "heapify", spy)
     kept = policy()
     for number in range(12_000):
-        digest, about = number.to_bytes(4, "big"), BlockFacts(0, cost_s=0.01)
+        tenant = tenants[number % len(tenants)]
+        digest, about = number.to_bytes(4, "big"), BlockFacts(0, cost_s=0.01, tenant=tenant)
         if number < 1000 or kept.pop_victim_for(digest, about, number) != digest:
             kept.add(digest, about, number)
     assert len(kept) == 1000
