@@ -23,13 +23,18 @@ def private_directory(path: Path) -> Path:
     Raises:
         ConfigError: it is none, cannot be made, belongs to another user, or others may write to it.
     """
-    path = path.expanduser().absolute()
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"kv_tiers.disk_path {path} has no place, because there is no such home directory.") from None
     with refusing_what_cannot_be_written(path):
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = path.stat()
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"kv_tiers.disk_path {path} is or goes through a file: expected a directory.") from error
+        except ValueError as error:  # a NUL
+            raise ConfigError(f"kv_tiers.disk_path {str(path)!r} is no path: {error}.") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"kv_tiers.disk_path {path} belongs to user {status.st_uid} and has mode {status.st_mode & 0o7777:04o}: "
