@@ -298,6 +298,8 @@ class AdmissionTicket:
         self._num_places = 0
         self._num_behind = 0
         """Answers that get the place of one that has ended."""
+        self._num_answer_tokens = 0
+        """The tokens of one of them, in the mean."""
         self._has_started = False
 
     def __enter__(self) -> AdmissionTicket:
@@ -323,13 +325,15 @@ class AdmissionTicket:
         self._num_behind = num_answers - self._num_wanted
         self._gate._enqueue(self, num_tokens)
         self._num_queued_tokens = num_tokens
+        self._num_answer_tokens = num_tokens // num_answers
         if refusal := await self._turn:
             raise refusal
 
     def started(self) -> None:
-        """Note that the engine has begun with the prompt, which is no longer queued. Idempotent."""
+        """Note that the engine has begun with the prompt, which is no longer queued; those of answers without a place
+        are. Idempotent."""
         self._has_started = True
-        self._forget_tokens(served=True)
+        self._forget_tokens(served=True, but=self._num_behind * self._num_answer_tokens)
 
     def finished(self) -> None:
         """Note that the engine has finished an answer, which needs no place any more. No effect after the block."""
@@ -358,10 +362,10 @@ class AdmissionTicket:
         if not self._turn.done():
             self._turn.set_result(refusal)
 
-    def _forget_tokens(self, *, served: bool) -> None:
-        if self._num_queued_tokens:
-            self._gate._release_tokens(self, self._num_queued_tokens, served=served)
-            self._num_queued_tokens = 0
+    def _forget_tokens(self, *, served: bool, but: int = 0) -> None:
+        if (num_tokens := self._num_queued_tokens - but) > 0:
+            self._gate._release_tokens(self, num_tokens, served=served)
+            self._num_queued_tokens = but
 
 
 def _excess(backlog: Backlog, more: int, limit: int) -> int:

@@ -106,10 +106,12 @@ async def test_an_answer_that_ends_passes_its_place_to_one_behind_it_of_the_same
     gate = Gate(at_most(2))
     with gate.enter(ANN) as ticket:
         await ticket.dispatched(10, num_answers=5, num_at_once=2)
-        other = Guest(gate)
-        for num_ended in range(1, 6):
+        other = Guest(gate, num_tokens=7)
+        for num_ended, num_queued in enumerate([6, 4, 2, 0, 0], start=1):
             await quiet()
             assert other.inside is (num_ended > 4), "three of five had no place at first"
+            ticket.started()
+            assert gate.snapshot().num_queued_tokens == num_queued + 7, "and neither had their tokens"
             ticket.finished()
         await quiet()
         assert gate.snapshot().num_dispatched == 1
