@@ -110,9 +110,9 @@ class _Replica:
 
     def holds(self, adapter: bytes) -> bool:
         """Whether the replica has the adapter, or will load it for a request that was sent there."""
-        sent = (*self.fresh.values(), *self.counted.values())
-        reported = self.report is not None and adapter in self.report.adapter_keys
-        return reported or any(one.adapter == adapter for one in sent)
+        if self.report is not None and adapter in self.report.adapter_keys:
+            return True
+        return any(one.adapter == adapter for sent in (self.fresh, self.counted) for one in sent.values())
 
     def num_queued_tokens(self, now: float) -> float:
         """Estimate the prompt tokens still to be computed: `left`, less what the engine has computed since."""
