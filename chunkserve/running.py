@@ -203,10 +203,9 @@ class Running:
         num_tokens = sum(len(group[0].submission.prompt_token_ids) for group in groups)
         with lifecycle.bound():
             await ticket.dispatched(num_tokens, sum(map(len, groups)), MAX_AT_ONCE)
-        left_s = None if lifecycle.deadline is None else lifecycle.deadline.left_s()
 
         def completion(ready: Prepared) -> Completion:
-            ready = replace(ready, submission=replace(ready.submission, timeout_s=left_s, **targets))
+            ready = replace(ready, submission=replace(ready.submission, **targets))
             stops = content_stops(request, self.tokenizer, model, ready) if isinstance(request, ChatRequest) else None
             return Completion(self._client, ready, lifecycle, ticket, times, None, stops=stops)
 

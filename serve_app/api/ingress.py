@@ -217,11 +217,9 @@ class _Generate(Generic[RequestT]):
         return Choices([[self._completion(ready, admitted, session) for ready in group] for group in groups])
 
     def _completion(self, ready: Prepared, admitted: _Admitted, session: str | None) -> Completion:
-        deadline = admitted.lifecycle.deadline
-        left_s = None if deadline is None else deadline.left_s()
         facts, tenant = admitted.facts, admitted.ticket.tenant.name
         named = facts.session or ""  # the client's own name: what only keeps choices together is no conversation
-        submission = replace(ready.submission, timeout_s=left_s, tenant=tenant, session=named, **facts.targets)
+        submission = replace(ready.submission, tenant=tenant, session=named, **facts.targets)
         ready = replace(ready, submission=submission)
         request, lane = facts.request, admitted.lane
         thoughts, stops = None, None

@@ -122,10 +122,12 @@ class Completion:
             EngineError, ApiError: before the first piece, or between two.
         """
         last: Piece | None = None
+        deadline = self._lifecycle.deadline
+        left_s = None if deadline is None else deadline.left_s()  # now: its turn comes after other parts of the request
         self._lifecycle.given_to_engine()
         self._times.given_to_engine()
         self.record.given, unread_s = self._times.now(), self._times.unread_s
-        async with aclosing(self._stream()) as items:
+        async with aclosing(self._stream(left_s)) as items:
             while (events := await self._next(items)) is not None:
                 self._ticket.started()
                 piece = self._apply(events)
@@ -145,8 +147,9 @@ class Completion:
         if self._generated:
             self._times.has_token()
 
-    def _stream(self) -> AsyncGenerator[list[Event], None]:
-        return self._client.stream(self.submission, session=self._session, record=self.record)
+    def _stream(self, left_s: float | None) -> AsyncGenerator[list[Event], None]:
+        submission = replace(self.submission, timeout_s=left_s)
+        return self._client.stream(submission, session=self._session, record=self.record)
 
     async def _next(self, items: AsyncGenerator[list[Event], None]) -> list[Event] | None:
         """Return the engine's next item; None at the end. Never waits long past the deadline: the engine cannot end a

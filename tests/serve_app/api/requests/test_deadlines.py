@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine.build.engine import build_engine
 from engine.config import EngineConfig, FakeConfig
 from engine.protocol import EngineError, ErrorCode
 from serve_app.api.ingress import create_app
+from serve_app.api.openai.choices import MAX_AT_ONCE
 from serve_app.api.requests.deadline import MAX_TIMEOUT_MS
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.harness import (
@@ -59,6 +61,32 @@ async def test_the_engine_gets_what_is_left_of_the_sooner_deadline(
     (submission,) = client.submissions
     assert submission.timeout_s is not None
     assert most_s - 1 < submission.timeout_s < most_s, "the time that reading and tokenizing took is gone"
+
+
+EMBEDDINGS = {"model": MODEL.id, "input": ["a"] * (MAX_AT_ONCE + 1)}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT | {"n": 2}), ("/v1/embeddings", EMBEDDINGS)])
+async def test_what_follows_other_parts_of_its_request_has_only_the_time_that_they_left(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: inputs beyond the first 128, and answers that waited for the prompt, got the time from before."""
+    client = ScriptedClient([scheduled()], make_time_pass(3, monkeypatch), tokens("a"), [finished()])
+    answer = await post(app_for(client, model=replace(MODEL, pooling="mean")), path, body | {"timeout_ms": 5000})
+    assert answer.status == 200
+    first, last = client.submissions[0].timeout_s, client.submissions[-1].timeout_s
+    assert first is not None
+    assert last is not None
+    assert 4 < first < 5
+    assert last < 2
+
+
+async def test_inputs_whose_turn_comes_after_the_deadline_reach_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ScriptedClient([scheduled()], make_time_pass(5.5, monkeypatch), [finished()])
+    app = app_for(client, model=replace(MODEL, pooling="mean"))
+    answer = await post(app, "/v1/embeddings", EMBEDDINGS | {"timeout_ms": 5000})
+    assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+    assert len(client.submissions) < len(EMBEDDINGS["input"])
 
 
 async def test_without_a_deadline_a_request_may_take_as_long_as_it_likes() -> None:
