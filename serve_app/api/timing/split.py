@@ -117,7 +117,7 @@ def wall_seconds(
         seconds[TimeCause.QUEUE] = ended - times.given  # no engine has begun, and none will tell
         return seconds
     for part in (
-        _behind_leader(leader, record.given - times.given),
+        _before_its_turn(leader, record.given - times.given),
         _with_engines(record, returned - record.given, within_s),
     ):
         for cause, value in part.items():
@@ -128,9 +128,12 @@ def wall_seconds(
     return seconds
 
 
-def _behind_leader(leader: StreamRecord | None, seconds: float) -> Seconds:
-    """Divide the time in which an answer waited for the first answer to its prompt, until that was computed."""
-    told = {} if leader is None or leader.times is None else leader.times.seconds
+def _before_its_turn(leader: StreamRecord | None, seconds: float) -> Seconds:
+    """Divide the time in which an answer waited for the first answer to its prompt, until that was computed. What has
+    no leader waited for other prompts of its request: the engines have a limited number of them at the same time."""
+    if leader is None:
+        return {TimeCause.QUEUE: seconds}
+    told = {} if leader.times is None else leader.times.seconds
     causes = {cause: value for cause, value in told.items() if cause not in _OF_ANSWERS}
     total_s = sum(causes.values())
     if total_s <= 0:
