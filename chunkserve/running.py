@@ -209,7 +209,7 @@ class Running:
             stops = content_stops(request, self.tokenizer, model, ready) if isinstance(request, ChatRequest) else None
             return Completion(self._client, ready, lifecycle, ticket, times, None, stops=stops)
 
-        return Choices([[completion(ready) for ready in group] for group in groups])
+        return await Choices.of(groups, completion)
 
     async def _prepared(
         self, request: ChatRequest | CompletionRequest | EmbeddingRequest, request_id: str, model: ServedModel

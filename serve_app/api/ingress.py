@@ -214,7 +214,7 @@ class _Generate(Generic[RequestT]):
             await ticket.dispatched(num_tokens, sum(map(len, groups)), MAX_AT_ONCE)
         if session is None and request.num_choices > 1:
             session = admitted.request_id  # the same engine for all answers to a prompt, so that they share its blocks
-        return Choices([[self._completion(ready, admitted, session) for ready in group] for group in groups])
+        return await Choices.of(groups, lambda ready: self._completion(ready, admitted, session))
 
     def _completion(self, ready: Prepared, admitted: _Admitted, session: str | None) -> Completion:
         facts, tenant = admitted.facts, admitted.ticket.tenant.name

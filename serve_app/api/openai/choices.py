@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from engine.protocol import Usage
 from serve_app.api.generation.completion import Completion, Piece
+from serve_app.api.generation.submission import Prepared
 from serve_app.api.openai.response import Prompt
 from serve_app.engines.engine_client import Move, StreamRecord
 from serve_app.errors.api_error import ApiError
 
 MAX_AT_ONCE = 128
 """The most prompts of one request that the engines have at the same time. Only embeddings have more."""
+_GROUPS_AT_ONCE = 64
+"""Prompts whose completions are made in about a millisecond."""
 
 Indexed = tuple[int, Piece]
 """A piece, and the index of its choice."""
@@ -41,6 +44,16 @@ class Choices:
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self.error: ApiError | None = None
         """The error that ended the stream after it had begun."""
+
+    @classmethod
+    async def of(cls, prepared: Iterable[Sequence[Prepared]], completion: Callable[[Prepared], Completion]) -> Choices:
+        """Make the completion of each answer, without holding the event loop: there may be two thousand prompts."""
+        groups = list[list[Completion]]()
+        for group in prepared:
+            groups.append([completion(ready) for ready in group])
+            if not len(groups) % _GROUPS_AT_ONCE:
+                await asyncio.sleep(0)
+        return cls(groups)
 
     def __len__(self) -> int:
         return len(self._all)

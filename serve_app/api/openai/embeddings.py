@@ -3,6 +3,7 @@ Never judges a model: whoever sets `pooling` decides whether its vectors mean an
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import sys
@@ -21,6 +22,7 @@ from serve_app.api.generation.submission import (
     text_chars,
     truncated,
 )
+from serve_app.api.http.offload import INLINE_SIZE
 from serve_app.api.openai.choices import Choices
 from serve_app.api.openai.forms import Answering, Form, ParsedRequest
 from serve_app.api.openai.response import Json
@@ -30,6 +32,9 @@ from serve_app.api.requests.schema import parse_request
 from serve_app.api.text.tokenizer import Tokenizer, TooManyTokens
 from serve_app.engines.engine_client import ServedModel
 from serve_app.errors.api_error import ApiError
+
+_INPUT_SIZE = 64
+"""The cost of preparing an input without tokens, as a number of characters that would cost as much to encode."""
 
 
 def read_embeddings(body: bytes) -> ParsedRequest[EmbeddingRequest]:
@@ -53,9 +58,10 @@ async def prepare_embeddings(
         text = f"The model `{model.id}` makes no embeddings: the server's setting `pooling` is none."
         raise ApiError(400, text, param="model", code="unsupported_parameter")
     most = None if request.truncate_prompt_tokens is not None else model.max_model_len
-    groups, num_chars = [], text_chars(request.inputs)
-    for number, given in enumerate(request.inputs):
-        param = "input" if len(request.inputs) == 1 else f"input.{number}"
+    inputs = request.inputs
+    groups, num_chars, unyielded = list[list[Prepared]](), text_chars(inputs), 0
+    for number, given in enumerate(inputs):
+        param = "input" if len(inputs) == 1 else f"input.{number}"
         try:
             tokens, _ = await encode_prompt(given, tokenizer, param, most, num_chars)
         except TooManyTokens as error:
@@ -71,6 +77,10 @@ async def prepare_embeddings(
             adapter=model.adapter,
         )
         groups.append([Prepared(submission, tokenizer.detokenizer())])
+        unyielded += _INPUT_SIZE + len(tokens)
+        if unyielded > INLINE_SIZE:
+            await asyncio.sleep(0)  # there may be two thousand inputs
+            unyielded = 0
     return groups
 
 

@@ -3,6 +3,7 @@ Never says what a vector is good for; tests/golden compares pooled states with t
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -11,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 from openai.types import CreateEmbeddingResponse
@@ -21,9 +23,17 @@ from engine.build.engine import build_engine
 from engine.config import EngineConfig
 from engine.fake.executor import HIDDEN_SIZE
 from engine.protocol import Event, Pooled, SamplingParams, Submission
+from serve_app.api.generation.completion import Completion
+from serve_app.api.generation.live import Lifecycle
 from serve_app.api.ingress import create_app
+from serve_app.api.openai.choices import Choices
+from serve_app.api.openai.embeddings import prepare_embeddings
+from serve_app.api.requests.embedding_schema import EmbeddingRequest
+from serve_app.api.requests.prompt_schema import MAX_INPUTS
+from serve_app.api.requests.schema import parse_request
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.engines.engine_client import StreamRecord
+from serve_app.metrics.request_times import RequestTimes
 from tests.serve_app.harness import CHAT, MODEL, Answer, LocalClient, ScriptedClient, app_for, finished, post, scheduled
 
 pytestmark = pytest.mark.anyio
@@ -103,6 +113,29 @@ async def test_hundreds_of_inputs_are_embedded_in_order_and_no_more_than_128_at_
     assert client.most_open == 128
     for place in (0, 127, 128, 299):
         assert [found[place]] == [pytest.approx(vector) for vector in vectors(await embed(app, input=words[place]))]
+
+
+@pytest.mark.parametrize("given", ["a", [97]], ids=["texts", "token ids"])
+async def test_the_event_loop_runs_while_thousands_of_inputs_are_prepared(given: Any) -> None:
+    """Regression: streams stood still for a tenth of a second."""
+    body = json.dumps({"model": MODEL.id, "input": [given] * MAX_INPUTS}).encode()
+    request, model = parse_request(EmbeddingRequest, body), replace(MODEL, pooling="mean")
+    client, lifecycle, rounds = ScriptedClient(), Lifecycle(), 0
+    ticket, times = Mock(), RequestTimes()
+
+    async def others() -> None:
+        nonlocal rounds
+        while True:
+            await asyncio.sleep(0)
+            rounds += 1
+
+    running = asyncio.ensure_future(others())
+    groups = await prepare_embeddings(request, "a", Tokenizer.byte_level(), model, Mock())
+    prepared, rounds = rounds, 0
+    choices = await Choices.of(groups, lambda one: Completion(client, one, lifecycle, ticket, times, None))
+    running.cancel()
+    assert len(choices) == MAX_INPUTS
+    assert min(prepared, rounds) > MAX_INPUTS // 100
 
 
 async def test_base64_holds_the_same_numbers(engine: AsyncEngine) -> None:
