@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from chunkserve.answers import Answer, Chunk
@@ -28,6 +29,7 @@ from serve_app.api.generation.completion import Completion
 from serve_app.api.generation.field_grammars import refused
 from serve_app.api.generation.live import Lifecycle
 from serve_app.api.generation.submission import Prepared, prepare_chat, prepare_completion
+from serve_app.api.http.offload import run_sized
 from serve_app.api.http.turns import TenantTurns
 from serve_app.api.openai.choices import MAX_AT_ONCE, Choices
 from serve_app.api.openai.embeddings import normalized, prepare_embeddings
@@ -163,7 +165,8 @@ class Running:
             request = self._read(EmbeddingRequest, {"input": list(texts[first : first + MAX_INPUTS]), **fields})
             async with self._choices(request, arrived) as (choices, _):
                 await choices.whole()
-                found += (normalized(vector) for vector in choices.vectors)
+                vectors = choices.vectors
+                found += await run_sized(sum(map(len, vectors)), partial(list, map(normalized, vectors)))
         return found
 
     @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 from unittest.mock import Mock
@@ -162,6 +162,24 @@ async def test_vectors_have_length_one_and_need_the_setting(engine: AsyncEngine)
         vectors = await pooling.embed(["a", "b c"] * 100)
         assert await pooling.embed([]) == []
     assert [round(sum(x * x for x in vector), 6) for vector in vectors] == [1] * 200
+
+
+async def test_many_vectors_are_made_to_length_one_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a list of two thousand long vectors stopped the program's own loop for seconds."""
+    from chunkserve import running
+    from serve_app.api.openai.embeddings import normalized
+
+    threads = set[int]()
+
+    def noted(vector: Sequence[float]) -> list[float]:
+        threads.add(threading.get_ident())
+        return normalized(vector)
+
+    monkeypatch.setattr(running, "normalized", noted)
+    async with AsyncEngine("m", executor="fake", pooling="mean") as engine:
+        assert len(await engine.embed(["a"] * 520)) == 520
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_all_texts_of_a_list_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ Never writes a byte of HTTP; streamed and whole answers are made from the same p
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -99,8 +100,8 @@ class Completion:
         """Set once the answer is complete."""
         self.prompt_scores: tuple[TokenLogprobs, ...] | None = None
         """The scores of the prompt's tokens from the second on, once they are known."""
-        self.vector: tuple[float, ...] = ()
-        """The vector of a pooled prompt, once it is known."""
+        self.vector = array("d")
+        """The vector of a pooled prompt, once it is known. Compact: a response may have two thousand."""
 
     @property
     def usage(self) -> Usage:
@@ -176,7 +177,7 @@ class Completion:
                     self.prompt_scores = event.logprobs
                     texts.append(self._show_prompt(event))
                 case Pooled():
-                    self.vector = event.values
+                    self.vector = array("d", event.values)
                 case Finished():
                     self.record.times, self.record.is_over = event.times, True
                     reason = self._finish(event)

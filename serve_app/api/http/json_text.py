@@ -4,7 +4,9 @@ Never changes what is written: the text is the same as that of a single call."""
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
 from typing import Any
 
 from starlette.responses import Response
@@ -14,7 +16,7 @@ _STEP = 1024
 _LONG = 64
 """A list with more items than this is written in steps."""
 
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, list, tuple, array)
 
 Encode = Callable[[Any], str]
 _plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -26,14 +28,23 @@ def json_response(value: Any) -> Response:
 
 
 def json_bytes(value: Any) -> bytes:
-    return written(value, _plain).encode()
+    """Write JSON. Nothing is in memory twice: vectors may take hundreds of megabytes."""
+    buffer = BytesIO()
+    for part in _all_parts(value, _plain):
+        buffer.write(part.encode())
+    return buffer.getvalue()
 
 
 def written(value: Any, encode: Encode) -> str:
-    """Write what `encode` would, in steps, so that other threads run in between. `encode` must put no space between
-    items."""
+    """Write what `encode` would, in steps, so that other threads run in between. Arrays are written as lists. `encode`
+    must put no space between items."""
+    return "".join(_all_parts(value, encode))
+
+
+def _all_parts(value: Any, encode: Encode) -> Iterator[str]:
     long: set[int] = set()
-    return "".join(_parts(value, encode, long)) if _find_long(value, long) else encode(value)
+    _find_long(value, long)
+    return _parts(value, encode, long)
 
 
 def _parts(value: Any, encode: Encode, long: set[int]) -> Iterator[str]:
@@ -49,10 +60,11 @@ def _parts(value: Any, encode: Encode, long: set[int]) -> Iterator[str]:
     else:
         opening = "["
         for start in range(0, len(value), _STEP):
-            for part in _step(value[start : start + _STEP], encode, long):
+            items = value[start : start + _STEP]
+            for part in _step(items.tolist() if isinstance(items, array) else items, encode, long):
                 yield opening + part
                 opening = ","
-        yield "]"
+        yield "]" if len(value) else "[]"
 
 
 def _step(items: Sequence[Any], encode: Encode, long: set[int]) -> Iterator[str]:
@@ -71,6 +83,9 @@ def _find_long(value: Any, long: set[int]) -> bool:
         inner = list(value.values())
     elif isinstance(value, list | tuple):
         inner = list(value)
+    elif isinstance(value, array):  # whatever its length: `encode` knows no arrays
+        long.add(id(value))
+        return True
     else:
         return False
     found = len(inner) > _LONG and not isinstance(value, dict)

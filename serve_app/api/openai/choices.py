@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class Choices:
         return [Prompt(completion.submission.prompt_token_ids, completion.prompt_scores) for completion in self._all]
 
     @property
-    def vectors(self) -> list[tuple[float, ...]]:
+    def vectors(self) -> list[array[float]]:
         """The vector of each choice, for prompts that are pooled."""
         return [completion.vector for completion in self._all]
 

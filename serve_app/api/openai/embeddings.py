@@ -101,9 +101,9 @@ class EmbeddingForm(Form):
         counts = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
         return {"object": "list", "data": data, "model": self.model_id, "usage": counts}
 
-    def _written(self, vector: Sequence[float]) -> list[float] | str:
+    def _written(self, vector: list[float]) -> array[float] | str:
         if not self.as_base64:
-            return list(vector)
+            return array("d", vector)  # a quarter of a list's memory
         numbers = array("f", vector)
         if sys.byteorder == "big":
             numbers.byteswap()

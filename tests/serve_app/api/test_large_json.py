@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import random
 import threading
+import tracemalloc
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from engine.protocol import Scheduled
 from serve_app.api.generation.chat_reader import ChatReader, Read
 from serve_app.api.http import json_text
-from serve_app.api.http.json_text import json_response, written
+from serve_app.api.http.json_text import json_bytes, json_response, written
 from serve_app.api.openai import sse
 from serve_app.api.requests.json_size import KEY_ITEMS, MAX_ITEMS, check_size, count
 from serve_app.api.requests.schema import CompletionRequest, parse_request
@@ -65,6 +68,40 @@ def test_what_is_written_in_steps_is_what_one_call_writes() -> None:
         assert written(value, ENCODE) == ENCODE(value)
     with pytest.raises(ValueError, match="not JSON compliant"):
         written([float("nan")] * 100, ENCODE)
+
+
+@pytest.mark.parametrize("length", [0, 1, 64, 65, 3000])
+def test_an_array_of_numbers_is_written_as_a_list_of_them(length: int) -> None:
+    draw = random.Random(length)
+    vectors = [[draw.gauss(0, 1) for _ in range(length)] for _ in range(3)]
+    for value in (vectors[0], vectors, {"data": [{"embedding": vector, "index": 1} for vector in vectors]}):
+        compact = _compact(value)
+        assert compact != value or not length
+        assert written(compact, ENCODE) == ENCODE(value)
+        assert json_bytes(compact) == ENCODE(value).encode()
+
+
+def _compact(value: Any) -> Any:
+    """Return the value with arrays instead of its lists of numbers."""
+    if isinstance(value, dict):
+        return {key: _compact(inner) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    is_vector = all(isinstance(one, float) for one in value)
+    return array("d", value) if is_vector else [_compact(one) for one in value]
+
+
+def test_large_json_is_never_in_memory_twice() -> None:
+    """Regression: 2,048 vectors of 4,096 numbers took a gigabyte."""
+    value = {"embedding": array("d", [0.1234567890123456] * 200_000)}
+    json_bytes({})
+    tracemalloc.start()
+    try:
+        size = len(json_bytes(value))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * size
 
 
 def test_what_is_nested_deep_is_looked_at_once() -> None:
@@ -231,13 +268,16 @@ async def test_what_a_response_repeats_of_a_long_request_is_written_off_the_loop
     lengths: dict[bool, list[int]] = {True: [], False: []}
     here = threading.current_thread().name
 
-    def noted(value: Any, encode: Any) -> str:
-        text = written(value, encode)
-        lengths[threading.current_thread().name == here].append(len(text))
-        return text
+    def noted(write: Callable[..., str | bytes]) -> Callable[..., str | bytes]:
+        def write_and_note(*args: Any) -> str | bytes:
+            text = write(*args)
+            lengths[threading.current_thread().name == here].append(len(text))
+            return text
 
-    monkeypatch.setattr(sse, "written", noted)
-    monkeypatch.setattr(json_text, "written", noted)
+        return write_and_note
+
+    monkeypatch.setattr(sse, "written", noted(written))
+    monkeypatch.setattr(json_text, "json_bytes", noted(json_bytes))
     tools = [responses.TOOLS[0] | {"description": "d" * 30_000}]
     answer = await responses.ask(responses.saying("x"), tools=tools, tool_choice="none", store=False, stream=stream)
     assert answer.status == 200

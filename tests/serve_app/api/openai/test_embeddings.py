@@ -27,7 +27,7 @@ from serve_app.api.generation.completion import Completion
 from serve_app.api.generation.live import Lifecycle
 from serve_app.api.ingress import create_app
 from serve_app.api.openai.choices import Choices
-from serve_app.api.openai.embeddings import prepare_embeddings
+from serve_app.api.openai.embeddings import normalized, prepare_embeddings
 from serve_app.api.requests.embedding_schema import EmbeddingRequest
 from serve_app.api.requests.prompt_schema import MAX_INPUTS
 from serve_app.api.requests.schema import parse_request
@@ -144,6 +144,13 @@ async def test_base64_holds_the_same_numbers(engine: AsyncEngine) -> None:
     (written,) = vectors(await embed(app, encoding_format="base64"))
     numbers = array("f", base64.b64decode(str(written)))
     assert list(numbers) == pytest.approx(vectors(await embed(app))[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("values", [(0.1, -3e-300, 7e20), (0.0, 0.0, 0.0)])
+async def test_numbers_of_double_precision_are_kept_and_written_to_their_last_bit(values: tuple[float, ...]) -> None:
+    client = ScriptedClient([scheduled()], [Pooled("a", values), finished()])
+    answer = await embed(app_for(client, model=replace(MODEL, pooling="mean")))
+    assert vectors(answer) == [normalized(values)]
 
 
 async def test_an_input_that_is_too_long_is_refused_or_cut_where_asked(engine: AsyncEngine) -> None:
