@@ -44,6 +44,7 @@ class AsyncEngine:
         """
         self._settings = read_settings(os.fspath(model), settings)
         self._running: Running | None = None
+        self._retired: Running | None = None  # lets nothing in any more, and is not shut down yet
         self._starting = asyncio.Lock()
 
     async def start(self) -> Self:
@@ -56,6 +57,7 @@ class AsyncEngine:
         """
         async with self._starting:
             if self._running is None:
+                await self._shut_down(self._retired)  # frees the memory that the model needs
                 await self._start()
         return self
 
@@ -79,17 +81,28 @@ class AsyncEngine:
             raise
 
     async def close(self) -> None:
-        """End all requests with RequestFailed, and free the model. A start that is under way ends first. Idempotent."""
-        if (running := await self._retire()) is not None:
-            await asyncio.to_thread(running.shutdown)
+        """End all requests with RequestFailed, and free the model. A start that is under way ends first. Whoever closes
+        second waits for it, too. If it is cancelled, it can be called again. Idempotent."""
+        await self._shut_down(await self._retire())
 
     async def _retire(self) -> Running | None:
         """Let nothing in any more, and return what is still to be shut down, if anything is."""
         async with self._starting:
-            running, self._running = self._running, None
+            running = self._retired = self._running or self._retired
+            self._running = None
         if running is not None:
             await running.refuse_more()
         return running
+
+    async def _shut_down(self, running: Running | None) -> None:
+        if running is not None:
+            await asyncio.to_thread(running.shutdown)
+            self._forget(running)
+
+    def _forget(self, running: Running) -> None:
+        """Let go of what was shut down."""
+        if self._retired is running:
+            self._retired = None
 
     async def __aenter__(self) -> Self:
         return await self.start()

@@ -197,6 +197,7 @@ def _end(inner: AsyncEngine, loop: LoopThread, streams: set[AsyncGenerator[Chunk
         running = loop.call(inner._retire())
         if running is not None:
             running.shutdown()  # here, because the loop has no threads for it when the program ends
+            inner._forget(running)
     # Streams are closed last, when none can begin any more: who reads a closed one would take it for complete.
     loop.stop(lambda: _close_all(streams))
 

@@ -115,8 +115,10 @@ class Running:
         await self._gate.drain(0)
 
     def shutdown(self) -> None:
-        """Fail what runs, and free the engine's memory. Blocks until the running step ends. Idempotent."""
-        self.engine.shutdown()
+        """Fail what runs, and free the engine's memory. Blocks until the running step ends. Any threads may call it at
+        the same time. Idempotent."""
+        if os.getpid() == self._pid:  # the engine's thread was left behind at the fork, and would never end
+            self.engine.shutdown()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

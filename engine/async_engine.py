@@ -113,6 +113,7 @@ class AsyncEngine:
             own = replace(core.config, num_kv_blocks=0, device="", num_threads=0, reasons={})
             self._lockstep = Lockstep(ranks, own)
             self._lockstep.on_due(lambda: self._commands.put(list))
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -406,11 +407,19 @@ class AsyncEngine:
         self._commands.put(list)
         self._compilation.shutdown()
         self.adapters.shutdown()
+        self._has_ended.wait()  # a join that Ctrl-C interrupts leaves the thread marked as ended, though it still runs
         self._thread.join()
 
     # --- the step thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._end(self._run_steps())
+        finally:
+            self._has_ended.set()
+
+    def _run_steps(self) -> str:
+        """Run steps until the engine stops, and return why it did."""
         message = "The engine was shut down."
         try:
             while not self._stopping:
@@ -424,7 +433,7 @@ class AsyncEngine:
         except BaseException as error:  # a bug or a fatal executor error: no caller may wait for ever on a dead thread
             logger.exception("engine thread died")
             message = f"The engine stopped working: {type(error).__name__}."
-        self._end(message)
+        return message
 
     def _step(self) -> list[Event]:
         if self._lockstep is None:

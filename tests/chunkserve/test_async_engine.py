@@ -1,5 +1,5 @@
-"""The asynchronous library over the scripted executor: it answers as the server does, requests share steps, and what
-happens to one is nothing to another."""
+"""The asynchronous library over the scripted executor. Long, because it is about all of the library: it answers as the
+server does, requests share steps, and what happens to one is nothing to another."""
 
 from __future__ import annotations
 
@@ -267,6 +267,36 @@ async def test_closing_the_engine_fails_what_runs_and_what_waits() -> None:
         with pytest.raises(RequestFailed, match="does not run"):
             await engine.chat(HI)
         await engine.close()
+
+
+@pytest.mark.parametrize("then", ["close", "start"])
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_an_engine_that_is_being_closed_is_waited_for(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, cancelled: bool, then: str
+) -> None:
+    """Regression: a second close returned while the engine still ran, and so did one after a close with a timeout."""
+    running, entered, may_end = inside(engine), threading.Event(), threading.Event()
+    shutdown = running.shutdown
+
+    def slowly() -> None:
+        entered.set()
+        assert may_end.wait(TIMEOUT_S)
+        shutdown()
+
+    monkeypatch.setattr(running, "shutdown", slowly)
+    first = asyncio.ensure_future(engine.close())
+    assert await asyncio.to_thread(entered.wait, TIMEOUT_S)
+    if cancelled:
+        first.cancel()
+    second = asyncio.ensure_future(getattr(engine, then)())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not second.done()
+    may_end.set()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert running.engine._has_ended.is_set()
+    assert (engine._running is None) == (then == "close")
+    assert engine._retired is None
 
 
 async def test_an_engine_that_was_not_started_says_so() -> None:

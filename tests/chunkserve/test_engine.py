@@ -188,6 +188,7 @@ def test_a_close_that_was_interrupted_can_be_repeated(
 
     def interrupted() -> None:
         shutdown()
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(running, "shutdown", interrupted)
@@ -195,6 +196,40 @@ def test_a_close_that_was_interrupted_can_be_repeated(
         endless.close()
     endless.close()
     assert threads() == set()
+
+
+def test_a_close_after_an_interrupted_one_waits_for_the_step_that_runs() -> None:
+    """Regression: it returned at once, and the engine's thread still ran."""
+    code = """
+import os, signal, threading, time
+from chunkserve import Engine
+engine = Engine("m", executor="fake")
+inner = engine._inner._running.engine
+step, in_step, may_end, ended = inner._step, threading.Event(), threading.Event(), []
+
+def last_step():
+    in_step.set()
+    may_end.wait(10)
+    ended.append("the step ended")
+    return step()
+
+def interrupt():
+    while not inner._stopping:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+inner._step = last_step
+inner._commands.put(list)
+in_step.wait(10)
+threading.Thread(target=interrupt).start()
+try:
+    engine.close()
+except KeyboardInterrupt:
+    threading.Timer(0.05, may_end.set).start()  # time to return too early
+    engine.close()
+    print(*ended)
+"""
+    assert run_python(code) == "the step ended"
 
 
 def test_a_stream_that_nobody_reads_while_its_engine_closes_does_not_seem_complete(
@@ -260,6 +295,21 @@ chunks = engine.stream_chat([{"role": "user", "content": "hi"}], ignore_eos=True
 print(len(next(chunks).text) >= 0)
 """
     assert run_python(f"import sys\nsys.stderr = sys.stdout\n{code}") == "True"
+
+
+def test_an_engine_can_be_closed_in_a_forked_process() -> None:
+    """There is no thread whose end could be waited for."""
+    code = """
+import asyncio, os
+from chunkserve import AsyncEngine
+engine = asyncio.run(AsyncEngine("m", executor="fake").start())
+if os.fork() == 0:
+    asyncio.run(engine.close())
+    print("closed", flush=True)
+    os._exit(0)
+os.wait()
+"""
+    assert run_python(code) == "closed"
 
 
 @pytest.mark.parametrize("kind", ["blocking", "asynchronous"])
