@@ -288,14 +288,17 @@ def _offer(
 def _with_defaults(offers: Sequence[Offer], parser: str) -> list[Offer]:
     """Make tools that do not say whether they are strict so if their schemas can be kept, but none of them if the
     grammar of all would be too large, or too much work."""
-    total = 0
+    total, schemas = 0, []
     for offer in offers:
         if offer.strict or offer.is_strict_by_default:
-            total += num_bytes(CallableTool(offer.shown, offer.kept_schema, "", text=offer.text.nested), parser) or 0
+            tool = CallableTool(offer.shown, offer.kept_schema, "", text=offer.text.nested)
+            if (size := num_bytes(tool, parser)) is not None:  # the others stay unstrict, and make no work
+                total += size
+                schemas.append(tool.parameters)
         if total > MAX_UNASKED_BYTES:
             return list(offers)
     try:
-        check_tools(offer.kept_schema for offer in offers if offer.strict or offer.is_strict_by_default)
+        check_tools(schemas)  # before the first is compiled
     except GrammarRefused:
         return list(offers)
     return [

@@ -12,6 +12,7 @@ import pytest
 
 from engine.build.engine import build_engine
 from engine.config import EngineConfig
+from serve_app.api.generation import tool_grammars
 from serve_app.api.ingress import create_app
 from serve_app.api.requests.messages import MAX_TOOLS
 from serve_app.api.text.chat_template import ChatTemplate
@@ -81,6 +82,27 @@ async def test_the_pattern_properties_of_all_tools_have_a_limit_together(
     assert free.status == 200
     response = await ask(saying("x"), tools=[{"type": "function", **one} for one in named])
     assert [tool["strict"] for tool in response.json["tools"]] == [is_kept] * num_tools
+
+
+async def test_a_tool_that_cannot_be_strict_leaves_the_others_strict_by_default() -> None:
+    """Regression: its patternProperties counted for all tools, although no grammar is made of them."""
+    named = {"type": "object", "patternProperties": {f"^a{number}$": {} for number in range(65)}}
+    tools = [*functions(1), {"type": "function", "name": "other", "parameters": named}]
+    answer = await ask(saying("x"), tools=tools)
+    assert [tool["strict"] for tool in answer.json["tools"]] == [True, False]
+
+
+@pytest.mark.parametrize("most", [1, 9])
+async def test_no_tool_is_made_strict_by_default_before_the_work_of_all_is_known(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(tool_grammars, "find_fault", lambda text: compiled.append(text) or "")
+    monkeypatch.setattr(schema_work, "MAX_PATTERN_PAIRS", 9)
+    schema = {"type": "object", "patternProperties": {f"^a{number}$": {} for number in range(3)}}
+    named = [{"type": "function", "name": f"f{number}", "parameters": schema} for number in range(most)]
+    await ask(saying("x"), tools=named)
+    assert bool(compiled) == (most == 1)
 
 
 async def test_each_of_many_tools_can_be_chosen() -> None:
