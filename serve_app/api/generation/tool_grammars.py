@@ -25,11 +25,11 @@ def call_grammar(request: ChatRequest, parser: str, specials: Specials, *, or_el
     field = "tool_choice" if must else "tools"
     try:
         tools = callable_tools(request, all_strict=must)
-        check_tools(tool.parameters for tool in tools if not tool.is_free)
         parallel = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedFunction)
         grammar = CALL_GRAMMARS[parser](tools, specials, parallel=parallel)
         calls = grammar.calls() if must or or_else else grammar.lazy()
         calls.bounded_text()  # refuses by length before each schema is compiled: many large ones take long
+        check_tools(tool.parameters for tool in tools if not tool.is_free)  # each alone is within its limits by now
         for tool in tools:
             if not tool.is_free:
                 check(tool)

@@ -105,6 +105,16 @@ async def test_no_tool_is_made_strict_by_default_before_the_work_of_all_is_known
     assert bool(compiled) == (most == 1)
 
 
+async def test_a_refusal_of_one_tool_names_it_whatever_the_others_are() -> None:
+    """Regression: a schema with too many patternProperties was refused as `tools`, without the tool."""
+    named = {"type": "object", "patternProperties": {f"^a{number}$": {} for number in range(65)}}
+    functions = [{"name": "a", "parameters": {}}, {"name": "b", "parameters": named}]
+    tools = [{"type": "function", "function": {**one, "strict": True}} for one in functions]
+    answer = await post(app_of(saying("x")), "/v1/chat/completions", CHAT | {"tools": tools, "max_tokens": 5})
+    assert (answer.status, answer.error["param"]) == (400, "tools.1.function.parameters")
+    assert "at most 64 patternProperties, but one has 65" in answer.error["message"]
+
+
 async def test_each_of_many_tools_can_be_chosen() -> None:
     client = saying("x")
     chosen = [{"type": "function", "name": f"f{number}"} for number in range(MAX_TOOLS)]
