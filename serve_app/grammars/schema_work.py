@@ -4,12 +4,12 @@ Never measures time: what is refused is the same on every machine."""
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any, TypeAlias
 
 from serve_app.grammars.notation import GrammarRefused, Json
+from serve_app.grammars.pattern_size import size_of
 from serve_app.grammars.schema_parts import UNWRITTEN, dicts
 
 _Decimal: TypeAlias = tuple[int, int]
@@ -22,11 +22,6 @@ MAX_PATTERN_PAIRS = 20_000
 _SHORT, _PER_STEP = 16, 8
 """Up to so many characters a pattern is short, and so many more take as long again: 64 such as `^[a-z]{1,300}0$`
 took 1.7 s instead of 20 ms."""
-_MAX_SIZE = 300
-"""From here on llguidance gives up, after a millisecond for each pair."""
-_MOST_DIGITS = 4
-_COUNT = re.compile(r"\{(?:[0-9]*,)?([0-9]+)(?:,)?\}")
-"""The largest number of a repetition."""
 MAX_COMBINED_PATTERN_PROPERTIES = 8
 """Limits the different ones where `allOf` and the like may compare them thousands of times."""
 MAX_COMBINED_PATTERN_PAIRS = 1000
@@ -91,10 +86,7 @@ def _check_patterns(parts: Iterable[Json], limit: int, where: str) -> None:
 
 def _weight(pattern: str) -> int:
     """Return how many short patterns take as long to be compared with others as this one, as a rule."""
-    size = len(pattern)
-    for count in _COUNT.findall(pattern):
-        size = min(size * int(count.lstrip("0")[:_MOST_DIGITS] or 1), _MAX_SIZE)
-    return 1 + max(min(size, _MAX_SIZE) - _SHORT, 0) // _PER_STEP
+    return 1 + max(size_of(pattern) - _SHORT, 0) // _PER_STEP
 
 
 def _check_combined_patterns(reached: Iterable[_Reached]) -> None:

@@ -20,6 +20,7 @@ from serve_app.grammars.schema_work import (
     MAX_PATTERN_PAIRS,
     MAX_PATTERN_PROPERTIES,
     _check_common,
+    check_tools,
 )
 
 
@@ -56,7 +57,22 @@ def test_the_pairs_of_pattern_properties_have_a_limit_over_all_objects() -> None
         (r"^[a-z]{,00300}%d$", 23),
         (r"^(a{9}){99}%d$", 23),
         ("^" + "a" * 300 + "%d$", 23),
-        (r"^[a-z0-9]{1,8}-%d$", 34),
+        (r"^[a-z0-9]{1,8}-%d$", 64),
+        (r"^[a-z]{1,64}%d$", 50),
+        (r"^\d{4}-\d{2}-\d{2}x%d$", 64),
+        (r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-%d$", 63),
+        (r"^[a-z]{1,20}\.[a-z]{1,20}-%d$", 53),
+        (r"^[a-z]{1,20}a[a-z]{1,20}%d$", 23),
+        (r"^[a-z.]{1,20}\.[a-z]{1,20}%d$", 23),
+        (r"^[a-z]*a[a-z]{20}%d$", 23),
+        (r"^[a-z]*-?a[a-z]{20}%d$", 23),
+        (r"a[a-z]{20}%d$", 28),
+        (r"^a|[a-z]{20}%d$", 26),
+        (r"^(?:a?b?c?){20}%d$", 23),
+        (r"^a?b?c?d?e?[a-e]{20}%d$", 35),
+        (r"^a{9}{99}%d$", 23),
+        (r"^.{20}a%d$", 32),
+        (r"^\u{300}[{9}]\{9\}%d$", 64),
         (r"^[a-z_]{1,2}%d$", 64),
         (r"^x-[0-9]*%d$", 64),
     ],
@@ -69,6 +85,19 @@ def test_long_pattern_properties_and_ones_with_counts_count_for_more(pattern: st
         json_schema(schemas[1])
     alone = {"properties": {str(number): {"patternProperties": {pattern % 1: {}}} for number in range(100)}}
     assert json_schema(alone), "nothing is compared with it"
+
+
+@pytest.mark.parametrize("pattern", [r"^%s\d{4}-\d{2}-\d{2}$", r"^%s_[0-9a-f]{8}-[0-9a-f]{4}$", "^%s[A-Z0-9_]{1,64}$"])
+def test_usual_patterns_with_counts_are_kept(pattern: str) -> None:
+    """Regression: counts side by side multiplied each other, so a date counted as the largest pattern. llguidance takes
+    a few milliseconds."""
+
+    def of(names: str) -> dict[str, Any]:
+        return {"type": "object", "patternProperties": {pattern % name: {} for name in names}}
+
+    assert not find_fault(json_schema(of("abcdefghijklmnopqrstuvwxyzABCDEF")).text())
+    assert not find_fault(json_schema({"allOf": [of("abcdefgh"), {"type": "object"}]}).text())
+    check_tools([of("abcdef")] * 16)
 
 
 S = {"type": "string"}
