@@ -5,11 +5,13 @@ Never runs that code or rewords a message."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from docsite import features
+from serve_app.front.config_kinds import APPLICATION_KINDS, HTTP_KINDS, REFUSED, REFUSED_NULL, TOP_KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST_PROBLEMS = ("config_file.py",)
@@ -26,6 +28,13 @@ _KINDS = {
     "ConfigRefused", "StartFailed", "HAProxyUnusable", "HAProxyMisconfigured", "KeysFileError",
     "EdgeError", "refused", "TraceMissingError",
 }  # fmt: skip
+
+
+def _kinds() -> Iterator[str]:
+    """Yield what is said of a value in a config file that Ray would not take."""
+    for kind in (*TOP_KINDS.values(), *HTTP_KINDS.values(), *APPLICATION_KINDS.values()):
+        for told in (REFUSED,) if kind.takes(None) else (REFUSED, REFUSED_NULL):
+            yield f"…: …: {told.format(expected=kind.expected, given='…')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,7 @@ GROUPS = (
         "The config file and the command",
         "The line names the file, the line in it and the setting. Correct it there.",
         ("serve_app/front/*.py", "serve_app/front/command/*.py", "serve_app/auth/*.py", "serve_app/settings/*.py"),
+        more=_kinds,
     ),
     Group(
         "HAProxy",
@@ -175,7 +185,8 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        told = "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return re.sub("…+", "…", told)
     return "…"
 
 

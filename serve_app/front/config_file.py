@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
+
+from serve_app.front.config_kinds import APPLICATION_KINDS, ARGS, HTTP_KINDS, TOP_KINDS, Kind
 
 # Ray's schema accepts any key, and ignores those that it does not know. A test compares these lists with it.
 # fmt: off
@@ -27,29 +29,8 @@ APPLICATION_KEYS = (
     "logging_config", "external_scaler_enabled",
 )
 # fmt: on
-ARGS = "args"
-_VALUE = bool | int | float | str
-TOP_KINDS: dict[str, Any] = {
-    "grpc_options": dict,
-    **dict.fromkeys(("controller_options", "logging_config", "tracing_config"), dict | None),
-}
-HTTP_KINDS: dict[str, Any] = {
-    "root_path": str,
-    "keep_alive_timeout_s": _VALUE,
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), str | None),
-}
-APPLICATION_KINDS: dict[str, Any] = {
-    "name": str,
-    **dict.fromkeys(("runtime_env", ARGS), dict),
-    "deployments": list,
-    **dict.fromkeys(("autoscaling_policy", "logging_config"), dict | None),
-    "external_scaler_enabled": _VALUE,
-}
-"""What Ray takes for these keys, as far as a section that was left empty, and is null, or another kind of value goes.
-Ray would say so as well, but not before it has started. The same test compares them."""
 _OF_THE_SERVER = ("host", "port")
 """Keys that Ray knows in an application, but only to refuse them there."""
-_KINDS: dict[Any, str] = {dict: "a mapping", list: "a list", str: "a text"}
 PROXIES = ("Disabled", "HeadOnly", "EveryNode")
 _UNIQUE = {"name": "default", "route_prefix": "/"}
 """Keys whose value may stand in one application only, with what Ray takes without them."""
@@ -260,14 +241,11 @@ def _is_prefix(prefix: Any) -> bool:
 
 
 def _of_another_kind(
-    config: ServeConfig, place: tuple[str | int, ...], mapping: dict[Any, Any], kinds: Mapping[str, Any]
+    config: ServeConfig, place: tuple[str | int, ...], mapping: dict[Any, Any], kinds: Mapping[str, Kind]
 ) -> Iterator[str]:
     for key, kind in kinds.items():
-        if key in mapping and not isinstance(value := mapping[key], kind):
-            expected = _KINDS.get((get_args(kind) or (kind,))[0], "a value")
-            expected += ", or no such key" if value is None else ""
-            name = ".".join(map(str, (*place, key)))
-            yield f"{config.where(*place, key)}: {name}: expected {expected} (given: {value!r})"
+        if key in mapping and not kind.takes(value := mapping[key]):
+            yield f"{config.where(*place, key)}: {'.'.join(map(str, (*place, key)))}: {kind.refusal(value)}"
 
 
 def _unknown(

@@ -248,6 +248,13 @@ def test_a_group_of_refusals_has_some(group: refusals.Group) -> None:
     assert list(refusals.messages(group))
 
 
+def test_the_refusals_of_a_config_s_values_are_listed_with_what_was_expected() -> None:
+    """Regression: a kind of value was one variable of the message, which then had too few words of its own."""
+    listed = list(refusals.messages(refusals.GROUPS[0]))
+    assert {"…: …: expected a mapping (given: …)", "…: …: expected a text, or no such key (given: None)"} <= {*listed}
+    assert not [text for group in refusals.GROUPS for text in refusals.messages(group) if "……" in text]
+
+
 def test_no_fault_of_a_step_stands_among_the_refusals() -> None:
     """A row whose adapter the model does not have was once to be mended by another download of the checkpoint."""
     assert "this model has none" in (refusals.ROOT / "engine/models/native.py").read_text(encoding="utf-8")

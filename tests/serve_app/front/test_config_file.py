@@ -10,16 +10,14 @@ import pytest
 from loadtest.server import ROOT
 from serve_app.front.config_file import (
     APPLICATION_KEYS,
-    APPLICATION_KINDS,
     HTTP_KEYS,
-    HTTP_KINDS,
     PROXIES,
     TOP_KEYS,
-    TOP_KINDS,
     ConfigRefused,
     address_of,
     read_config,
 )
+from serve_app.front.config_kinds import APPLICATION_KINDS, HTTP_KINDS, TOP_KINDS
 from tests.test_architecture import run_python
 
 APPLICATION = "applications:\n  - name: a\n    import_path: serve_app.app:build\n"
@@ -111,14 +109,34 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
         (f"{APPLICATION}    args: 3\n", "c.yaml, line 4: applications.0.args: expected a mapping (given: 3)"),
         (f"{APPLICATION}    args:\n", "line 4: applications.0.args: expected a mapping, or no such key (given: None)"),
         (f"{APPLICATION}    runtime_env:\n", "line 4: applications.0.runtime_env: expected a mapping, or no such key"),
-        (f"{APPLICATION}    deployments: {{}}\n", "line 4: applications.0.deployments: expected a list (given: {})"),
+        (
+            f"{APPLICATION}    deployments: {{}}\n",
+            "line 4: applications.0.deployments: expected a list of mappings (gi",
+        ),
+        (
+            f"{APPLICATION}    deployments: [a]\n",
+            "applications.0.deployments: expected a list of mappings (given: ['a'])",
+        ),
+        (APPLICATION.replace("name: a", "name: ''"), "line 2: applications.0.name: expected a text that is not empty"),
+        (
+            f"{APPLICATION}    external_scaler_enabled: x\n",
+            "line 4: applications.0.external_scaler_enabled: expected true or false (given: 'x')",
+        ),
+        (f"target_capacity: x\n{APPLICATION}", "line 1: target_capacity: expected a number from 0 to 100 (given: 'x')"),
+        (
+            f"http_options: {{ssl_keyfile_password: 1}}\n{APPLICATION}",
+            "http_options.ssl_keyfile_password: expected a text, such as digits in quotes (given: …)",
+        ),
         (f"{APPLICATION}    port: 8001\n", "line 4: applications.0.port: stands in http_options, for all applications"),
-        (APPLICATION.replace("name: a", "name: 2024"), "applications.0.name: expected a text (given: 2024)"),
+        (
+            APPLICATION.replace("name: a", "name: 2024"),
+            "applications.0.name: expected a text that is not empty (given: 2024)",
+        ),
         (f"http_options:\n{APPLICATION}", "line 1: http_options: expected a mapping with `port:` (given: None)"),
         (f"proxy_location:\n{APPLICATION}", "line 1: proxy_location: expected one of Disabled, HeadOnly, EveryNode"),
         (
             f"http_options: {{keep_alive_timeout_s:}}\n{APPLICATION}",
-            "http_options.keep_alive_timeout_s: expected a value, or no such key (given: None)",
+            "http_options.keep_alive_timeout_s: expected a whole number of seconds, or no such key (given: None)",
         ),
         (f"{APPLICATION}    name: b\n", "c.yaml, line 4: name stands on line 2 already: expected it once"),
     ],
@@ -176,7 +194,10 @@ def test_applications_without_a_route_may_be_several(tmp_path: Path) -> None:
     assert len(read_config(path).applications) == 3
 
 
-_CHECKED_OTHERWISE = {"proxy_location", "http_options", "applications", "host", "port", "import_path"}
+_CHECKED_OTHERWISE = {
+    *("proxy_location", "http_options", "applications", "host", "port", "import_path"),
+    *("request_timeout_s", "route_prefix"),
+}
 
 
 def test_the_places_of_proxies_are_those_of_ray_serve() -> None:
@@ -188,18 +209,41 @@ def test_the_places_of_proxies_are_those_of_ray_serve() -> None:
 
 def test_the_keys_and_the_kinds_of_their_values_are_those_of_ray_serve() -> None:
     """It runs in another process, because this one may not import ray.serve before a test has set its environment."""
-    code = """
+    values = (
+        None,
+        3,
+        "x",
+        [],
+        {},
+        "",
+        "5",
+        "5.0",
+        "5.5",
+        "1e1",
+        "yes",
+        "nan",
+        "٣",
+        True,
+        1.0,
+        1.5,
+        -1,
+        101,
+        1e300,
+        ["a"],
+    )
+    code = f"""
 import json
+from typing import Annotated
 from pydantic import TypeAdapter, ValidationError
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 def takes(field, value):
     try:
-        TypeAdapter(field.annotation).validate_python(value)
-    except ValidationError:
+        TypeAdapter(Annotated[field.annotation, field.title, *field.metadata]).validate_python(value)
+    except (ValidationError, AttributeError):  # the latter from a deployment that is no mapping
         return False
     return True
 print(json.dumps([
-    {key: [takes(field, value) for value in (None, 3, "x", [], {})] for key, field in of.model_fields.items()}
+    {{key: [takes(field, value) for value in {values!r}] for key, field in of.model_fields.items()}}
     for of in (ServeDeploySchema, HTTPOptionsSchema, ServeApplicationSchema)
 ]))
 """
@@ -211,8 +255,7 @@ print(json.dumps([
     ):
         assert sorted(known) == sorted(of_ray)
         for key, kind in kinds.items():
-            ours = [isinstance(value, kind) for value in (None, 3, "x", [], {})]
-            assert ours[0] == of_ray[key][0], key
-            assert all(taken or not by_ray for taken, by_ray in zip(ours, of_ray[key], strict=True)), key
-        checked = {*kinds, *_CHECKED_OTHERWISE}
-        assert {key for key, (null, *_) in of_ray.items() if not null} <= checked
+            for value, is_taken in zip(values, of_ray[key], strict=True):
+                is_refused_elsewhere = (key, value) == ("name", "")  # by Ray's schema of the whole file
+                assert kind.takes(value) == (is_taken and not is_refused_elsewhere), (key, value)
+        assert {*of_ray} <= {*kinds, *_CHECKED_OTHERWISE}
