@@ -201,11 +201,11 @@ def test_a_close_that_was_interrupted_can_be_repeated(
 def test_a_close_after_an_interrupted_one_waits_for_the_step_that_runs() -> None:
     """Regression: it returned at once, and the engine's thread still ran."""
     code = """
-import os, signal, threading, time
+import signal, threading
 from chunkserve import Engine
 engine = Engine("m", executor="fake")
 inner = engine._inner._running.engine
-step, in_step, may_end, ended = inner._step, threading.Event(), threading.Event(), []
+step, wait, in_step, may_end, ended = inner._step, inner._has_ended.wait, threading.Event(), threading.Event(), []
 
 def last_step():
     in_step.set()
@@ -213,19 +213,20 @@ def last_step():
     ended.append("the step ended")
     return step()
 
-def interrupt():
-    while not inner._stopping:
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupted():
+    inner._has_ended.wait = waits
+    signal.raise_signal(signal.SIGINT)
 
-inner._step = last_step
+def waits():
+    may_end.set()
+    return wait()
+
+inner._step, inner._has_ended.wait = last_step, interrupted
 inner._commands.put(list)
 in_step.wait(10)
-threading.Thread(target=interrupt).start()
 try:
     engine.close()
 except KeyboardInterrupt:
-    threading.Timer(0.05, may_end.set).start()  # time to return too early
     engine.close()
     print(*ended)
 """

@@ -26,16 +26,15 @@ def _kind_of_prompt(value: Any) -> str | None:
 
 _KINDS = "a string, a list of token ids, or a list of strings or of lists of token ids"
 _BY_KIND = Discriminator(_kind_of_prompt, custom_error_type="type", custom_error_message=f"should be {_KINDS}")
+_One = Annotated[str, Tag("<text>")] | Annotated[TokenIds, Tag("<list>")]
 Prompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[TokenIds, Tag("<list>")]
+    _One
     | Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<texts>")]
     | Annotated[list[TokenIds], Field(max_length=MAX_CHOICES, fail_fast=True), Tag("<lists>")],
     _BY_KIND,
 ]
 Inputs = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[TokenIds, Tag("<list>")]
+    _One
     | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<texts>")]
     | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True), Tag("<lists>")],
     _BY_KIND,
