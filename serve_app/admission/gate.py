@@ -15,7 +15,7 @@ from engine.protocol import SURELY_LATE, EngineError, ErrorCode, RequestRejected
 from serve_app.admission.backlog import Backlog, bounded
 from serve_app.admission.fleet_forecast import FleetForecast
 from serve_app.admission.room import Account, Room
-from serve_app.errors.api_error import overloaded, rate_limited
+from serve_app.errors.api_error import overloaded, rate_limited, too_urgent
 from serve_app.settings.limits import ANYBODY, GatePolicy, Tenant
 
 _OPEN = GatePolicy()
@@ -138,6 +138,12 @@ class Gate:
         requests, limit = self.account(tenant).requests, self._policy.of_tenant(tenant).max_concurrent_requests
         if limit is not None and (excess := _excess(requests, 1, limit)):
             raise rate_limited("requests", limit, 0, requests.wait_s(excess))
+
+    def check_priority(self, priority: int, tenant: Tenant) -> None:
+        """Raise ApiError, a 400, if requests of the tenant may not go before others by so much."""
+        least = self._policy.min_priority(tenant)
+        if least is not None and priority < least:
+            raise too_urgent(priority, least)
 
     def account(self, tenant: Tenant) -> Account:
         """Return the counts of a tenant, which are those of all models together."""

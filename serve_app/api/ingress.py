@@ -157,6 +157,7 @@ class _Generate(Generic[RequestT]):
                 await lane.known()
         asked = await self._read(lane, body, admitted.ticket.tenant.name)
         request = asked.request
+        lane.gate.check_priority(request.priority or 0, admitted.ticket.tenant)
         admitted.until(deadline_of(admitted.arrived, headers.get(DEADLINE_HEADER), request.timeout_ms))
         admitted.times.num_choices = request.num_choices
         session = session_of(headers.get(SESSION_HEADER), request.prompt_cache_key)

@@ -75,6 +75,7 @@ class Keys:
             limits=Limits(
                 max_concurrent_requests=entry.max_concurrent_requests, max_queued_tokens=entry.max_queued_tokens
             ),
+            min_priority=entry.min_priority,
         )
 
     def check_admin(self, scope: Scope) -> None:

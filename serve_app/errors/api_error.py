@@ -154,6 +154,12 @@ def rate_limited(kind: Literal["requests", "tokens"], limit: int, left: int, wai
     return ApiError(429, text, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
+def too_urgent(priority: int, least: int) -> ApiError:
+    """Refuse a request that would go before others by more than its tenant may."""
+    text = f"priority: the server takes {least} and greater numbers from this client, but it is {priority}."
+    return ApiError(400, text, param="priority", code="invalid_value")
+
+
 def cannot_wake(model: str, waited_s: float, why: str | None = None) -> ApiError:
     """Refuse a request for a model that has no engine and could not be woken. `why`: unless it only took too long."""
     name = clip(model, MAX_PARAM_CHARS)

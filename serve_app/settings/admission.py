@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve_app.settings.limits import MIN_PRIORITY
+
 
 class AdmissionSettings(BaseModel):
     """How many requests are let in, and how many wait in the ingress; serve_app.admission.gate has the rules. With
@@ -34,6 +36,13 @@ class AdmissionSettings(BaseModel):
         description="Most prompt tokens of one tenant's requests that have not begun; a request that would exceed them "
         "gets a 429, unless it is the only one. Unset: no limit.",
         ge=1,
+    )
+    tenant_min_priority: int | None = Field(
+        default=None,
+        description="Lowest `priority` that a request may have; lower numbers go first, before all tenants' turns, and "
+        "get a 400. An API key's min_priority replaces it. Unset: any.",
+        ge=MIN_PRIORITY,
+        le=0,
     )
     dispatch_backlog: int = Field(
         default=16,

@@ -200,6 +200,7 @@ class AppSettings(ModelSettings):
                 max_concurrent_requests=ask.tenant_max_concurrent_requests,
                 max_queued_tokens=ask.tenant_max_queued_tokens,
             ),
+            tenant_min_priority=ask.tenant_min_priority,
             ingress_replicas=self.ingress_replicas,
         )
 

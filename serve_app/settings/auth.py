@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve_app.settings.limits import MIN_PRIORITY
+
 _Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -24,6 +26,12 @@ class ApiKey(BaseModel):
     )
     max_queued_tokens: int | None = Field(
         None, description="Replaces admission.tenant_max_queued_tokens for this tenant.", ge=1
+    )
+    min_priority: int | None = Field(
+        None,
+        description="Replaces admission.tenant_min_priority for requests with this key.",
+        ge=MIN_PRIORITY,
+        le=0,
     )
 
 

@@ -16,6 +16,8 @@ class Limits:
 
 
 UNLIMITED = Limits()
+MIN_PRIORITY = -(2**31)
+"""The most urgent `priority` that a request may have at all; 0 is the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Tenant:
 
     name: str = ""
     limits: Limits = UNLIMITED
+    min_priority: int | None = None
 
 
 ANYBODY = Tenant()
@@ -41,6 +44,8 @@ class GatePolicy:
     """Multiplied by the number of engines, this is the limit on concurrent requests if `deployment` has none."""
     deployment: Limits = UNLIMITED
     tenant: Limits = UNLIMITED
+    tenant_min_priority: int | None = None
+    """The lowest, and so the most urgent, `priority` of a tenant's request; None means no limit."""
     ingress_replicas: int = 1
 
     def capacity(self, num_engines: int) -> int | None:
@@ -59,6 +64,9 @@ class GatePolicy:
             default.max_concurrent_requests if own.max_concurrent_requests is None else own.max_concurrent_requests,
             default.max_queued_tokens if own.max_queued_tokens is None else own.max_queued_tokens,
         )
+
+    def min_priority(self, tenant: Tenant) -> int | None:
+        return self.tenant_min_priority if tenant.min_priority is None else tenant.min_priority
 
     def _shared(self, requests: int | None, tokens: int | None) -> Limits:
         return Limits(max_concurrent_requests=self._share(requests), max_queued_tokens=self._share(tokens))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pydantic import ValidationError
 
 from engine.protocol import EngineError, ErrorCode, RequestRejected
 from loadtest.sim.virtual_loop import VirtualLoop
@@ -669,12 +670,21 @@ def test_without_limits_of_its_own_a_deployment_holds_and_dispatches_what_its_en
     assert policy() == GatePolicy(dispatch_per_engine=64 + 16, concurrent_per_engine=64 + 1024)
 
 
-@pytest.mark.parametrize("name", [name for name in AdmissionSettings.model_fields if name != "dispatch_backlog"])
+_NO_COUNTS = ("dispatch_backlog", "tenant_min_priority")
+
+
+@pytest.mark.parametrize("name", [name for name in AdmissionSettings.model_fields if name not in _NO_COUNTS])
 def test_each_limit_is_the_one_it_says(name: str) -> None:
     limits = policy(**{name: 5})
     scope = limits.tenant if name.startswith("tenant_") else limits.deployment
     assert getattr(scope, name.removeprefix("tenant_")) == 5
     assert limits != policy()
+
+
+def test_the_most_urgent_priority_is_limited_downwards_only() -> None:
+    assert policy(tenant_min_priority=-7).tenant_min_priority == -7
+    with pytest.raises(ValidationError, match="less than or equal to 0"):
+        policy(tenant_min_priority=1)
 
 
 def test_the_backlog_is_no_longer_than_an_engines_queue() -> None:

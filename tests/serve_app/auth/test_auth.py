@@ -163,6 +163,22 @@ async def test_a_tenants_limit_is_a_429_for_it_and_for_nobody_else() -> None:
         await asyncio.wait_for(exchange.task, TIMEOUT_S)
 
 
+async def test_a_tenants_requests_go_before_others_by_no_more_than_it_may() -> None:
+    keys = Keys([entry("ann", ANNS), entry("bob", BOBS, min_priority=-2)])
+    client = hello()
+    app = app_for(client, keys=keys, gate=Gate(GatePolicy(tenant_min_priority=0)))
+    for key, least in ((ANNS, 0), (BOBS, -2)):
+        for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+            answer = await ask(app, path, f"Bearer {key}", {**body, "priority": least - 1})
+            assert (answer.status, answer.error["param"]) == (400, "priority")
+            assert answer.error["message"] == (
+                f"priority: the server takes {least} and greater numbers from this client, but it is {least - 1}."
+            )
+        answer = await ask(app, "/v1/completions", f"Bearer {key}", {**PROMPT, "priority": least})
+        assert answer.status == 200
+    assert [submission.priority for submission in client.submissions] == [0, -2]
+
+
 def begin(app: Any, key: str) -> Exchange:
     headers = [("content-type", "application/json"), ("authorization", f"Bearer {key}")]
     return Exchange(app, "POST", "/v1/completions", json.dumps(PROMPT).encode(), headers)

@@ -140,12 +140,13 @@ def test_each_model_has_the_limits_that_stand_in_its_entry() -> None:
     settings = several(
         entry("a", admission={"max_concurrent_requests": 5, "max_queued_tokens": 6}),
         entry("b"),
-        admission={"max_concurrent_requests": 9, "tenant_max_queued_tokens": 3},
+        admission={"max_concurrent_requests": 9, "tenant_max_queued_tokens": 3, "tenant_min_priority": -1},
     )
     one, other = settings.gate_policies
     assert (one.deployment.max_concurrent_requests, one.deployment.max_queued_tokens) == (5, 6)
     assert other.of_deployment(1).max_concurrent_requests == 64 + 1024
     assert {policy.tenant.max_queued_tokens for policy in settings.gate_policies} == {3}
+    assert {policy.tenant_min_priority for policy in settings.gate_policies} == {-1}
     assert settings.room_policy.limits.max_concurrent_requests == 9
     assert settings.ingress_capacity == 2 * (5 + 64 + 1024)
 
