@@ -15,6 +15,10 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 serve: install ## prepare the model of config.yaml, start the server, and print how to call it once it answers
 	@exec $(BIN)/serve run $(CONFIG)
 
+# Bytecode is kept even if the environment says otherwise: otherwise each of the hundreds of processes that tests start
+# compiles the same modules again, which takes half a second.
+test test-seeds test-processors test-slow test-chaos test-chaos-short: export PYTHONDONTWRITEBYTECODE :=
+
 # A third on two cores: the one that runs the servers mostly waits.
 test: WORKERS = --numprocesses 3
 test: model ## run the test suite, without the tests that take minutes
