@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.collectives.group import LEADER, TAKE_ROWS, RankLostError, check_exchange, check_ranks, given_up, no_reason
 from kernels.collectives.star import Star, accept_ranks, reach_leader
 
+_ALL_HAVE_COME = b"all have come"
 _dist: Any = torch.distributed  # its types do not have what groups besides the default one are made of
 
 
@@ -68,6 +69,7 @@ class GlooGroup:
             peers = _lead(store, host, self._size, limit_s, why_not) if leads else _follow(store, host, rank, limit_s)
             own_host = next(iter(peers.values())).getsockname()[0]
             self._star = Star(peers, self._timeout_s, self._end)
+            self._wait_for_all(self._star)
             self._gloo = _process_group(store, own_host, rank, self._size, self._timeout_s)
             self._store = store  # the leader's serves the others
         except RuntimeError as error:
@@ -77,6 +79,14 @@ class GlooGroup:
         except BaseException:
             self.close()
             raise
+
+    def _wait_for_all(self, star: Star) -> None:
+        """Return once all ranks have come, which may take as long as weights do. gloo waits for a rank that it connects
+        to no longer than for one in a step."""
+        if self._rank == LEADER:
+            star.send(_ALL_HAVE_COME)
+        else:
+            star.receive()
 
     @property
     def address(self) -> str:

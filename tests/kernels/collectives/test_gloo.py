@@ -3,14 +3,16 @@ Never needs a second machine: addresses are this one's."""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from kernels.collectives import star
+from kernels.collectives import gloo, star
 from kernels.collectives.gloo import GlooGroup
 from kernels.collectives.group import RankLostError
 from kernels.collectives.star import accept_ranks, reach_leader
@@ -115,6 +117,43 @@ def test_followers_that_come_before_the_leader_has_loaded_wait_for_it(host: str)
     thread.join()
     assert received == [b"message"]
     leader.close()
+
+
+def test_a_rank_that_still_loads_is_waited_for_by_those_that_have_come_and_not_connected_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a start ended where one of three ranks took a minute more to load than another."""
+    receive, connect, done = star.Star.receive, gloo._process_group, queue.SimpleQueue[str]()
+
+    def receives(self: star.Star) -> bytes:
+        done.put("waits")
+        return receive(self)
+
+    def connects(*how: Any) -> Any:
+        done.put("connects")
+        return connect(*how)
+
+    monkeypatch.setattr(star.Star, "receive", receives)
+    monkeypatch.setattr(gloo, "_process_group", connects)
+    leader = GlooGroup("127.0.0.1:0", rank=0, size=3)
+    joined: list[GlooGroup] = []
+
+    def join(rank: int) -> None:
+        joined.append(joined_over_tcp(leader.address, rank=rank, size=3))
+
+    leads, first, late = (
+        threading.Thread(target=leader.join),
+        *(threading.Thread(target=join, args=(n,)) for n in (1, 2)),
+    )
+    leads.start()
+    first.start()
+    found = done.get(timeout=30)
+    late.start()
+    for thread in (leads, first, late):
+        thread.join()
+    assert found == "waits"
+    for group in (leader, *joined):
+        group.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
