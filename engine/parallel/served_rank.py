@@ -84,6 +84,8 @@ class ServedRank:
     def _take(self, message: Any) -> None:
         match message:
             case Submit(submission=submission):
+                self._getting_ready[submission.request_id] = None  # now: the next message may abort it
+                self._none_gets_ready.clear()
                 self._begin(self._submit(submission))
             case Abort(request_id=request_id, reason=reason):
                 if request_id in self._getting_ready:
@@ -104,8 +106,6 @@ class ServedRank:
     async def _submit(self, submission: Submission) -> None:
         """The leader has checked the request by its own limits, and promised its caller an end."""
         request_id = submission.request_id
-        self._getting_ready[request_id] = None
-        self._none_gets_ready.clear()
         try:
             self._engine.submit(submission, self, await self._engine.make_ready(submission))
             if (reason := self._getting_ready[request_id]) is not None:

@@ -111,6 +111,17 @@ async def test_a_request_that_was_accepted_before_a_drain_is_taken_before_it_beg
     assert engine.asked[-1] == "shutdown"
 
 
+async def test_a_request_that_is_aborted_before_the_rank_has_begun_to_take_it_is_aborted() -> None:
+    """Regression: both messages came within a turn of the loop, and nobody read what was then answered to the end."""
+    engine = Engine()
+    engine.opened.set()
+    served, _ = serve(engine)
+    served.hear(ASKED)
+    served.hear(Abort("a", FinishReason.ABORT))
+    await until(lambda: "submit" in engine.asked)
+    assert engine.asked == ["abort abort", "make ready", "submit", "abort abort"]
+
+
 async def test_a_rank_says_what_it_has_before_it_has_a_request() -> None:
     served, wire = serve(Engine())
     served.hear(End())
