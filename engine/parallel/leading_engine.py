@@ -85,9 +85,10 @@ class LeadingEngine(AsyncEngine):
         return replace(load, rank_late_s=tuple(self._group_ranks.late_s))
 
     async def cached_digests(self, limit: int) -> list[bytes]:
-        own = await super().cached_digests(limit // self._num_ranks)
-        asked = await self._ask(Question.CACHED_DIGESTS, limit // self._num_ranks)
-        return [*own, *itertools.chain.from_iterable(asked)]
+        found = [await super().cached_digests(limit), *await self._ask(Question.CACHED_DIGESTS, limit)]
+        # By turns, for the heads of each rank's prefixes. Fewer than `limit` are all: so no rank's share is cut before.
+        by_turns = itertools.chain.from_iterable(itertools.zip_longest(*found))
+        return [digest for digest in by_turns if digest is not None][:limit]
 
     async def reset_prefix_cache(self) -> int:
         dropped = [await super().reset_prefix_cache(), *await self._ask(Question.RESET_PREFIX_CACHE)]
