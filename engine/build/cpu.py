@@ -308,7 +308,7 @@ def _claimed(
         beside = draft.checkpoint.directory, draft.checkpoint.model, draft.config, dtype
         draft_native = draft.kernels.name == NATIVE
         use = replace(use, weights=use.weights + weights_on_host(*beside, native=draft_native))
-        own = bytes_read(model_dir, model, config, dtype, native=native)
+        own = bytes_read(model_dir, model.whole or model, config, dtype, native=native)  # the same for all ranks
         draft_cost = draft.checkpoint.model, pass_cost(bytes_read(*beside, native=draft_native), own)
     with shares() as shared:
         budget = HostBudget(use=use, room=shared.room(engines))

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.async_engine import AsyncEngine
 from engine.build.cpu import start_on_cpu
 from engine.build.executor import create_executor
-from engine.config import ConfigError, EngineConfig
+from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.core.core import EngineCore
 from engine.execution.device import HostDevice
 from engine.execution.lockstep import LockstepExecutor
@@ -37,7 +37,7 @@ from tests.support.compiler import needs_compiler
 from tests.support.packed_models import save_packed
 from tests.support.plans import chunk
 from tests.support.rank_threads import make_thread_groups
-from tests.support.tiny_models import save_model
+from tests.support.tiny_models import save_model, save_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -252,6 +252,24 @@ def test_ranks_of_a_packed_mixture_compute_what_one_engine_does(tmp_path: Path, 
     """Experts stay in 8 bits with a scale for each output, and are unpacked in formats with groups of 16 or 20."""
     save_packed(tmp_path / "packed", tmp_path / "plain", form, "qwen3_moe")
     check_ranks(tmp_path / "packed")
+
+
+@needs_compiler
+def test_ranks_with_unequally_many_packed_experts_are_set_to_the_same_also_beside_a_draft_model(tmp_path: Path) -> None:
+    """Regression: what a pass of the draft model costs differed, and so their first step ended all of them."""
+    save_packed(tmp_path / "packed", tmp_path / "plain", "int_by_output", "qwen3_moe")
+    save_model("llama", tmp_path / "draft")
+    for name in ("packed", "draft"):
+        save_tokenizer(tmp_path / name)
+    drafts = SpeculativeConfig(method="draft_model", model=str(tmp_path / "draft"))
+    asked = {**ASKED, "kernels": "native", "num_speculative_tokens": 3, "speculative": drafts}
+    config, groups = EngineConfig(**asked, expert_parallel_size=4), make_thread_groups(4)  # type: ignore[arg-type]
+    starts = [start_on_cpu(tmp_path / "packed", config, (HostDevice(), "a test"), 1, None, group) for group in groups]
+    for start in starts:
+        start.release()
+    assert {len(start.model.layers[0].experts.here) for start in starts if start.model.layers[0].experts} == {1, 2}
+    first, *others = [replace(start.resolved, reasons={}) for start in starts]
+    assert all(other == first for other in others)
 
 
 @needs_compiler
