@@ -170,7 +170,7 @@ def start_lockstep(
                 )
                 processes.append(launcher.start(rank, specification.encode()))
                 undone.callback(processes[-1].kill)
-            followers = Followers(processes, lost.append)
+            followers = Followers(processes, lambda rank, how: lost.append(how))
             undone.callback(followers.expect_end)
             start, executor, resolved = _load(model_dir, config, engines * beside[LEADER], group, beside[LEADER])
             undone.callback(executor.shutdown)

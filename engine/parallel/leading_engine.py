@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from engine.parallel.processes import Followers
 from engine.parallel.rank_messages import Abort, Answer, Ask, Drain, End, Left, Opened, Question, Stepped, Submit, Told
 from engine.protocol import TERMINAL, Event, FinishReason, LoadSnapshot, Submission, Token
 from kernels.collectives.group import LEADER
+
+logger = logging.getLogger(__name__)
 
 _END_S = 10.0
 """How long a rank may take to end once it was told."""
@@ -52,6 +55,7 @@ class LeadingEngine(AsyncEngine):
         self._lines = lines
         for line in lines.values():
             line.start()
+        self._followers.tell(self.lose_process)
         for _ in lines:
             self._heard_of.acquire(timeout=_FIRST_S)
 
@@ -169,7 +173,14 @@ class LeadingEngine(AsyncEngine):
         """A rank's line has ended: end all others. error: see Line."""
         if rank not in self._loads:
             self._heard_of.release()
-        reason = f"Rank {rank} has died" if error is None else f"the line to rank {rank} has failed: {error}"
+        self._end_all(f"Rank {rank} has died" if error is None else f"the line to rank {rank} has failed: {error}")
+
+    def lose_process(self, rank: int, how: str) -> None:
+        """A rank's process has ended: end all others. Its line says so, too, unless its machine is gone. Any thread."""
+        logger.error("%s", how)
+        self._end_all(f"Rank {rank} has died: {how}")
+
+    def _end_all(self, reason: str) -> None:
         self._group_ranks.lose(reason)
         self.tell(Left(reason))
 

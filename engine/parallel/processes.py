@@ -100,25 +100,36 @@ class Child:
         self._process.wait()
 
 
+OnLoss = Callable[[int, str], object]
+"""Takes a rank whose process has ended, and how in words."""
+
+
 class Followers:
     """The followers' processes, and a watch over them from a thread of its own: a dead one is known before the next
     step needs it, and before the group has formed."""
 
-    def __init__(self, processes: Sequence[RankProcess], on_loss: Callable[[str], None]) -> None:
-        """processes: of ranks 1 and up. on_loss: called at most once, with which rank ended and
-        how."""
+    def __init__(self, processes: Sequence[RankProcess], on_loss: OnLoss) -> None:
+        """processes: of ranks 1 and up. on_loss: called at most once, with the rank that has ended, and how."""
         self._processes = processes
         self._on_loss = on_loss
+        self._lost: tuple[int, str] | None = None
         self._ending = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="engine-ranks", daemon=True)
         self._watching.start()
 
     def _watch(self) -> None:
         while not self._ending.wait(_POLL_S):
-            for process in self._processes:
+            for rank, process in enumerate(self._processes, start=1):
                 if (how := process.poll()) is not None:
-                    self._on_loss(how)
+                    self._lost = rank, how
+                    self._on_loss(rank, how)
                     return
+
+    def tell(self, on_loss: OnLoss) -> None:
+        """Tell another from now on, and of what has been lost: at once, and maybe twice."""
+        self._on_loss = on_loss
+        if self._lost is not None:
+            on_loss(*self._lost)
 
     def expect_end(self) -> None:
         """From now on, an end is no loss."""

@@ -29,7 +29,7 @@ class Ranks:
         self._have_met = False
         self._followers = Followers(processes, self._lose)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, rank: int, why: str) -> None:
         self._lost = why
         logger.error("%s", why)
 

@@ -194,6 +194,19 @@ async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests
             await answer(engine, f"{rank} later", PROMPTS[0])
 
 
+async def test_a_rank_whose_process_is_gone_ends_an_idle_engine_also_if_its_line_does_not_end(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine without power closes no connection. Regression: the engine was healthy until its next request."""
+    engine, launcher = start(2, ThreadLauncher(), kernels="torch_cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher.ranks[0], "poll", lambda: "rank 1 is gone: its node is dead")
+        await until(lambda: engine._fault is not None)
+    with pytest.raises(EngineError, match="Rank 1 has died: rank 1 is gone: its node is dead"):
+        await engine.check_health()
+    assert "rank 1 is gone: its node is dead" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("end", "told"),
     [

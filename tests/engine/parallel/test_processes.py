@@ -67,10 +67,10 @@ def test_a_rank_on_this_machine_sees_its_own_gpu_alone(monkeypatch: pytest.Monke
 
 
 def test_the_first_process_that_ends_is_told_with_its_rank() -> None:
-    told, known = list[str](), threading.Event()
+    told, known = list[tuple[int, str]](), threading.Event()
 
-    def on_loss(why: str) -> None:
-        told.append(why)
+    def on_loss(rank: int, how: str) -> None:
+        told.append((rank, how))
         known.set()
 
     processes = [Scripted(), Scripted()]
@@ -78,14 +78,15 @@ def test_the_first_process_that_ends_is_told_with_its_rank() -> None:
     processes[1].how = "rank 2 is gone"
     assert known.wait(WAIT_S)
     followers.end(0.0)
-    assert told == ["rank 2 is gone"]
+    followers.tell(on_loss)
+    assert told == [(2, "rank 2 is gone")] * 2, "whoever comes later is told, too"
     assert [process.kills for process in processes] == [1, 1]
 
 
 def test_an_end_that_is_expected_is_no_loss() -> None:
-    told: list[str] = []
+    told: list[int] = []
     process = Scripted()
-    followers = Followers([process], told.append)
+    followers = Followers([process], lambda rank, how: told.append(rank))
     followers.expect_end()
     process.how = "ended with status 0"
     followers.end(WAIT_S)
