@@ -149,7 +149,8 @@ def start_lockstep(
     with ExitStack() as undone:
         if isinstance(place, Path):
             undone.callback(shutil.rmtree, place, ignore_errors=True)
-        listener = socket.create_server(("" if launcher.remote_host else host, 0))
+        family = socket.getaddrinfo(host, None)[0][0]
+        listener = socket.create_server(("" if launcher.remote_host else host, 0), family=family)
         group = group_at(place, Shard(LEADER, size))
         undone.callback(group.close)
         if isinstance(group, GlooGroup):

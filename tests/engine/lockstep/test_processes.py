@@ -167,6 +167,12 @@ async def test_each_rank_answers_as_an_engine_alone_also_beside_one_without_requ
         assert meetings[0] == meetings[1] > 0
 
 
+async def test_ranks_on_machines_with_addresses_of_ipv6_reach_their_leader_and_answer(start: Start) -> None:
+    """Regression: the leader waited for their lines at its address of IPv4 alone."""
+    engine, _ = start(2, ThreadLauncher("::1"), kernels="torch_cpu")
+    assert len(await answer(engine, "1 asked", PROMPTS[0])) == 9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "killed", "busy"), [(2, 1, 0), (2, 1, 1), (3, 1, 2), (3, 2, None)])
 async def test_a_rank_that_is_killed_ends_all_with_its_name_whoever_has_requests(
