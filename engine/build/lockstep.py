@@ -73,8 +73,9 @@ class LockstepSpecification:
             with naming(self.shard.rank):
                 start, executor, resolved = _load(self.model_dir, self.config, self.engines, group, self.num_here)
             undone.callback(executor.shutdown)
+            computes = _what_computes(start, resolved)
             group.join()
-            resolved = _agreed(group, start, resolved)
+            resolved = _agreed(group, start, resolved, computes)
             undone.pop_all()
         asyncio.run(_serve(peer, group, executor, resolved))
 
@@ -98,31 +99,36 @@ def _load(
     return start, *start.build()
 
 
-def _agreed(group: ExchangeGroup, start: CpuStart, resolved: ResolvedConfig) -> ResolvedConfig:
+def _what_computes(start: CpuStart, resolved: ResolvedConfig) -> str:
+    """Say what must be the same on all ranks. It reads samples of the model's files, which may take long: no rank waits
+    for another meanwhile that has not joined."""
+    return f"{what_computes(start.model_dir, resolved.kernels)} in {resolved.dtype}"
+
+
+def _agreed(group: ExchangeGroup, start: CpuStart, resolved: ResolvedConfig, computes: str) -> ResolvedConfig:
     """Return what all ranks plan with. The leader checks a request by its own limits, and any rank may get it: so all
-    have the KV blocks of the one with the least room. All ranks call this once they have joined.
+    have the KV blocks of the one with the least room. All ranks call this once they have joined. computes: here.
 
     Raises:
         ConfigError: as _compare.
         RankLostError: a rank is lost.
     """
-    _compare(group, start.model_dir, resolved)
+    _compare(group, computes)
     room = blocks_of_all(group, resolved.num_kv_blocks)
     start.give_back_blocks(resolved.num_kv_blocks - min(room))
     return with_least(resolved, room, group.rank)
 
 
-def _compare(group: ExchangeGroup, model_dir: Path, resolved: ResolvedConfig) -> None:
+def _compare(group: ExchangeGroup, computes: str) -> None:
     """Raise ConfigError, on all ranks, unless they have the same model and compute it by the same instructions: a
-    request's answer must not depend on the rank that has it."""
-    here = what_computes(model_dir, resolved.kernels)
-    own = torch.tensor(list(hashlib.sha256(f"{here} {resolved.dtype}".encode()).digest()), dtype=torch.uint8)
+    request's answer must not depend on the rank that has it. computes: here."""
+    own = torch.tensor(list(hashlib.sha256(computes.encode()).digest()), dtype=torch.uint8)
     found = rows_of_all(group, own)
     others = [rank for rank in range(group.size) if not torch.equal(found[rank], own)]
     if others:
         raise ConfigError(
             f"Ranks {others} have another model than rank {group.rank}, or compute it by other kernels or "
-            f"instructions: here it is {here} in {resolved.dtype}."
+            f"instructions: here it is {computes}."
         )
 
 
@@ -176,11 +182,12 @@ def start_lockstep(
             start, executor, resolved = _load(model_dir, config, engines * beside[LEADER], group, beside[LEADER])
             undone.callback(executor.shutdown)
             try:
+                computes = _what_computes(start, resolved)
                 peers = accept_ranks(listener, token, size, _JOIN_S, lambda: lost[0] if lost else None)
                 for peer in peers.values():
                     undone.callback(peer.close)
                 group.join(lambda: lost[0] if lost else None)
-                resolved = _agreed(group, start, resolved)
+                resolved = _agreed(group, start, resolved, computes)
             except (RankLostError, OSError) as error:
                 raise ConfigError(f"expert_parallel_size is {size}, and not every rank could start: {error}") from error
         undone.pop_all()

@@ -39,6 +39,7 @@ from engine.protocol import (
     Submission,
     Token,
 )
+from kernels.collectives.gloo import GlooGroup
 from tests.support.compiler import needs_compiler
 from tests.support.conditions import until
 from tests.support.thread_launcher import ThreadLauncher
@@ -399,6 +400,27 @@ def test_a_rank_with_another_model_or_instructions_is_refused_at_the_start_and_n
     with pytest.raises(ConfigError, match=r"have another model than rank 0"):
         start_lockstep(checkpoint, asked(2, kernels="torch_cpu"), 1, launcher)
     assert isinstance(launcher.ranks[0].error, ConfigError)
+
+
+def test_ranks_read_their_model_s_files_before_others_wait_for_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a rank on a slow disk took longer than others wait in a step."""
+    join, compute, done = GlooGroup.join, lockstep.what_computes, list[tuple[str, int]]()
+
+    def joins(self: GlooGroup, *how: Any) -> None:
+        done.append(("joins", threading.get_ident()))
+        join(self, *how)
+
+    def computes(*how: Any) -> str:
+        done.append(("reads", threading.get_ident()))
+        return compute(*how)
+
+    monkeypatch.setattr(GlooGroup, "join", joins)
+    monkeypatch.setattr(lockstep, "what_computes", computes)
+    start(2, ThreadLauncher("127.0.0.1"), kernels="torch_cpu")
+    ranks = {thread for _, thread in done}
+    assert [[what for what, thread in done if thread == rank] for rank in ranks] == [["reads", "joins"]] * 2
 
 
 @pytest.mark.parametrize("host", [pytest.param(None, marks=needs_compiler), "127.0.0.1"], ids=["memory", "gloo"])
