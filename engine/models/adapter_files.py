@@ -23,6 +23,7 @@ from engine.models.cuts import Cut, cuts_of
 from engine.models.description import LayerConfig, ModelConfig
 from engine.models.parameters import attended_size, qkv_sizes, settle_qkv
 from engine.models.registry import FAMILIES
+from engine.models.tensor_files import BASE, is_base_model
 from engine.step import AdapterError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -156,12 +157,14 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[Place, _Pair]:
-    """Return the two factors of each adapted module, by the module's place: of a model's part, those of the part."""
+    """Return the two factors of each adapted module, by the module's place: of a model's part, those of the part. An
+    adapter that was trained on the model without its LM head, as for embeddings, names modules without its prefix."""
     places = places_of(model.whole or model)
+    base = BASE if is_base_model([name.removeprefix(_PREFIX) for name in tensors]) else ""
     sides: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in sorted(tensors.items()):  # sorted, so that the same mistake is always reported first
         found = _TENSOR.fullmatch(name)
-        module = found["module"].removeprefix(_PREFIX) if found else name
+        module = base + found["module"].removeprefix(_PREFIX) if found else name
         if found is None or module not in places:
             raise AdapterError(
                 f"{name} is not supported for {model.architecture}; supported are lora_A and lora_B of attention and "

@@ -77,6 +77,24 @@ def test_what_an_adapter_says_and_is_not_computed_is_refused_by_its_key(
         read(made[1], made[0])
 
 
+@pytest.mark.parametrize("start", [False, None, "gaussian", "eva"])
+def test_an_adapter_whose_first_numbers_left_the_model_as_it_was_is_read(made: tuple[Path, Path], start: Any) -> None:
+    edit(made[1], init_lora_weights=start)
+    assert read(made[1], made[0])[1]
+
+
+def test_an_adapter_of_the_model_without_its_head_is_that_of_the_same_modules(tmp_path: Path) -> None:
+    """As PEFT saves those for embeddings. Regression: the first tensor was refused by its name."""
+    model = save_model("llama", tmp_path / "model")
+    model.model.save_pretrained(tmp_path / "base")
+    _, wanted = read(save_adapter(model, tmp_path / "adapter"), tmp_path / "model")
+    adapter = save_adapter(model.model, tmp_path / "of_base", task_type="FEATURE_EXTRACTION")
+    for served in ("model", "base"):
+        _, found = read(adapter, tmp_path / served)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key].b, delta.b) for key, delta in wanted.items())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
