@@ -39,7 +39,7 @@ _HARMLESS = (
     "megatron_core", "runtime_config", "qalora_group_size",
 )  # fmt: skip
 _NEUTRAL: tuple[object, ...] = (None, False, "none", [], {})
-_PLAIN_STARTS: tuple[object, ...] = (True, False, None, "gaussian", "eva")
+_PLAIN_STARTS: tuple[object, ...] = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model unchanged; with others, training changes it, too."""
 
 

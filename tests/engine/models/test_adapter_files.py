@@ -77,7 +77,7 @@ def test_what_an_adapter_says_and_is_not_computed_is_refused_by_its_key(
         read(made[1], made[0])
 
 
-@pytest.mark.parametrize("start", [False, None, "gaussian", "eva"])
+@pytest.mark.parametrize("start", [False, None, "gaussian", "eva", "orthogonal"])
 def test_an_adapter_whose_first_numbers_left_the_model_as_it_was_is_read(made: tuple[Path, Path], start: Any) -> None:
     edit(made[1], init_lora_weights=start)
     assert read(made[1], made[0])[1]
