@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _HARMLESS = (
 _NEUTRAL: tuple[object, ...] = (None, False, "none", [], {})
 _PLAIN_STARTS: tuple[object, ...] = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model unchanged; with others, training changes it, too."""
+_MOST = sys.float_info.max
+"""JSON has larger integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def _bytes_of(path: Path) -> bytes:
 def _read_config(raw: bytes, max_rank: int) -> _Scaling:
     try:
         config = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{CONFIG_FILE} is not JSON: {error}.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise AdapterError(f"{CONFIG_FILE}: peft_type must be LORA, the only kind of adapter that is served.")
@@ -141,7 +144,7 @@ def _read_config(raw: bytes, max_rank: int) -> _Scaling:
         raise AdapterError(f"{CONFIG_FILE}: r is {_short(rank)}: expected a rank of at least 1.")
     if rank > max_rank:
         raise AdapterError(f"{CONFIG_FILE}: r is {rank}, and this engine takes ranks up to {max_rank} (max_lora_rank).")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not -_MOST <= alpha <= _MOST:
         raise AdapterError(f"{CONFIG_FILE}: lora_alpha is {_short(alpha)}: expected a number.")
     return _Scaling(rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 

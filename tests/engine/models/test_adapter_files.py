@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def test_a_digest_names_the_contents_and_not_the_directory(made: tuple[Path, Pat
         ({"r": 17}, r"r is 17, and this engine takes ranks up to 16 \(max_lora_rank\)"),
         ({"r": 3}, r"down_proj.lora_A.weight has shape \[4, 80\], but r and this model's shape say \[3, 80\]"),
         ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"lora_alpha": math.nan}, "lora_alpha is nan"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
     ],
 )
 def test_what_an_adapter_says_and_is_not_computed_is_refused_by_its_key(
@@ -133,10 +136,11 @@ def test_what_is_no_adapter_is_refused_by_its_file(made: tuple[Path, Path], tmp_
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"adapter_model\.safetensors cannot be read"):
         read(adapter, model_dir)
-    (adapter / "adapter_config.json").write_text("{")
     (adapter / "adapter_model.safetensors").touch()
-    with pytest.raises(AdapterError, match="is not JSON"):
-        read(adapter, model_dir)
+    for text in ("{", "[" * 100_000):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(AdapterError, match="is not JSON"):
+            read(adapter, model_dir)
 
 
 def test_an_adapter_of_a_model_of_another_shape_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
