@@ -107,8 +107,11 @@ class _SharedAdapters:
 
     def read(self, path: str) -> tuple[str, _Adapter]:
         digest, weights = self._own.read(path)
-        files = {name: (Path(path) / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
-        if digest_of(files[CONFIG_FILE], files[WEIGHTS_FILE]) != digest:  # the others would find another adapter
+        try:
+            files = {name: (Path(path) / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
+        except OSError:
+            files = {}
+        if not files or digest_of(files[CONFIG_FILE], files[WEIGHTS_FILE]) != digest:  # others would find another
             raise AdapterError(f"{path} was changed while it was read; load it again")
         return digest, _Adapter(weights, files)
 

@@ -258,7 +258,10 @@ def test_an_adapter_adds_on_every_rank(kernels: str, tmp_path: Path) -> None:
     assert not torch.allclose(found[1][0], found[1][1]), "the adapter changes something"
 
 
-def test_an_adapter_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["rewritten", "removed"])
+def test_an_adapter_that_changes_while_it_is_read_is_refused(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Followers would find another digest, which ends the engine."""
     checkpoint, adapter = tmp_path / "model", tmp_path / "adapter"
     save_adapter(save_model("llama", checkpoint), adapter, modules=ATTENTION, seed=3)
@@ -268,8 +271,11 @@ def test_an_adapter_that_changes_while_it_is_read_is_refused(tmp_path: Path, mon
         read = host._own.read
 
         def read_and_change(path: str) -> Any:
-            found = read(path)
-            (adapter / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text() + " ")
+            found, file = read(path), adapter / "adapter_config.json"
+            text = file.read_text()
+            file.unlink()
+            if how == "rewritten":
+                file.write_text(text + " ")
             return found
 
         monkeypatch.setattr(host._own, "read", read_and_change)
