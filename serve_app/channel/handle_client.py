@@ -207,11 +207,20 @@ class HandleClient:
             loaded = await _broadcast(self._engine, "load_adapter", name, path, timeout_s=LOAD_TIMEOUT_S)
             adapter = same_adapter(dict(loaded))
         except EngineError:
-            with suppress(EngineError):  # a replica that does not answer now loads what its requests need
-                await _broadcast(self._engine, "restore_adapter", name, before)
+            await self._restore_engines(name, before)
             raise
-        await _broadcast(self._ingress, "set_adapter", name, adapter, *self._which)
+        try:
+            await _broadcast(self._ingress, "set_adapter", name, adapter, *self._which)
+        except EngineError:  # some may have been told, and would refuse to load it once more
+            await self._restore_engines(name, before)
+            with suppress(EngineError):
+                await _broadcast(self._ingress, "set_adapter", name, before, *self._which)
+            raise
         return adapter
+
+    async def _restore_engines(self, name: str, before: AdapterRef | None) -> None:
+        with suppress(EngineError):  # a replica that does not answer now loads what its requests need
+            await _broadcast(self._engine, "restore_adapter", name, before)
 
     async def unload_adapter(self, name: str) -> None:
         await _broadcast(self._ingress, "set_adapter", name, None, *self._which)

@@ -333,6 +333,28 @@ async def test_a_load_that_is_refused_gives_engines_of_earlier_settings_their_ad
     assert restored == [before]
 
 
+async def test_a_load_of_which_an_ingress_replica_was_not_told_is_undone_everywhere_and_can_be_repeated() -> None:
+    """Regression: those that were told refused to load it once more, and others never knew it."""
+    before, loaded = AdapterRef("a", "/before", "01"), AdapterRef("a", "/a", "02")
+    told: list[tuple[str, AdapterRef | None]] = []
+
+    def broadcast(method: str, *arguments: Any) -> Any:
+        async def results_async() -> list[Any]:
+            told.append((method, arguments[-1] if arguments else None))
+            if method == "set_adapter" and len(told) == 3:
+                raise TimeoutError
+            return {"adapters": [("replica", [before])], "load_adapter": [("replica", loaded)]}.get(method, [])
+
+        return SimpleNamespace(results_async=results_async)
+
+    handle: Any = SimpleNamespace(broadcast=broadcast)
+    none: Any = None
+    client = HandleClient(engine=handle, ingress=handle, receiver=none, migration=none)
+    with pytest.raises(EngineError, match="A replica does not answer"):
+        await client.load_adapter("a", "/a")
+    assert told[2:] == [("set_adapter", loaded), ("restore_adapter", before), ("set_adapter", before)]
+
+
 async def test_a_new_request_is_refused_while_all_engines_have_another_model_and_a_running_one_looks_on() -> None:
     async with ingress(gated=True) as at:
         task = asyncio.ensure_future(collect(at.stream()))
