@@ -3,10 +3,11 @@ Never decides who may change them, and never informs another replica."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from engine.async_engine import AsyncEngine
-from engine.protocol import AdapterRef, RequestRejected
+from engine.protocol import AdapterRef, ErrorCode, RequestRejected
 
 
 class NamedAdapters:
@@ -16,6 +17,7 @@ class NamedAdapters:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._known: dict[str, AdapterRef] = {}
+        self._withdrawals: Counter[str] = Counter()  # of a name, also while it is loaded
 
     @property
     def known(self) -> list[AdapterRef]:
@@ -37,21 +39,29 @@ class NamedAdapters:
         """Load the directory's adapter into memory under a name, which may have meant another adapter until now.
 
         Raises:
-            RequestRejected: the adapter cannot be used; the name keeps its previous meaning.
+            RequestRejected: the adapter cannot be used, or the name was withdrawn meanwhile; it keeps its previous
+                meaning.
         """
-        digest = await self._engine.adapters.load(path)
-        before, self._known[name] = self._known.get(name), AdapterRef(name, path, digest)
+        withdrawals = self._withdrawals[name]
+        loaded = AdapterRef(name, path, await self._engine.adapters.load(path))
+        if self._withdrawals[name] != withdrawals:
+            self._drop(loaded)
+            text = f"The adapter {name} was unloaded, or its load was undone, while it was loaded."
+            raise RequestRejected(ErrorCode.ADAPTER_UNAVAILABLE, text, "lora_name")
+        before, self._known[name] = self._known.get(name), loaded
         if before is not None:
             self._drop(before)
-        return self._known[name]
+        return loaded
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Running requests keep it until they end. Idempotent."""
+        self._withdrawals[name] += 1
         if (known := self._known.pop(name, None)) is not None:
             self._drop(known)
 
     def restore(self, name: str, before: AdapterRef | None) -> None:
-        """Undo a load that another replica refused."""
+        """Undo a load that another replica refused, or that takes too long here."""
+        self._withdrawals[name] += 1
         loaded = self._known.pop(name, None)
         if before is not None:
             self._known[name] = before  # a request that needs its weights will have them read again

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from tests.serve_app.harness import (
     finished,
     tokens,
 )
+from tests.support.conditions import until
 
 pytestmark = pytest.mark.anyio
 ADMIN = "sk-admin"
@@ -277,6 +278,28 @@ async def test_a_load_that_another_engine_refused_is_undone(engine: AsyncEngine,
     assert engine.adapters.loaded == ()
     named.restore("b", None)  # this replica's engine has refused it itself
     assert named.known == [first]
+
+
+@pytest.mark.parametrize("end", [lambda named: named.unload("a"), lambda named: named.restore("a", None)])
+async def test_an_adapter_that_is_unloaded_while_it_is_loaded_stays_so(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[NamedAdapters], None]
+) -> None:
+    """Regression: a replica that took too long to load it had it in the end, and told it to later ingress replicas."""
+    named, path, load, may = NamedAdapters(engine), write(tmp_path, "a", "one"), engine.adapters.load, asyncio.Event()
+
+    async def slowly(path: str) -> str:
+        digest = await load(path)
+        await may.wait()
+        return digest
+
+    monkeypatch.setattr(engine.adapters, "load", slowly)
+    loading = asyncio.create_task(named.load("a", path))
+    await until(lambda: engine.adapters.loaded)
+    end(named)
+    may.set()
+    with pytest.raises(RequestRejected, match="a was unloaded, or its load was undone, while it was loaded"):
+        await loading
+    assert (named.known, engine.adapters.loaded) == ([], ())
 
 
 @pytest.mark.parametrize("reaches_here", [False, True])
