@@ -3,6 +3,8 @@ Never starts one: serve_app.replicas.ranks does."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from engine.config import EngineConfig
@@ -17,6 +19,13 @@ KIND_SHARE = 0.001
 def ranks_of(config: EngineConfig) -> int:
     """Return how many ranks an engine has: those that compute its model together, or those that share its experts."""
     return config.tensor_parallel_size * config.expert_parallel_size
+
+
+def gpus_for(engine: Mapping[str, Any]) -> int:
+    """Return how many GPUs an engine with these settings needs: one for each of its ranks. The settings are not checked
+    yet: a size that is none counts as 1."""
+    sizes = [engine.get(name) for name in ("tensor_parallel_size", "expert_parallel_size")]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def setting_of(config: EngineConfig) -> str:

@@ -92,6 +92,14 @@ def test_a_gpu_that_is_asked_for_is_not_replaced_by_the_cpu() -> None:
     assert read_settings("m", {"device": "cuda"}).replica_engine.device == "cuda"
 
 
+def test_each_rank_of_an_engine_on_gpus_has_one() -> None:
+    """Regression: the library asked for one GPU whatever the ranks, and its refusal named a setting that it has not."""
+    settings = read_settings("m", {"device": "cuda", "tensor_parallel_size": 2})
+    assert (settings.engine_num_gpus, settings.engine.tensor_parallel_size) == (2, 2)
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: "):
+        read_settings("m", {"device": "cuda", "tensor_parallel_size": "two"})
+
+
 def test_an_unknown_field_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(chunkserve.RequestRefused, match="max_token: this field is not known: did you mean max_tokens"):
         refuse_unknown(ChatFields, {"max_token": 3})

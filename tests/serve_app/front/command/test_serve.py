@@ -274,6 +274,16 @@ def test_device_auto_replaces_the_device_of_a_config(tmp_path: Path, monkeypatch
     assert (changed["engine_num_gpus"], changed["engine"]["device"]) == (0, "cpu")
 
 
+def test_device_cuda_has_a_gpu_for_each_rank_of_a_config(tmp_path: Path) -> None:
+    """Regression: it asked for one GPU, which was then refused beside two ranks."""
+    config: Any = yaml.safe_load(yaml.safe_dump(FAKE))
+    config["applications"][0]["args"] = {"engine": {"tensor_parallel_size": 2}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    changed = args(made(tmp_path, str(tmp_path / "c.yaml"), "--device", "cuda"))
+    assert (changed["engine_num_gpus"], changed["engine"]["device"]) == (2, "cuda")
+    AppSettings.model_validate(changed)
+
+
 @pytest.mark.parametrize("name", ["my config.yaml", "two\nlines.yaml", "--odd"])
 def test_a_config_with_an_odd_name_can_be_read_again(name: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(FAKE))
