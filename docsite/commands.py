@@ -49,7 +49,7 @@ VARIABLES = {
     "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "Maximum connections from one source. 0: no limit. "
     "See [HTTP limits](http-limits.md).",
     "CHUNKSERVE_CORS": "Web pages that may read what HAProxy and Ray Serve refuse. "
-    "See [Run on a cluster that exists](../how-to/existing-cluster.md).",
+    "See [Run on an existing cluster](../how-to/existing-cluster.md).",
     "CHUNKSERVE_HAPROXY_BINARY": "HAProxy program to run instead of Ray's.",
     "CHUNKSERVE_TRITON_TUNING": "How Triton's kernels choose a configuration on a GPU. `keep` (unset): timed once, "
     "kept on disk. `forget`: timed in each process. A number: that one, or the next that fits the GPU, untimed.",

@@ -19,6 +19,7 @@ def test_an_entry_has_its_parts_labelled(name: str) -> None:
     preface, *entries = re.split(r"^(?=\*\*20\d\d-)", text, flags=re.MULTILINE)
     assert PREFACE in preface
     assert entries
+    assert not re.findall(r"\S\n\*\*20\d\d-.*", text), "joined to the entry above it"
     for entry in entries:
         title, _, rest = entry.partition("**\n\n")
         assert re.match(r"\*\*20\d\d-\d\d-\d\d · \S", title), entry[:200]

@@ -319,6 +319,12 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(path: Path) -> None:
         assert len(widths) == 1, table[:200]
 
 
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_a_heading_stands_apart(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"\S\n(#+ .*)$", text, re.MULTILINE)
+
+
 # --- the site ---------------------------------------------------------------------------------------------------------
 
 
