@@ -3,6 +3,7 @@ Never runs what needs a cluster, a GPU or hours; each of those has its reason he
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -169,6 +170,29 @@ def test_settings_that_are_shown_are_valid_and_say_something(config: str) -> Non
     given = yaml.safe_load(config)
     settings = AppSettings.model_validate(given)
     assert settings.model_dump() != AppSettings().model_dump()
+
+
+def test_no_key_whose_digest_is_shown_can_be_guessed() -> None:
+    """Regression: they were those of `foo` and of `bar`, and whoever copied the block opened its admin routes."""
+    shown = {digest for config in CONFIGS for digest in re.findall(r"\b[0-9a-f]{64}\b", config)}
+    words = (
+        "",
+        "a",
+        "admin",
+        "ann",
+        "bar",
+        "baz",
+        "chunkserve",
+        "foo",
+        "key",
+        "none",
+        "password",
+        "secret",
+        "sk-key",
+        "test",
+    )
+    assert shown
+    assert shown.isdisjoint(hashlib.sha256(word.encode()).hexdigest() for word in words)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
