@@ -176,4 +176,4 @@ sbom: install .venv-sbom/installed ## write what an installed server consists of
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .clients-npm .venv-clients-newest .clients-npm-newest $(PEERS_VENV) .k8s-tools .venv-sbom
+	rm -rf $(VENV) .venv-clients .clients-npm .venv-clients-newest .clients-npm-newest .venv-flash $(PEERS_VENV) .k8s-tools .venv-sbom

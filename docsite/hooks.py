@@ -7,9 +7,11 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.livereload import LiveReloadServer
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -52,6 +54,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for origin, place in BESIDE_THE_CODE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / origin)))
     return files
+
+
+def on_serve(server: LiveReloadServer, config: MkDocsConfig, builder: Callable[..., None]) -> LiveReloadServer:
+    """Build the site again when a page that lives beside the code changes."""
+    for origin in BESIDE_THE_CODE:
+        server.watch(str(ROOT / origin))
+    return server
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -88,6 +88,15 @@ def test_serve_refuses_an_option_that_it_does_not_know() -> None:
     assert "No such option '--no-such-option'" in done.stderr
 
 
+def test_make_clean_removes_every_environment_that_make_makes() -> None:
+    """Regression: one of three gigabytes was left."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    made = set(re.findall(r"^PEERS_VENV \?= (\S+)|^(\.[\w-]+)/installed:", text, re.MULTILINE))
+    removed = text.partition("\nclean:\n")[2].replace("$(PEERS_VENV)", ".venv-peers").split()
+    assert len(made) > 4
+    assert {peers or other for peers, other in made} <= set(removed)
+
+
 def test_scripts_that_are_installed_are_known_here() -> None:
     """A new script has to be tested in the same way."""
     text = (ROOT / "pyproject.toml").read_text()

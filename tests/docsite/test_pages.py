@@ -9,10 +9,11 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from mkdocs.config.defaults import MkDocsConfig
 from pydantic import BaseModel
 
 from benchmarks import versions
@@ -36,7 +37,7 @@ from benchmarks.serving import killed as bench_killed
 from benchmarks.tensor_parallel import run as tensor_parallel
 from benchmarks.transport import run as transport
 from docsite import commands, diagram, refusals
-from docsite.hooks import BESIDE_THE_CODE, in_site, with_links
+from docsite.hooks import BESIDE_THE_CODE, in_site, on_serve, with_links
 from docsite.pages import DOCS, ROOT, rendered
 from serve_app.api.anthropic.schema import MessagesRequest
 from serve_app.api.openai.responses.schema import ResponsesRequest
@@ -349,6 +350,14 @@ def test_pages_beside_the_code_are_there_and_shown_once() -> None:
     assert all((ROOT / origin).is_file() for origin in BESIDE_THE_CODE)
     assert len(set(BESIDE_THE_CODE.values())) == len(BESIDE_THE_CODE)
     assert in_site("engine/NOTES.md") == "explanation/decisions/engine.md"
+
+
+def test_the_site_follows_changes_of_pages_beside_the_code() -> None:
+    """Regression: a list in mkdocs.yml had five of nineteen."""
+    watched: list[str] = []
+    server = SimpleNamespace(watch=watched.append)
+    assert on_serve(server, MkDocsConfig(), lambda: None) is server  # type: ignore[arg-type, comparison-overlap]
+    assert watched == [str(ROOT / origin) for origin in BESIDE_THE_CODE]
 
 
 def test_every_page_of_notes_is_in_the_site() -> None:
