@@ -10,6 +10,7 @@ from docsite.pages import DOCS, ROOT, WHOLE
 
 ELSEWHERE = {
     "how-to/agents.md": "tests/clients, which run the programs with exactly these settings",
+    "how-to/from-vllm-or-sglang.md": "tests/docsite/test_options_of_others.py",
     "how-to/from-ray-serve-llm.md": "tests/serve_app/ray_llm/test_page.py, with types in place of vLLM's",
 }
 """Pages whose blocks have a test of their own."""
