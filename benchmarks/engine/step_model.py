@@ -189,7 +189,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="dummy: random weights in the model's shape (%(default)s)",
     )
     parser.add_argument("--blocks", type=int, default=4000, help="KV blocks of 16 tokens (%(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="steps compared at the begin and end (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="steps compared at the beginning and at the end (%(default)s)"
+    )
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="when the steps at the end begin at the earliest (%(default)s)"
     )
