@@ -109,9 +109,15 @@ def _chosen_binary(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if Path(chosen).name in ("", launcher.NAME) else {launcher.BINARY: chosen}
 
 
+def open_files(max_connections: int = _MAXCONN) -> int:
+    """Return how many files HAProxy wants to open at its start: two for each connection, two for each pipe, and some.
+    Ray switches splicing on, for which there is a pipe for every fourth connection."""
+    return 2 * max_connections + 2 * (max_connections // 4) + _SPARE_FILES
+
+
 def _check_open_files(max_connections: int) -> None:
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * max_connections + _SPARE_FILES
+    needed = open_files(max_connections)
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise HAProxyUnusable(f"it needs {needed} open files, the limit is {limit} (ulimit -Hn)")
 

@@ -213,7 +213,7 @@ def test_haproxy_can_start_in_a_container_that_is_read_only() -> None:
     path, _, options = tmp.partition(":")
     assert path == "/tmp"
     assert {"exec", "mode=1777"} <= set(options.split(","))
-    assert SERVER["ulimits"]["nofile"] >= 2 * haproxy._MAXCONN + haproxy._SPARE_FILES
+    assert SERVER["ulimits"]["nofile"] >= haproxy.open_files()
 
 
 def test_the_servers_home_is_the_images_user_s_so_that_a_new_volume_belongs_to_it() -> None:
