@@ -62,7 +62,12 @@ def add_options(parser: argparse.ArgumentParser, out: str = "loadtest/runs") -> 
         default=None,
         help="longest request that the server accepts, in tokens; longer requests of a trace are left out",
     )
-    add("--trace", default="", help="file with a trace: Azure's .csv or Mooncake's .jsonl, either also as .gz")
+    add(
+        "--trace",
+        default="",
+        help="file with a trace: .csv or .jsonl with arrival_s, prompt_tokens and answer_tokens, or a trace of Azure's "
+        "or Mooncake's; also with .gz",
+    )
     add(
         "--goal",
         default="ttft:1000,tpot:100",

@@ -163,7 +163,7 @@ def _rates(settings: Settings) -> Plan:
 
 def _trace(settings: Settings) -> Plan:
     if settings.trace is None:
-        raise ValueError("trace needs --trace, the path of Azure's .csv or Mooncake's .jsonl")
+        raise ValueError("trace needs --trace, the path of a trace, .csv or .jsonl")
     trace = scaled(
         read_trace(settings.trace),
         rate=settings.rate,
