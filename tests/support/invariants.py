@@ -1,5 +1,5 @@
 """Owns the checks of the specification's invariants on a running engine core. Long: I-1 to I-37, each by name, except
-I-17, I-20, I-24, I-25 and I-34, which do not show in a core's state.
+I-17, I-20, I-24, I-25, I-34 and I-36, which do not show in a core's state.
 Never steers: whoever drives the core decides what happens to it, and every step of it is checked."""
 
 from __future__ import annotations
