@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
 from docsite import reference
 from docsite.pages import DOCS, ROOT
 from serve_app.metrics.catalogue import BY_NAME, MISSING
@@ -37,6 +39,15 @@ def test_what_helps_a_slow_request_is_a_setting() -> None:
     named = set(re.findall(r"`(\w+)`", helps))
     assert len(named) > 3
     assert sorted(named - settings) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "place"), [("engine/models/README.md", "engine/models"), ("tests/support/README.md", "tests/support")]
+)
+def test_a_page_about_a_folder_has_a_line_for_each_of_its_files(page: str, place: str) -> None:
+    files = [path.name for path in sorted((ROOT / place).glob("*.py")) if path.name != "__init__.py"]
+    assert len(files) > 20
+    assert [name for name in files if f"`{name}`" not in read(page)] == []
 
 
 def test_every_page_that_code_names_is_there() -> None:
