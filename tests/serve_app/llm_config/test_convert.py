@@ -94,6 +94,7 @@ def test_an_argument_of_a_gpu_is_taken_along_for_one(kwargs: dict[str, Any], set
 
 NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"pipeline_parallel_size": 2}, Kind.NOT_SUPPORTED, "here tensor_parallel_size alone divides a model"),
+    ({"enable_expert_parallel": True}, Kind.NOT_SUPPORTED, "set chunkserve.engine.expert_parallel_size"),
     ({"tensor_parallel_size": 0}, Kind.NOT_SUPPORTED, "tensor_parallel_size: not a value that vLLM takes here"),
     ({"hf_overrides": {"a": 1}}, Kind.NOT_SUPPORTED, "hf_overrides: chunkserve reads it from the model's directory"),
     ({"chat_template": "/t.jinja"}, Kind.NOT_SUPPORTED, "put it there as chat_template.jinja (given: /t.jinja)"),
