@@ -97,11 +97,11 @@ def read_settings(model: str, given: Mapping[str, Any]) -> AppSettings:
     from pydantic import ValidationError
 
     from serve_app.settings.application import AppSettings
-    from serve_app.settings.ranks import gpus_for
+    from serve_app.settings.ranks import ranks_in
 
     beside = {name: given[name] for name in OF_THE_MODEL if name in given}
     engine = {name: value for name, value in given.items() if name not in beside}
-    gpus = gpus_for(engine) if engine.get("device") == "cuda" else 0
+    gpus = ranks_in(engine) if engine.get("device") == "cuda" else 0
     try:
         return AppSettings.model_validate({"model": model, "engine": engine, "engine_num_gpus": gpus, **beside})
     except ValidationError as error:

@@ -53,12 +53,12 @@ def _convert(config: Mapping[str, Any], base: Base, *, own_app: bool) -> Taking:
     read_model(taking, given)
     read_environment(taking, given.get("runtime_env"))
     kwargs = taking.mapping(PATH, given.get(PATH))
+    taking.own = taking.mapping(f"{PATH}.{OWN}", kwargs.get(OWN))
     read_engine_kwargs(taking, kwargs, below.get("engine", {}))
     for read in (read_lora, read_hardware, read_rest, *((read_deployment,) if own_app else ())):
         read(taking, given)
     for name, value in given.items():
         if name not in FIELDS:
             taking.unsupported(name, value, "Ray Serve LLM has no such field")
-    own = taking.mapping(f"{PATH}.{OWN}", kwargs.get(OWN))
-    taking.args = merge(merge(below, taking.args), own)
+    taking.args = merge(merge(below, taking.args), taking.own)
     return taking

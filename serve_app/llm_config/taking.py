@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from serve_app.settings.ranks import ranks_in
+
 MAX_SHOWN_CHARS = 60
 _SECRET = re.compile(r"(?:^|[_.])(?:key|token|secret|password|credentials)$", re.IGNORECASE)
 """Ends of names whose values are not shown."""
@@ -43,6 +45,8 @@ class Taking:
     on_gpu: bool
     own_app: bool = True
     """Whether our own application is built; otherwise Ray Serve LLM deploys, scales and routes by the same config."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of ours, which are put over `args` at the end."""
     args: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
@@ -64,7 +68,9 @@ class Taking:
     @property
     def num_ranks(self) -> int:
         """How many ranks an engine has, once its arguments are read."""
-        return int(self.get("engine.tensor_parallel_size") or 1)
+        settings = merge(self.args, self.own) if self.own_app else self.args  # elsewhere own ranks are refused
+        engine = settings.get("engine")
+        return ranks_in(engine) if isinstance(engine, Mapping) else 1
 
     def drop(self, setting: str) -> None:
         """Unset the setting at a dotted path, which must be set."""

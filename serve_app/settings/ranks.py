@@ -21,9 +21,9 @@ def ranks_of(config: EngineConfig) -> int:
     return config.tensor_parallel_size * config.expert_parallel_size
 
 
-def gpus_for(engine: Mapping[str, Any]) -> int:
-    """Return how many GPUs an engine with these settings needs: one for each of its ranks. The settings are not checked
-    yet: a size that is none counts as 1."""
+def ranks_in(engine: Mapping[str, Any]) -> int:
+    """Return how many ranks an engine with these settings has, and so how many GPUs it needs. The settings are not
+    checked yet: a size that is none counts as 1."""
     sizes = [engine.get(name) for name in ("tensor_parallel_size", "expert_parallel_size")]
     return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from engine.config import EngineConfig, choices_of
 from serve_app.front.command.arguments import Parser
-from serve_app.settings.ranks import gpus_for
+from serve_app.settings.ranks import ranks_in
 
 _OF_ENGINES = (
     "max_model_len",
@@ -125,7 +125,7 @@ def set_args(args: dict[str, Any], options: argparse.Namespace) -> None:
     if engine:
         args["engine"] = {**(args.get("engine") or {}), **engine}
     if options.device in ("cpu", "cuda"):
-        args["engine_num_gpus"] = gpus_for(args["engine"]) if options.device == "cuda" else 0
+        args["engine_num_gpus"] = ranks_in(args["engine"]) if options.device == "cuda" else 0
     if options.served_model_name is not None:
         args["served_model_name"] = options.served_model_name
     if options.api_keys is not None:  # absolute: engines and ingress replicas may have another current directory

@@ -400,8 +400,11 @@ RANKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("hardware", "settings"), RANKS, ids=str)
-def test_ranks_are_taken_along_with_a_gpu_each(hardware: dict[str, Any], settings: dict[str, Any]) -> None:
-    taking = converted(engine_kwargs={"tensor_parallel_size": 2}, **hardware)
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_are_taken_along_with_a_gpu_each(hardware: dict[str, Any], settings: dict[str, Any], own: bool) -> None:
+    """Regression: with ranks by our own setting, there was one GPU for all, and the config was refused."""
+    ranks = {"tensor_parallel_size": 2}
+    taking = converted(engine_kwargs={"chunkserve": {"engine": ranks}} if own else ranks, **hardware)
     for setting, value in {"engine.tensor_parallel_size": 2, **settings}.items():
         assert taking.get(setting) == value, setting
     assert lines(taking) == []
