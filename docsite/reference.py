@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from engine.config import EngineConfig, FakeConfig, KvTiersConfig, SchedulerConfig, SpeculativeConfig
+from engine.config import EngineConfig, FakeConfig, KvTiersConfig, SchedulerConfig, SpeculativeConfig, Targets
 from engine.presets import PRESETS
 from serve_app.metrics.catalogue import BY_NAME, MISSING, MISSING_HELP
 from serve_app.settings.admission import AdmissionSettings
@@ -52,6 +52,7 @@ SECTIONS: dict[type, str] = {
     ApiKey: "`args.auth.keys`: an API key",
     CorsSettings: "`args.cors`: web pages",
     EngineConfig: "`args.engine`: each engine",
+    Targets: "`args.engine.targets`: service-level targets, in time",
     SpeculativeConfig: "`args.engine.speculative`: drafts",
     KvTiersConfig: "`args.engine.kv_tiers`: prefixes in memory and on disk",
     SchedulerConfig: "`args.engine.scheduler`: how steps are composed",
@@ -64,8 +65,9 @@ FIRST: dict[type, tuple[str, ...]] = {
     AutoscalingSettings: ("ttft_target_ms",),
     EngineConfig: (
         *("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_memory_gib", "gpu_memory_utilization"),
-        *("quantize", "activations", "kv_cache_dtype", "speculative"),
+        *("quantize", "activations", "kv_cache_dtype"),
     ),
+    Targets: ("tpot_ms", "ttft_ms"),
 }
 """The settings to know, by level. The reference shows them first."""
 

@@ -832,7 +832,7 @@ class EngineConfig:
     )
     targets: Targets = field(
         default_factory=Targets,
-        metadata={"description": "Service-level targets, in time."},
+        metadata={"description": "Targets in time: the longest gap of a stream, and the time to a first token."},
     )
     speculative: SpeculativeConfig = field(
         default_factory=SpeculativeConfig,

@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 
 from docsite import reference
-from engine.config import EngineConfig, SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig, Targets
 from engine.presets import PRESETS
 from loadtest.server import ROOT
 
@@ -31,6 +31,14 @@ def test_the_page_begins_with_a_handful_of_settings_each_of_them_documented_belo
     assert len(first) == sum(map(len, reference.FIRST.values())) <= MOST_FIRST
     for level, names in reference.FIRST.items():
         assert set(names) <= set(section(page, f"## {reference.SECTIONS[level]}"))
+
+
+def test_a_setting_that_has_settings_of_its_own_has_their_table() -> None:
+    """Regression: `engine.targets`, which config.yaml sets, was a bare name, and its two settings stood nowhere."""
+    kinds = {f"{level.__name__}.{row.name}": row.kind for level in reference.SECTIONS for row in reference._rows(level)}
+    assert kinds["EngineConfig.targets"] == f"[table]({reference.anchor(reference.SECTIONS[Targets])})"
+    assert {name: kind for name, kind in kinds.items() if re.search("[A-Z]", kind.partition("](")[0])} == {}
+    assert section(reference.render(), f"## {reference.SECTIONS[Targets]}") == ["tpot_ms", "ttft_ms"]
 
 
 def test_the_guide_to_settings_names_those_that_the_reference_has_first() -> None:
