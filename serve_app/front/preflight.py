@@ -3,7 +3,6 @@ Never starts anything. Without it, a Ray task would find a misspelt setting, and
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 
 from engine.checkpoints.prepare import ModelError, prepare_model
 from serve_app.front.config_file import ConfigRefused, ServeConfig
+from serve_app.front.misspelt import meant
 from serve_app.settings.application import AppSettings
 
 BUILDER = "serve_app.app:build"
@@ -130,23 +130,16 @@ def _reason(detail: Any) -> str:
     hidden = isinstance(detail["input"], dict) or "auth" in detail["loc"]  # may be a key instead of its digest
     given = "" if hidden else f" (given: {detail['input']!r})"
     unknown = detail["type"] in ("unexpected_keyword_argument", "extra_forbidden")
-    problem = _unknown(str(detail["loc"][-1])) if unknown else detail["msg"].removeprefix("Value error, ")
+    problem = _unknown(detail["loc"]) if unknown else detail["msg"].removeprefix("Value error, ")
     return f"{path}: {problem}{given}"
 
 
-def _unknown(setting: str) -> str:
+def _unknown(setting: tuple[str | int, ...]) -> str:
     """Say what a setting may have been meant for that there is not, or is not any more."""
-    if (now := RENAMED.get(setting)) is not None:
+    if (now := RENAMED.get(str(setting[-1]))) is not None:
         return f"no such setting any more: it is {now}"
-    close = difflib.get_close_matches(setting, _all_settings(), n=1, cutoff=0.75)
-    return f"no such setting here; did you mean {close[0]}?" if close else "no such setting here"
-
-
-def _all_settings() -> list[str]:
-    """Return the names of all settings, of an application, its models, their engines and whatever is below them."""
-    schema = AppSettings.model_json_schema()
-    groups = [schema, *schema["$defs"].values()]
-    return sorted({name for group in groups for name in group.get("properties", ())})
+    likely = meant(setting)
+    return f"no such setting here; did you mean {likely}?" if likely else "no such setting here"
 
 
 def _prepare(application: Application) -> None:
