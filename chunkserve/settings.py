@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from engine.config import (
@@ -93,7 +92,7 @@ def read_settings(model: str, given: Mapping[str, Any]) -> AppSettings:
     """
     known = [*(spec.name for spec in fields(EngineConfig)), *OF_THE_MODEL]
     if unknown := [name for name in given if name not in known]:
-        raise ConfigError("\n".join(_unknown(name, known) for name in unknown))
+        raise ConfigError("\n".join(_unknown("engine", name) for name in unknown))
     from pydantic import ValidationError
 
     from serve_app.settings.application import AppSettings
@@ -108,12 +107,24 @@ def read_settings(model: str, given: Mapping[str, Any]) -> AppSettings:
         raise ConfigError("\n".join(map(_reason, error.errors(include_url=False)))) from None
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"unknown setting {name}" + (f": did you mean {close[0]}?" if close else "")
+def _unknown(*place: str | int) -> str:
+    from serve_app.settings.misspelt import meant
+
+    likely = meant(place) or ""
+    name = likely.removeprefix("args.").removeprefix("engine.")
+    is_ours = name.partition(".")[0] in EngineSettings.__annotations__  # of an application, a config has others besides
+    is_below = len(place) > 1 + (place[0] == "engine") and name == likely
+    return f"unknown setting {_name(place)}" + (f": did you mean {name}?" if is_ours or is_below else "")
+
+
+def _name(place: Sequence[str | int]) -> str:
+    """Return the path of a setting as the library has it, where those below `engine` stand at the top."""
+    return ".".join(str(part) for part in place if part != "engine")
 
 
 def _reason(detail: Any) -> str:
-    place = ".".join(str(part) for part in detail["loc"] if part != "engine")
+    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return _unknown(*detail["loc"])
+    place = _name(detail["loc"])
     text = detail["msg"].removeprefix("Value error, ").replace("engine.", "")
     return f"{place}: {text} (given: {detail['input']!r})" if place else text

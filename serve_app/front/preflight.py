@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from engine.checkpoints.prepare import ModelError, prepare_model
 from serve_app.front.config_file import ConfigRefused, ServeConfig
-from serve_app.front.misspelt import meant
 from serve_app.settings.application import AppSettings
+from serve_app.settings.misspelt import meant
 
 BUILDER = "serve_app.app:build"
 RENAMED = {"attention_backend": "engine.attention"}

@@ -72,10 +72,14 @@ def test_the_types_of_settings_are_those_of_the_engine() -> None:
         ({"max_seqs": 3}, ["unknown setting max_seqs: did you mean max_num_seqs?"]),
         ({"xyz": 1, "dtypes": "auto"}, ["unknown setting xyz", "unknown setting dtypes: did you mean dtype?"]),
         ({"max_num_seqs": 0}, ["max_num_seqs: Input should be greater than or equal to 1 (given: 0)"]),
-        ({"targets": {"tpot": 75}}, ["targets.tpot: Unexpected keyword argument (given: 75)"]),
+        ({"targets": {"tpot": 75}}, ["unknown setting targets.tpot: did you mean tpot_ms?"]),
+        ({"tpot_ms": 75}, ["unknown setting tpot_ms: did you mean targets.tpot_ms?"]),
+        ({"images": {"max_pixel": 3}}, ["unknown setting images.max_pixel: did you mean max_pixels?"]),
+        ({"kv_cache_gb": 3}, ["unknown setting kv_cache_gb: did you mean kv_cache_memory_gib?"]),
         ({"max_num_seqs": 600}, ["max_num_batched_tokens (512) must be at least max_num_seqs + 1 (601)"]),
         ({"lora_adapters": {"law": "/x"}}, ["lora_adapters"]),
         ({"engine_replicas": 2}, ["unknown setting engine_replicas"]),
+        ({"targets": {"engine_replica": 2}}, ["unknown setting targets.engine_replica"]),
     ],
 )
 def test_wrong_settings_are_refused_in_a_line_each(settings: dict[str, Any], lines: list[str]) -> None:

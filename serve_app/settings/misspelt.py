@@ -12,7 +12,8 @@ from serve_app.settings.application import AppSettings
 
 Path = tuple[str, ...]
 _ENTRY = "ModelEntry"
-_CUTOFF = 0.75
+_HERE, _ANYWHERE = 0.72, 0.75
+"""How alike names must be, for a setting of the same level and for any."""
 
 
 def meant(setting: Sequence[str | int]) -> str | None:
@@ -24,7 +25,7 @@ def meant(setting: Sequence[str | int]) -> str | None:
     paths = _paths(bool(entry))
     here = [path for path in paths if path[:-1] == level]
     same = next((path for path in paths if path[-1] == name), None)
-    found = same or _with_unit(name, here) or _closest(name, here) or _closest(name, paths)
+    found = same or _with_unit(name, here) or _closest(name, here, _HERE) or _closest(name, paths, _ANYWHERE)
     if found is None:
         return None
     return found[-1] if found in here else ".".join(map(str, ("args", *entry, *found)))
@@ -35,11 +36,11 @@ def _with_unit(name: str, paths: Iterable[Path]) -> Path | None:
     return longer[0] if len(longer) == 1 else None
 
 
-def _closest(name: str, paths: Iterable[Path]) -> Path | None:
+def _closest(name: str, paths: Iterable[Path], cutoff: float) -> Path | None:
     by_name: dict[str, Path] = {}
     for path in paths:
         by_name.setdefault(path[-1], path)
-    close = get_close_matches(name, by_name, n=1, cutoff=_CUTOFF)
+    close = get_close_matches(name, by_name, n=1, cutoff=cutoff)
     return by_name[close[0]] if close else None
 
 

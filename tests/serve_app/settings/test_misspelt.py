@@ -1,10 +1,10 @@
-"""A setting that there is not is answered by the one that was meant, and by where it stands if that is elsewhere."""
+"""A setting that there is not is answered by the one that was meant, and by where that stands if it is elsewhere."""
 
 from __future__ import annotations
 
 import pytest
 
-from serve_app.front.misspelt import meant
+from serve_app.settings.misspelt import meant
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ from serve_app.front.misspelt import meant
         (("engine", "tpot_ms"), "args.engine.targets.tpot_ms"),
         (("engine", "targets", "tpot"), "tpot_ms"),
         (("drain_timeout",), "drain_timeout_s"),
+        (("num_replicas",), "engine_replicas"),
+        (("engine", "kv_cache_gb"), "kv_cache_memory_gib"),
         (("auth", "keys", 0, "tenent"), "tenant"),
         (("models", 1, "max_num_seqs"), "args.models.1.engine.max_num_seqs"),
         (("models", 1, "engine", "dtyp"), "dtype"),
