@@ -24,6 +24,9 @@ class Parser(OutputParser):
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False)
 
+    def option_strings(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
 

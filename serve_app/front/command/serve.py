@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str], prog: str) -> int:
         Signalled: a signal came while there was nothing to take down.
     """
     parser = serve_parser(prog)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_where_it_is_set(parser, unknown[0])}")
     exit_on_signals()  # so that the directory below goes away
     from serve_app.front.command.problems import find_problems
 
@@ -55,6 +58,19 @@ def main(arguments: Sequence[str], prog: str) -> int:
 
         serve(["run", *["--verbose"] * options.verbose, str(path)], Console(told), refused=BAD_INPUT)
     return 0
+
+
+def _where_it_is_set(parser: Parser, unknown: str) -> str:
+    """Say which option or setting an unknown option was probably meant for; empty if there is none like it."""
+    option = unknown.partition("=")[0]
+    if close := get_close_matches(option, parser.option_strings(), n=1, cutoff=0.75):
+        return f"; did you mean {close[0]}?"
+    from serve_app.settings.misspelt import meant
+
+    setting = meant([option.lstrip("-").replace("-", "_")])
+    if not option.startswith("--") or setting is None:
+        return ""
+    return f"; in a config it is {setting if setting.startswith('args.') else f'args.{setting}'}"
 
 
 def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Path | None, bool]:
