@@ -76,11 +76,12 @@ class EngineSettings(TypedDict, total=False):
     tool_parser: str
     reasoning_parser: str
     pooling: Literal["none", "mean", "last"]
+    default_sampling: Section
     lora_adapters: Mapping[str, str]
     images: Section
 
 
-OF_THE_MODEL = ("tool_parser", "reasoning_parser", "pooling", "lora_adapters", "images")
+OF_THE_MODEL = ("tool_parser", "reasoning_parser", "pooling", "default_sampling", "lora_adapters", "images")
 """Settings that stand beside `engine` in a config."""
 
 

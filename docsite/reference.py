@@ -22,6 +22,7 @@ from serve_app.settings.cors import CorsSettings
 from serve_app.settings.images import ImageSettings
 from serve_app.settings.responses_store import ResponsesStoreSettings
 from serve_app.settings.routing import RoutingSettings
+from serve_app.settings.sampling import SamplingSettings
 from serve_app.settings.scaling import AutoscalingSettings
 from serve_app.settings.several import ModelAdmissionSettings, ModelEntry
 from serve_app.settings.tracing import TracingSettings
@@ -46,6 +47,7 @@ SECTIONS: dict[type, str] = {
     RoutingSettings: "`args.routing`: which engine takes a request",
     AdmissionSettings: "`args.admission`: what is admitted, and what waits",
     TracingSettings: "`args.tracing`: spans of requests",
+    SamplingSettings: "`args.default_sampling`: what a request does not set",
     ImageSettings: "`args.images`: images in requests",
     ResponsesStoreSettings: "`args.responses_store`: responses that are kept",
     AuthSettings: "`args.auth`: keys",

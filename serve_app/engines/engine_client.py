@@ -137,6 +137,17 @@ class EngineClient(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """How answers are sampled where a request does not say it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     id: str
     max_model_len: int
@@ -158,6 +169,7 @@ class ServedModel:
     """The model's own name, if this is an adapter."""
     targets: Targets = field(default_factory=Targets)
     """The server's service-level targets, which a request's own may exceed."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def capabilities(self) -> tuple[str, ...]:

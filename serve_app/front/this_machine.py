@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from engine.build.check import COMMAND, REFUSED
-from engine.checkpoints.prepare import prepare_model
+from engine.checkpoints.prepare import ModelError, prepare_model
 from engine.config import ResolvedConfig
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.auth.keys import Keys, KeysFileError
@@ -23,6 +23,7 @@ from serve_app.front.arguments import Arguments
 from serve_app.front.config_file import ConfigRefused, ServeConfig, address_of, has_proxies
 from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application
+from serve_app.replicas.default_sampling import default_sampling
 from serve_app.settings.features import refused_images
 from serve_app.settings.ranks import ONE_NODE
 from serve_app.tracing.export import MissingExporter, check_exporter
@@ -80,9 +81,9 @@ def _check_ingress(application: Application) -> None:
             raise refusal
         settings = model.settings
         if settings.engine.executor == "torch":
-            check_tokenizer(
-                model, prepare_model(settings.model, weights=False, progress=False, **settings.tokenizer_form)
-            )
+            prepared = prepare_model(settings.model, weights=False, progress=False, **settings.tokenizer_form)
+            check_tokenizer(model, prepared)
+            check_sampling(model, prepared)
 
 
 def missing_files(application: Application) -> Iterator[ConfigRefused]:
@@ -122,6 +123,14 @@ def why_missing(path: str, kind: int = stat.S_IFREG) -> str | None:
         return ""
     except OSError as error:  # such as a directory that this user may not look into
         return f": {error.strerror}"
+
+
+def check_sampling(application: Application, model_dir: Path) -> None:
+    """Raises ConfigRefused: the model's generation_config.json is to be used and cannot be."""
+    try:
+        default_sampling(application.settings.default_sampling, model_dir)
+    except ModelError as error:
+        raise application.refused(f"default_sampling.source: {error}", "default_sampling", "source") from error
 
 
 def check_tokenizer(application: Application, model_dir: Path) -> None:

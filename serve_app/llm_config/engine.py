@@ -14,6 +14,7 @@ from serve_app.llm_config.engine_rules import UNKNOWN, UNTAKEN
 from serve_app.llm_config.taking import Taking
 from serve_app.settings.application import AppSettings
 from serve_app.settings.images import ImageSettings
+from serve_app.settings.sampling import SamplingSettings
 
 OWN = "chunkserve"
 """An engine argument of ours: settings of this project, which win over everything else."""
@@ -42,6 +43,7 @@ def read_engine_kwargs(taking: Taking, kwargs: Mapping[str, Any], below: Mapping
         except (TypeError, ValueError, AttributeError):
             taking.unsupported(path, value, "not a value that vLLM takes here")
     _settle_adapters(taking, kwargs)
+    _settle_sampling(taking, kwargs)
     _settle_memory(taking)
     _settle_step(taking, below)
 
@@ -251,8 +253,8 @@ _READERS: dict[str, Reader] = {
     "lora_modules": _lora_modules,
 }
 """Arguments that are taken along."""
-_TOGETHER = ("enable_lora", "max_loras")
-"""Arguments that are read together, by _settle_adapters."""
+_TOGETHER = ("enable_lora", "max_loras", "generation_config", "override_generation_config")
+"""Arguments that are read together, by _settle_adapters and _settle_sampling."""
 
 
 # --- what depends on several ------------------------------------------------------------------------------------------
@@ -269,6 +271,23 @@ def _settle_adapters(taking: Taking, kwargs: Mapping[str, Any]) -> None:
     for setting in ("lora_adapters", "engine.max_lora_rank"):
         if taking.get(setting) is not None:
             taking.drop(setting)
+
+
+def _settle_sampling(taking: Taking, kwargs: Mapping[str, Any]) -> None:
+    """Requests without values of their own get the model's, unless `generation_config` is vllm; those that override it
+    stand over either."""
+    source = kwargs.get("generation_config", "auto")
+    if source == "auto":
+        taking.put("default_sampling.source", "model")
+    elif source != "vllm":
+        text = "expected auto or vllm: name the values in override_generation_config"
+        taking.unsupported(f"{PATH}.generation_config", source, text)
+    path = f"{PATH}.override_generation_config"
+    for name, value in taking.mapping(path, kwargs.get("override_generation_config")).items():
+        if name != "source" and name in SamplingSettings.model_fields:
+            taking.put(f"default_sampling.{name}", value)
+        else:
+            taking.unsupported(f"{path}.{name}", value, "it has no default here: send it in requests")
 
 
 def _settle_memory(taking: Taking) -> None:

@@ -70,13 +70,6 @@ UNTAKEN: dict[str, Untaken] = dict(
         *_each("response_role", "answers have the role assistant", "assistant", matters=True),
         *_each("model_impl", "models are chunkserve's own", "auto", "vllm"),
         *_each("convert", "set pooler_config instead", "auto", "none", matters=True),
-        *_each(
-            "override_generation_config",
-            "the defaults of sampling are OpenAI's: send the values in requests",
-            {},
-            matters=True,
-        ),
-        *_each("generation_config", "the defaults of sampling are OpenAI's, and not the model's", "vllm"),
         *_each("logits_processors reasoning_parser_plugin tool_parser_plugin tool_server", "no code is loaded",
                [], "", matters=True),
         *_each("logprobs_mode", "log-probabilities are those of the model before sampling", "raw_logprobs",

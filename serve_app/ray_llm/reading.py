@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 OWN_SETTINGS = (
     "admission",
+    "default_sampling",
     "engine",
     "hang_timeout_s",
     "images",

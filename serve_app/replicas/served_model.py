@@ -15,11 +15,12 @@ from engine.config import EngineConfig, ResolvedConfig
 from engine.host.cores import usable_threads
 from engine.protocol import EngineError, Failed, SamplingParams, Submission
 from serve_app.api.text.tokenizer import Tokenizer
-from serve_app.engines.engine_client import ServedModel
+from serve_app.engines.engine_client import SamplingDefaults, ServedModel
 from serve_app.images.intake import ImageIntake
 from serve_app.parsing.choice import chosen_parser
 from serve_app.parsing.reasoning_parsers import suggest_reasoning_parser
 from serve_app.parsing.tools import suggest_tool_parser
+from serve_app.replicas.default_sampling import default_sampling
 from serve_app.settings.application import AppSettings
 from serve_app.settings.features import refused_images
 
@@ -36,6 +37,7 @@ class TextSide:
     """When its files were written, in seconds since 1970."""
     longest: int
     """About the tokens of its context."""
+    sampling: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
 
 
 def read_text_side(settings: AppSettings, *, progress: bool = True) -> TextSide:
@@ -44,12 +46,14 @@ def read_text_side(settings: AppSettings, *, progress: bool = True) -> TextSide:
     default, which has no file but its prepared form."""
     if settings.engine.executor == "fake":
         tokenizer = Tokenizer.byte_level(images=settings.engine.fake.images)
-        return TextSide(tokenizer, 0, settings.engine.max_model_len or _ASSUMED_MODEL_LEN)
+        longest = settings.engine.max_model_len or _ASSUMED_MODEL_LEN
+        return TextSide(tokenizer, 0, longest, default_sampling(settings.default_sampling, None))
     weights = settings.engine.load_format != "dummy"
     path = prepare_model(settings.model, progress=progress, weights=weights, **settings.tokenizer_form)
     written = Path(settings.model).expanduser() if settings.model.endswith(".gguf") else path / "config.json"
     longest = settings.engine.max_model_len or _trained_length(path / "config.json")
-    return TextSide(Tokenizer.from_dir(path), int(written.stat().st_mtime), longest)
+    sampling = default_sampling(settings.default_sampling, path)
+    return TextSide(Tokenizer.from_dir(path), int(written.stat().st_mtime), longest, sampling)
 
 
 def _trained_length(config: Path) -> int:
@@ -79,6 +83,7 @@ def served_model(settings: AppSettings, text: TextSide, resolved: ResolvedConfig
         ),
         images=None if resolved is None else _image_intake(settings, resolved),
         targets=settings.engine.targets if resolved is None else resolved.targets,
+        sampling=text.sampling,
     )
 
 

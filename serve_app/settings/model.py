@@ -24,6 +24,7 @@ from serve_app.settings.ranks import (
     setting_of,
 )
 from serve_app.settings.routing import RoutingSettings
+from serve_app.settings.sampling import SamplingSettings
 from serve_app.settings.scaling import AutoscalingSettings, SignalSettings
 
 
@@ -91,6 +92,9 @@ class ModelSettings(NameSettings):
         "none",
         description="What /v1/embeddings returns, as the model was trained for it. `mean`: the mean of a text's final "
         "hidden states. `last`: the last one. `none`: the route is refused.",
+    )
+    default_sampling: SamplingSettings = Field(
+        default_factory=SamplingSettings, description="How answers are sampled where a request does not say it."
     )
     images: ImageSettings = Field(
         default_factory=ImageSettings, description="Images in requests, for models that take them."

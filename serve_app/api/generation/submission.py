@@ -20,7 +20,7 @@ from serve_app.api.text.chat_template import TemplateFailed
 from serve_app.api.text.detokenizer import Detokenizer
 from serve_app.api.text.echo import Echo, read_ids, read_text
 from serve_app.api.text.tokenizer import Tokenizer, TooManyTokens
-from serve_app.engines.engine_client import ServedModel
+from serve_app.engines.engine_client import SamplingDefaults, ServedModel
 from serve_app.errors.api_error import ApiError, context_length_exceeded
 
 _MANY_TURNS = 1024
@@ -64,7 +64,7 @@ async def prepare_chat(
         text = "A conversation with images is not truncated: leave truncate_prompt_tokens out."
         raise ApiError(400, text, param="truncate_prompt_tokens", code="invalid_value")
     constraint = await constraint_of(request, tokenizer, model, patiently)
-    sampling = await _sampling(request, tokenizer)
+    sampling = await _sampling(request, tokenizer, model.sampling)
     maker = _Maker(request, request_id, tokenizer, model, wanted, None, sampling, constraint, prompt.inputs)
     return [await maker.group(prompt.token_ids, None, "messages", 0, 0)]
 
@@ -116,7 +116,7 @@ async def prepare_completion(
     """
     constraint = await constraint_of(request, tokenizer, model, patiently)
     wanted, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
-    sampling = await _sampling(request, tokenizer)
+    sampling = await _sampling(request, tokenizer, model.sampling)
     maker = _Maker(request, request_id, tokenizer, model, wanted, default, sampling, constraint)
     most = None if request.truncate_prompt_tokens is not None else model.max_model_len
     groups = []
@@ -297,7 +297,9 @@ def _head(limit: int, counted: str) -> str:
     return f"This model's maximum context length is {limit} tokens. However, your prompt contains {counted} tokens"
 
 
-async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
+async def _sampling(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, otherwise: SamplingDefaults
+) -> SamplingParams:
     """Make the parameters that all answers share: all but their seeds, and `max_tokens`, which depends on the
     prompt."""
     bad_words = request.bad_words or ()
@@ -307,10 +309,10 @@ async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokeniz
     num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
     check_lists(allowed, banned, num_prompts * request.num_choices)
     return SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=max(request.top_k or 0, 0),
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
+        temperature=otherwise.temperature if request.temperature is None else request.temperature,
+        top_k=otherwise.top_k if request.top_k is None else max(request.top_k, 0),
+        top_p=otherwise.top_p if request.top_p is None else request.top_p,
+        min_p=otherwise.min_p if request.min_p is None else request.min_p,
         seed=request.seed,
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
@@ -319,7 +321,7 @@ async def _sampling(request: ChatRequest | CompletionRequest, tokenizer: Tokeniz
         prompt_logprobs=request.num_prompt_logprobs,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or request.repeat_penalty or 1.0,
+        repetition_penalty=request.repetition_penalty or request.repeat_penalty or otherwise.repetition_penalty,
         logit_bias=tuple((request.logit_bias or {}).items()),
         allowed_token_ids=allowed or None,
         bad_words=banned,

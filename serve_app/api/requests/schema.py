@@ -28,6 +28,7 @@ from serve_app.api.requests.thinking_fields import ReasoningRequest, ThinkingFie
 from serve_app.api.requests.token_fields import AllowedTokenIds, BadWords, LogitBias, PromptLogprobs, StopTokenIds
 from serve_app.api.requests.tool_choice import NamedFunction, ToolChoice, must_call, names_of
 from serve_app.errors.api_error import ApiError, from_validation
+from serve_app.settings.sampling import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -52,11 +53,11 @@ class GenerationRequest(StrictModel):
     value_hints: ClassVar[Mapping[str, str]] = foreign.VALUE_HINTS
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     """0 and -1 keep all tokens."""
-    min_p: float | None = Field(None, ge=0, le=1)
+    min_p: MinP | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
@@ -67,8 +68,8 @@ class GenerationRequest(StrictModel):
     """The number of answers to each prompt. With a `seed`, choice *i* uses `seed + i`."""
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
-    repeat_penalty: float | None = Field(None, ge=0.01, le=10)
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     """Ollama's and llama.cpp's name for `repetition_penalty`."""
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None

@@ -18,6 +18,7 @@ from serve_app.front.modules import check_modules
 from serve_app.front.preflight import Application, read_applications
 from serve_app.front.proxy_env import ENABLE
 from serve_app.front.this_machine import (
+    check_sampling,
     check_tokenizer,
     missing_adapters,
     missing_files,
@@ -122,6 +123,7 @@ def _refused_models(application: Application) -> Iterator[ConfigRefused]:
             directory = ready_directory(model, weights=weights, thorough=False, **settings.gguf_form)
             if directory is not None and name == "model":
                 check_tokenizer(application, directory)
+                check_sampling(application, directory)
         except ModelError as error:
             yield application.refused(f"{name}: {' '.join(str(error).split())}", *name.split("."))
         except ConfigRefused as refusal:

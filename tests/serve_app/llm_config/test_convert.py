@@ -102,8 +102,9 @@ NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"quantization": "awq"}, Kind.LEFT_OUT, "a packed checkpoint is recognised by its own config"),
     ({"quantization": "fp8"}, Kind.LEFT_OUT, "set engine.quantize int8"),
     ({"tool_call_parser": "granite"}, Kind.NOT_SUPPORTED, "tool_call_parser: expected one of auto, none, hermes"),
-    ({"override_generation_config": {"temperature": 0}}, Kind.NOT_SUPPORTED, "the defaults of sampling are OpenAI's"),
-    ({"generation_config": "auto"}, Kind.LEFT_OUT, "the defaults of sampling are OpenAI's, and not the model's"),
+    ({"override_generation_config": {"max_new_tokens": 9}}, Kind.NOT_SUPPORTED, "it has no default here"),
+    ({"override_generation_config": {"source": "openai"}}, Kind.NOT_SUPPORTED, "it has no default here"),
+    ({"generation_config": "/other"}, Kind.NOT_SUPPORTED, "expected auto or vllm: name the values in"),
     ({"kv_transfer_config": {"kv_connector": "Nixl"}}, Kind.NOT_SUPPORTED, "kv_transfer_config: an engine's KV cache"),
     (
         {"kv_offloading_size": 4, "tensor_parallel_size": 2},
@@ -155,6 +156,24 @@ def test_an_argument_without_a_counterpart_is_a_line_with_the_reason(
 )
 def test_a_value_that_changes_nothing_needs_no_line(kwargs: dict[str, Any]) -> None:
     assert lines(with_kwargs(**kwargs)) == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sampling"),
+    [
+        ({}, {"source": "model"}),
+        ({"generation_config": "auto"}, {"source": "model"}),
+        ({"generation_config": "vllm"}, None),
+        (
+            {"generation_config": "vllm", "override_generation_config": {"temperature": 0.6, "top_k": 20}},
+            {"temperature": 0.6, "top_k": 20},
+        ),
+    ],
+)
+def test_requests_get_the_sampling_that_they_had_with_vllm(kwargs: dict[str, Any], sampling: Any) -> None:
+    taking = with_kwargs(**kwargs)
+    assert taking.get("default_sampling") == sampling
+    assert lines(taking) == []
 
 
 def test_a_bool_is_not_taken_for_the_number_that_it_equals_in_python() -> None:

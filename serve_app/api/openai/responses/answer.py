@@ -39,7 +39,7 @@ class Answer:
         self.items = OutputItems(self.id, toolbox, seal)
 
     def begun(self) -> Json:
-        store, model = self._keeping is not None, self._answering.model.id
+        store, model = self._keeping is not None, self._answering.model
         return response_json(self._request, self._toolbox, self.id, self._created, model, store=store)
 
     def ended(self, blocks: Sequence[Block], *, cut_off: bool) -> Json:

@@ -13,14 +13,16 @@ from serve_app.api.openai.responses.output import OutputItems, Status
 from serve_app.api.openai.responses.schema import ResponsesRequest
 from serve_app.api.openai.responses.toolbox import Offer, Toolbox
 from serve_app.api.openai.responses.tools import FunctionTool, HostedTool, NamespaceTool, ShellTool
+from serve_app.engines.engine_client import ServedModel
 
 Json = dict[str, Any]
 
 
 def response_json(
-    request: ResponsesRequest, toolbox: Toolbox, response_id: str, created: int, model: str, *, store: bool
+    request: ResponsesRequest, toolbox: Toolbox, response_id: str, created: int, model: ServedModel, *, store: bool
 ) -> Json:
     """Return a response that is in progress and has no output yet. `store`: whether it is to be kept."""
+    otherwise = model.sampling
     return {
         "id": response_id,
         "object": "response",
@@ -32,18 +34,18 @@ def response_json(
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "model": model,
+        "model": model.id,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
         "store": store,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "temperature": otherwise.temperature if request.temperature is None else request.temperature,
         "text": {"format": _format(request)},
         "tool_choice": _choice(request),
         "tools": _tools(request, toolbox),
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "top_p": otherwise.top_p if request.top_p is None else request.top_p,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "max_tool_calls": None,
