@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from k8s.validate.manifests import Doc, Finding, at, name_of
-from serve_app.front.preflight import our_applications
+from serve_app.front.preflight import deployments_of, our_applications
 from serve_app.settings.application import AppSettings
 
 FIELD = "spec.serveConfigV2"
@@ -48,12 +48,22 @@ def check(doc: Doc) -> list[Finding]:
             Finding(name_of(doc), f"{FIELD}: {path}", "is no field of Serve's, which ignores it") for path in unknown
         ]
     try:
-        settings_of(doc)
+        settings = settings_of(doc)
     except ValidationError as error:
         return _findings(doc, "args.", error)
     except ValueError as error:
         return [Finding(name_of(doc), FIELD, str(error))]
-    return []
+    return list(_missing_deployments(doc, config, settings))
+
+
+def _missing_deployments(doc: Doc, config: Doc, settings: AppSettings) -> Iterator[Finding]:
+    """Find deployments that our application does not have, for which Serve refuses all of it."""
+    made = deployments_of(settings)
+    for app in config["applications"]:
+        for number, deployment in enumerate(app.get("deployments", [])):
+            if any(our_applications({"applications": [app]})) and deployment["name"] not in made:
+                problem = f"must be one of {', '.join(made)}, but it is {deployment['name']}"
+                yield Finding(name_of(doc), f"{FIELD}: deployments.{number}.name", problem)
 
 
 def _unknown(model: type[BaseModel], value: Doc, path: str) -> Iterator[str]:

@@ -88,10 +88,14 @@ def _read_one(config: ServeConfig, number: int, app: dict[str, Any]) -> Iterator
         yield application
 
 
+def deployments_of(settings: AppSettings) -> list[str]:
+    """Return the names of the deployments that the builder makes."""
+    return [INGRESS, *settings.engine_names, *([STORE] if settings.shares_responses else [])]
+
+
 def _check_deployments(application: Application, deployments: Any) -> None:
     """Ray would only miss one when it deploys the application."""
-    settings = application.settings
-    made = [INGRESS, *settings.engine_names, *([STORE] if settings.shares_responses else [])]
+    made = deployments_of(application.settings)
     for number, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
         name = deployment.get("name") if isinstance(deployment, dict) else deployment
         if name not in made:

@@ -18,6 +18,7 @@ from k8s.validate import chart, tools
 from k8s.validate.__main__ import check_build
 from k8s.validate.builds import rendered
 from k8s.validate.manifests import K8S, OVERLAYS, ROOT, Doc, at, name_of, of_kind, quantity
+from serve_app.settings.application import AppSettings
 from tests.k8s.support import MONITORING_DOCS
 
 VALUES: Doc = yaml.safe_load((chart.CHART / "values.yaml").read_text())
@@ -258,6 +259,31 @@ def test_each_of_several_models_is_downloaded_awaited_and_served(tmp_path: Path)
     found = " ".join(map(str, check_build(made)))
     assert "nothing waits for org/two-b, which is served" in found
     assert "has org/two, which Job/model-cache-fill does not download" in found
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("args", "placed"),
+    [
+        ({}, ["Ingress"]),
+        ({"ingress_replicas": 2}, ["Ingress", "ResponsesStore"]),
+        ({"ingress_replicas": 2, "responses_store": {"max_mib": 0}}, ["Ingress"]),
+        ({"ingress_num_cpus": 0}, ["Ingress"]),
+    ],
+    ids=["one ingress replica", "several", "several that keep nothing", "one without a CPU of its own"],
+)
+def test_with_spot_nodes_the_deployments_that_there_are_have_a_place(
+    tmp_path: Path, args: Doc, placed: list[str]
+) -> None:
+    """A place for a store that was not there made Serve refuse the application, with the chart's own defaults."""
+    values = tmp_path / "spot.yaml"
+    values.write_text(yaml.safe_dump({"spot": {"enabled": True}, "args": args}))
+    made = chart.template_with([values])
+    assert check_build(made) == []
+    (service,) = of_kind(made, "RayService")
+    deployments = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["deployments"]
+    assert [one["name"] for one in deployments] == placed
+    assert deployments[0]["ray_actor_options"]["num_cpus"] == AppSettings(**args).ingress_num_cpus
 
 
 @needs_helm

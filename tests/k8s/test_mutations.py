@@ -351,6 +351,13 @@ MUTANTS = {
         at=SERVE,
         overlay="spot",
     ),
+    "a place for a store that a single ingress replica does not have": Mutant(
+        "deployments.1.name",
+        served(f"{ARGS}.ingress_replicas", 1),
+        "must be one of Ingress, Engine, but it is ResponsesStore",
+        at=SERVE,
+        overlay="spot",
+    ),
     "a drain that ends before the longest stream": Mutant(
         "args.drain_timeout_s", served(f"{ARGS}.drain_timeout_s", 600), "must be >= chunkserve/longest-stream", at=SERVE
     ),

@@ -71,11 +71,15 @@ capabilities: {drop: [ALL]}
 {{- $application := dict "name" "chunkserve" "route_prefix" "/" "import_path" "serve_app.app:build" "args" $args }}
 {{- if .Values.spot.enabled }}
 {{- $onDemand := dict "ray.io/market-type" "on-demand" }}
-{{- $ingress := dict "num_cpus" (.Values.args.ingress_num_cpus | default 0.25) "label_selector" $onDemand }}
+{{- $ingress := dict "num_cpus" (dig "ingress_num_cpus" 0.25 $args) "label_selector" $onDemand }}
+{{- $deployments := list (dict "name" "Ingress" "ray_actor_options" $ingress) }}
+{{- /* There is a store only where several ingress replicas keep responses, and Serve refuses a deployment that is not there. */}}
+{{- $kept := dig "responses_store" "max_mib" 64 $args }}
+{{- if and (gt (dig "ingress_replicas" 1 $args | int) 1) (gt (mulf $kept 1048576 | int64) 0) }}
 {{- $store := dict "num_cpus" 0 "label_selector" $onDemand }}
-{{- $_ := set $application "deployments" (list
-  (dict "name" "Ingress" "ray_actor_options" $ingress)
-  (dict "name" "ResponsesStore" "ray_actor_options" $store)) }}
+{{- $deployments = append $deployments (dict "name" "ResponsesStore" "ray_actor_options" $store) }}
+{{- end }}
+{{- $_ := set $application "deployments" $deployments }}
 {{- end }}
 {{- dict
   "proxy_location" "EveryNode"
