@@ -148,7 +148,7 @@ class Values(_Strict):
     args: AppSettings = Field(description="The application's settings, as `args` of config.yaml.")
     streams: Streams
     initializingTimeout: Annotated[str, Field(pattern=r"^([0-9]+(\.[0-9]+)?(h|m|s|ms))+$")]
-    env: Strings = Field(description="Variables for Ray's containers, besides those that they need.")
+    env: Strings = Field(description="Variables for Ray's containers. One that the chart sets too is replaced.")
     head: Head
     engines: Engines
     spot: Spot

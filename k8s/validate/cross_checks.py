@@ -28,6 +28,7 @@ from serve_app.settings.application import AppSettings
 
 _Problems = Iterator[tuple[str, str]]
 _HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+_CLIENT_TIMEOUT = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
 
 
 def check(docs: list[Doc]) -> list[Finding]:
@@ -147,6 +148,12 @@ def _times(doc: Doc, settings: AppSettings) -> _Problems:
             yield (
                 f"{path}.containers[0].env",
                 f"{_HARD_STOP} must be >= the hook's {deadline:g}, but it is {hard_stop:g}",
+            )
+        stall, client = settings.client_stall_timeout_s, float(group.env().get(_CLIENT_TIMEOUT, 0))
+        if client < stall:
+            yield (
+                f"{path}.containers[0].env",
+                f"{_CLIENT_TIMEOUT} must be >= args.client_stall_timeout_s ({stall:g}), but it is {client:g}",
             )
         deadlines.append(deadline)
     if (delay := at(doc, "spec.rayClusterDeletionDelaySeconds", 60)) < max(deadlines):

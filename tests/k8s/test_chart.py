@@ -17,7 +17,7 @@ from k8s import chart_values
 from k8s.validate import chart, tools
 from k8s.validate.__main__ import check_build
 from k8s.validate.builds import rendered
-from k8s.validate.manifests import K8S, OVERLAYS, ROOT, Doc, at, name_of, of_kind, quantity
+from k8s.validate.manifests import K8S, OVERLAYS, ROOT, Doc, at, groups, name_of, of_kind, quantity
 from serve_app.settings.application import AppSettings
 from tests.k8s.support import MONITORING_DOCS
 
@@ -204,6 +204,47 @@ def test_values_without_an_overlay_reach_their_objects() -> None:
     assert (batched, type(batched)) == (1_000_000, int)  # a float of this size becomes 1e+06
 
 
+def environment(made: list[Doc]) -> dict[str, str]:
+    """Return the variables of Ray's containers with a value of their own, which are the same on every node."""
+    (service,) = of_kind(made, "RayService")
+    head, *workers = groups(service)
+    assert all(worker.env() == head.env() for worker in workers)
+    return {name: value for name, value in head.env().items() if isinstance(value, str)}
+
+
+@needs_helm
+def test_env_replaces_a_variable_of_the_charts_own() -> None:
+    """It was there twice, which Kubernetes refuses, so that no limit of HAProxy could be changed."""
+    variables = {
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "7200",
+        "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE": "100",
+        "RAY_SERVE_HAPROXY_MAXCONN": "512",
+        "OWN": "1",
+    }
+    options = [option for name, value in variables.items() for option in ("--set-string", f"env.{name}={value}")]
+    made = chart.template_with(chart.values_of("inference-gateway"), *options)
+    assert check_build(made) == []
+    assert environment(made).items() >= variables.items()
+
+
+@needs_helm
+def test_haproxy_waits_as_long_as_the_values_say() -> None:
+    """Streams of more than an hour were cut by the reload of a scale-up, and slow clients after a minute."""
+    long = {
+        "args.drain_timeout_s": 7200,
+        "args.client_stall_timeout_s": 299.5,
+        "streams.longestSeconds": 7200,
+        "streams.drainDeadlineSeconds": 7215,
+        "streams.gracePeriodSeconds": 7300,
+        "streams.clusterDeletionDelaySeconds": 7215,
+    }
+    made = chart.template(*(option for name, value in long.items() for option in ("--set-json", f"{name}={value}")))
+    assert check_build(made) == []
+    found = environment(made)
+    assert found["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == "7215"
+    assert found["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "300"
+
+
 EPHEMERAL = """
 ephemeral:
   volumeClaimTemplate:
@@ -365,6 +406,11 @@ REFUSED = {
         "kvDisk.hostPath=kv",
         "/kvDisk/hostPath': 'kv' does not match pattern",
     ),
+    "an HAProxy that ends before the hook": (
+        "env.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=never",
+        'env.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S must be >= streams.drainDeadlineSeconds (150), but it is "never"',
+    ),
+    "weights somewhere else": ("env.CHUNKSERVE_CACHE=/tmp", "env.CHUNKSERVE_CACHE must not be set"),
     "fewer workers at most than at least": (
         "engines.minReplicas=3",
         "engines.maxReplicas must be >= engines.minReplicas (3), but it is 1",

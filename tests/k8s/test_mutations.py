@@ -383,6 +383,12 @@ MUTANTS = {
         "must be >= the hook's 960, but it is 120",
         at=CLUSTER,
     ),
+    "HAProxy less patient with clients than the server": Mutant(
+        f"{WORKER_POD}.containers[0].env",
+        served(f"{ARGS}.client_stall_timeout_s", 300),
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S must be >= args.client_stall_timeout_s (300), but it is 60",
+        at=SERVE,
+    ),
     "another Ray than the project's": Mutant(f"{CLUSTER}.rayVersion", "2.59.0", "must be 2.60.0, as pyproject.toml"),
     "an image of another Ray": Mutant(
         f"{WORKER_POD}.containers[0].image", "chunkserve:0.1.0-ray2.59.0", "must have the tag 0.1.0-ray2.60.0"

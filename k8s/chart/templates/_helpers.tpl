@@ -23,33 +23,40 @@ capabilities: {drop: [ALL]}
 - {name: HF_HOME, value: /models/huggingface}
 {{- end }}
 
+{{/* The environment of Ray's containers. `env` replaces values of the first list: a name may be there only once. */}}
 {{- define "chunkserve.env" -}}
-- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
-- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: "3600"}
-- {name: RAY_SERVE_HAPROXY_MAXCONN, value: "8192"}
-- {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /opt/venv/bin/chunkserve-haproxy}
-- {name: RAY_SERVE_HAPROXY_METRICS_PORT, value: "9101"}
-- {name: RAY_SERVE_HAPROXY_RETRY_ON, value: conn-failure empty-response}
-- {name: RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S, value: "60"}
-- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "serve_app.edge.http_server:guard_ours"}
-- {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "5"}
-- {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
-- {name: RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT, value: "1000000"}
-- {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
-- {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
-- {name: RAY_SERVE_CONTROL_LOOP_INTERVAL_S, value: "0.3"}
-- {name: RAY_worker_niceness, value: "0"}
-- {name: RAY_worker_killing_policy_by_group, value: "true"}
-- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- $given := .Values.env }}
+{{- $stall := dig "client_stall_timeout_s" 60 .Values.args | ceil | int }}
+{{- range list
+  (list "RAY_SERVE_ENABLE_HA_PROXY" "1")
+  (list "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S" (max 3600 .Values.streams.drainDeadlineSeconds | toString))
+  (list "RAY_SERVE_HAPROXY_MAXCONN" "8192")
+  (list "RAY_SERVE_HAPROXY_BINARY_PATH" "/opt/venv/bin/chunkserve-haproxy")
+  (list "RAY_SERVE_HAPROXY_METRICS_PORT" "9101")
+  (list "RAY_SERVE_HAPROXY_RETRY_ON" "conn-failure empty-response")
+  (list "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S" (toString $stall))
+  (list "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" "serve_app.edge.http_server:guard_ours")
+  (list "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" "5")
+  (list "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS" "1")
+  (list "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT" "1000000")
+  (list "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD" "0")
+  (list "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP" "0")
+  (list "RAY_SERVE_CONTROL_LOOP_INTERVAL_S" "0.3")
+  (list "RAY_worker_niceness" "0")
+  (list "RAY_worker_killing_policy_by_group" "true")
+  (list "RAY_USAGE_STATS_ENABLED" "0") }}
+- {name: {{ first . }}, value: {{ dig (first .) (last .) $given | quote }}}
+{{- $given = omit $given (first .) }}
+{{- end }}
 {{ include "chunkserve.cacheEnv" . }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-{{- if .Values.inferenceGateway.enabled }}
+{{- if and .Values.inferenceGateway.enabled (not (hasKey $given "CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE")) }}
 # All connections come from the gateway's few addresses, and it limits clients.
 - {name: CHUNKSERVE_MAX_CONNECTIONS_PER_SOURCE, value: "0"}
 {{- end }}
-{{- range $name, $value := .Values.env }}
+{{- range $name, $value := $given }}
 - {name: {{ $name | quote }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}
@@ -104,6 +111,16 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- if lt ($streams.clusterDeletionDelaySeconds | int) $deadline }}
 {{- fail (printf "streams.clusterDeletionDelaySeconds must be >= streams.drainDeadlineSeconds (%d), but it is %v" $deadline $streams.clusterDeletionDelaySeconds) }}
+{{- end }}
+{{- range list "CHUNKSERVE_CACHE" "HF_HOME" "HF_HUB_OFFLINE" "POD_IP" }}
+{{- if hasKey $.Values.env . }}
+{{- fail (printf "env.%s must not be set: the chart says where the weights and the pod are" .) }}
+{{- end }}
+{{- end }}
+{{- with pick .Values.env "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S" | values }}
+{{- if lt (first . | int) $deadline }}
+{{- fail (printf "env.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S must be >= streams.drainDeadlineSeconds (%d), but it is %q" $deadline (first .)) }}
+{{- end }}
 {{- end }}
 {{- $tiers := dig "engine" "kv_tiers" dict .Values.args }}
 {{- if and $tiers.disk_path (not .Values.kvDisk.enabled) }}
