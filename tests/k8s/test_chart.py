@@ -402,6 +402,27 @@ REFUSED = {
         "args.engine.kv_tiers.disk_path=/kv",
         "args.engine.kv_tiers.disk_path is /kv, but kvDisk.enabled is false",
     ),
+    "files of KV of one of several models without a disk": (
+        "args.models[0].model=a,args.models[1].model=b,args.models[1].engine.kv_tiers.disk_path=/kv",
+        "args.models.1.engine.kv_tiers.disk_path is /kv, but kvDisk.enabled is false",
+    ),
+    "files of KV beside the disk": (
+        "kvDisk.enabled=true,args.engine.kv_tiers.disk_path=/var/cache/chunkserve",
+        "args.engine.kv_tiers.disk_path must be a directory inside /var/cache/chunkserve, where kvDisk is mounted",
+    ),
+    "a key for files of KV that nothing reads": (
+        "kvDisk.enabled=true,args.engine.kv_tiers.disk_path=/var/cache/chunkserve/kv",
+        "disk_key_file must be in /etc/chunkserve-kv, where kvDisk.keySecretName (chunkserve-kv-key) is mounted",
+    ),
+    "files of KV whose key is not there": (
+        "kvDisk.enabled=true,kvDisk.keySecretName=,args.engine.kv_tiers.disk_path=/var/cache/chunkserve/kv,"
+        "args.engine.kv_tiers.disk_key_file=/etc/chunkserve-kv/key",
+        "disk_key_file is /etc/chunkserve-kv/key, but kvDisk.keySecretName is empty",
+    ),
+    "a disk of two kinds": (
+        "kvDisk.hostPath=/mnt/kv,kvDisk.storageClassName=local-nvme",
+        "kvDisk.hostPath must be empty beside kvDisk.storageClassName (local-nvme), but it is /mnt/kv",
+    ),
     "a directory of the node that is none": (
         "kvDisk.hostPath=kv",
         "/kvDisk/hostPath': 'kv' does not match pattern",

@@ -122,14 +122,37 @@ capabilities: {drop: [ALL]}
 {{- fail (printf "env.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S must be >= streams.drainDeadlineSeconds (%d), but it is %q" $deadline (first .)) }}
 {{- end }}
 {{- end }}
-{{- $tiers := dig "engine" "kv_tiers" dict .Values.args }}
-{{- if and $tiers.disk_path (not .Values.kvDisk.enabled) }}
-{{- fail (printf "args.engine.kv_tiers.disk_path is %v, but kvDisk.enabled is false: engines could not write there" $tiers.disk_path) }}
+{{- range $number, $model := .Values.args.models | default (list .Values.args) }}
+{{- $place := ternary (printf "args.models.%d" $number) "args" (gt (len ($.Values.args.models | default list)) 0) }}
+{{- include "chunkserve.checkTiers" (dict "disk" $.Values.kvDisk "place" (printf "%s.engine.kv_tiers" $place) "tiers" (dig "engine" "kv_tiers" dict $model)) }}
+{{- end }}
+{{- if and .Values.kvDisk.hostPath .Values.kvDisk.storageClassName }}
+{{- fail (printf "kvDisk.hostPath must be empty beside kvDisk.storageClassName (%s), but it is %s" .Values.kvDisk.storageClassName .Values.kvDisk.hostPath) }}
 {{- end }}
 {{- if lt (.Values.engines.maxReplicas | int) (.Values.engines.minReplicas | int) }}
 {{- fail (printf "engines.maxReplicas must be >= engines.minReplicas (%v), but it is %v" .Values.engines.minReplicas .Values.engines.maxReplicas) }}
 {{- end }}
 {{- if gt (.Values.incrementalUpgrade.stepSizePercent | int) (.Values.incrementalUpgrade.maxSurgePercent | int) }}
 {{- fail (printf "incrementalUpgrade.stepSizePercent must be <= incrementalUpgrade.maxSurgePercent (%v), but it is %v" .Values.incrementalUpgrade.maxSurgePercent .Values.incrementalUpgrade.stepSizePercent) }}
+{{- end }}
+{{- end }}
+
+{{/* Refuses files of KV that engines could not write, or that are not encrypted although there is a key. Takes `disk`, `tiers`, `place`. */}}
+{{- define "chunkserve.checkTiers" -}}
+{{- $key := .tiers.disk_key_file | default "" }}
+{{- $secret := .disk.keySecretName }}
+{{- with .tiers.disk_path }}
+{{- if not $.disk.enabled }}
+{{- fail (printf "%s.disk_path is %v, but kvDisk.enabled is false: engines could not write there" $.place .) }}
+{{- end }}
+{{- if not (hasPrefix "/var/cache/chunkserve/" (clean .)) }}
+{{- fail (printf "%s.disk_path must be a directory inside /var/cache/chunkserve, where kvDisk is mounted, but it is %v" $.place .) }}
+{{- end }}
+{{- if and $secret (not (hasPrefix "/etc/chunkserve-kv/" $key)) }}
+{{- fail (printf "%s.disk_key_file must be in /etc/chunkserve-kv, where kvDisk.keySecretName (%s) is mounted, but it is %q: empty keySecretName for files that are not encrypted" $.place $secret $key) }}
+{{- end }}
+{{- if and (not $secret) (hasPrefix "/etc/chunkserve-kv/" $key) }}
+{{- fail (printf "%s.disk_key_file is %v, but kvDisk.keySecretName is empty: engines could not read it" $.place $key) }}
+{{- end }}
 {{- end }}
 {{- end }}
