@@ -355,7 +355,7 @@ def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go(
     demo = notes("cpu-demo")
     assert "Then 1 to 1 workers start" in demo
     assert "service/chunkserve-serve-svc 8000:8000" in demo
-    assert "args.auth is not set" in demo
+    assert "args.auth has no keys" in demo
     assert "Secret" not in demo
     production = notes("gpu", "spot", "gcs-fault-tolerance", "inference-gateway")
     assert "Then 2 to 10 workers start" in production
@@ -397,6 +397,14 @@ REFUSED = {
     "a cluster that is deleted with its streams": (
         "streams.clusterDeletionDelaySeconds=60",
         "streams.clusterDeletionDelaySeconds must be >= streams.drainDeadlineSeconds (150), but it is 60",
+    ),
+    "keys that nobody reads": (
+        "apiKeys.secretName=some-keys",
+        'args.auth.keys_file must be in /etc/chunkserve, where apiKeys.secretName (some-keys) is mounted, but it is ""',
+    ),
+    "a file of keys that is not there": (
+        "args.auth.keys_file=/etc/chunkserve/keys.yaml",
+        "args.auth.keys_file is /etc/chunkserve/keys.yaml, but apiKeys.secretName is empty",
     ),
     "files of KV without a disk": (
         "args.engine.kv_tiers.disk_path=/kv",

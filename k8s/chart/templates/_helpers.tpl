@@ -122,6 +122,16 @@ capabilities: {drop: [ALL]}
 {{- fail (printf "env.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S must be >= streams.drainDeadlineSeconds (%d), but it is %q" $deadline (first .)) }}
 {{- end }}
 {{- end }}
+{{- $keys := dig "auth" "keys_file" "" .Values.args | default "" }}
+{{- with .Values.apiKeys.secretName }}
+{{- if not (hasPrefix "/etc/chunkserve/" $keys) }}
+{{- fail (printf "args.auth.keys_file must be in /etc/chunkserve, where apiKeys.secretName (%s) is mounted, but it is %q: nobody would read its keys" . $keys) }}
+{{- end }}
+{{- else }}
+{{- if hasPrefix "/etc/chunkserve/" $keys }}
+{{- fail (printf "args.auth.keys_file is %s, but apiKeys.secretName is empty: ingress replicas could not read it" $keys) }}
+{{- end }}
+{{- end }}
 {{- range $number, $model := .Values.args.models | default (list .Values.args) }}
 {{- $place := ternary (printf "args.models.%d" $number) "args" (gt (len ($.Values.args.models | default list)) 0) }}
 {{- include "chunkserve.checkTiers" (dict "disk" $.Values.kvDisk "place" (printf "%s.engine.kv_tiers" $place) "tiers" (dig "engine" "kv_tiers" dict $model)) }}
