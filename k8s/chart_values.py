@@ -137,6 +137,9 @@ class Switch(_Strict):
 
 class Monitoring(_Strict):
     enabled: bool
+    target: Annotated[str, Field(pattern=r"^([^/:\s]+:[0-9]+)?$")] = Field(
+        description="Address, host:port, at which /metrics is scraped. Empty: the Service."
+    )
     labels: Strings = Field(description="By which the Prometheus operator selects monitors and rules.")
 
 

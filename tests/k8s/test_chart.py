@@ -165,13 +165,18 @@ def test_the_default_values_are_valid_and_fit_together() -> None:
 
 
 @needs_helm
-def test_everything_that_can_be_turned_on_is_valid_together() -> None:
+def test_everything_that_can_be_turned_on_is_valid_together(tmp_path: Path) -> None:
     alone = {"cpu-demo", "tensor-parallel"}  # lower tiers of KV have one rank
     files = [chart.values_of("gpu")[0], *(chart.VALUES / f"{name}.yaml" for name in OVERLAYS if name not in alone)]
-    files += [chart.VALUES / "monitoring.yaml"]
+    target = tmp_path / "target.yaml"
+    target.write_text("monitoring: {target: 'gateway:80'}\n")
+    files += [chart.VALUES / "monitoring.yaml", target]
     chart.lint(files)
     pulls = ("--set", "imagePullSecrets[0].name=registry", "--set", "modelCache.storageClassName=nfs")
-    assert check_build(chart.template_with(files, *pulls)) == []
+    made = chart.template_with(files, *pulls)
+    assert check_build(made) == []
+    (scrape,) = of_kind(made, "ScrapeConfig")
+    assert scrape["spec"]["staticConfigs"][0]["targets"] == ["gateway:80"]
 
 
 @needs_helm
@@ -363,6 +368,10 @@ def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go(
     assert "Secret chunkserve-redis with" in production
     assert "Gateway inference-gateway in" in production
     assert "args.auth" not in production
+    later = notes("gpu", "kv-disk", "incremental-upgrade")
+    assert "Secret chunkserve-kv-key with" in later
+    assert "chunkserve-serve-svc" not in later, "each cluster has a Service of its own"
+    assert "kubectl -n chunkserve get gateway" in later
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -405,6 +414,10 @@ REFUSED = {
     "a file of keys that is not there": (
         "args.auth.keys_file=/etc/chunkserve/keys.yaml",
         "args.auth.keys_file is /etc/chunkserve/keys.yaml, but apiKeys.secretName is empty",
+    ),
+    "a target of metrics that an upgrade in steps does not have": (
+        "monitoring.enabled=true,incrementalUpgrade.enabled=true",
+        "monitoring.target must be the Gateway's host:port with incrementalUpgrade.enabled",
     ),
     "files of KV without a disk": (
         "args.engine.kv_tiers.disk_path=/kv",
