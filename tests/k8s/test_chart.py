@@ -250,6 +250,27 @@ def test_haproxy_waits_as_long_as_the_values_say() -> None:
     assert found["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "300"
 
 
+@needs_helm
+def test_names_that_yaml_reads_as_numbers_are_names(tmp_path: Path) -> None:
+    """A namespace may be called after a ticket: `1234` became a number, which Kubernetes refuses."""
+    names = {
+        "apiKeys": {"secretName": "0x1f"},
+        "kvDisk": {"enabled": True, "keySecretName": "5", "storageClassName": "1.5"},
+        "modelCache": {"storageClassName": "2"},
+        "networkPolicy": {"operatorNamespace": "3", "monitoringNamespace": "null"},
+        "gcsFaultTolerance": {"secretName": "4"},
+        "inferenceGateway": {"gateway": "true"},
+        "monitoring": {"target": "gateway:80"},
+    }
+    values = tmp_path / "names.yaml"
+    values.write_text(json.dumps(names))
+    parts = ("gcs-fault-tolerance", "inference-gateway", "incremental-upgrade", "monitoring")
+    files = [*chart.values_of("gpu"), *(chart.VALUES / f"{name}.yaml" for name in parts), values]
+    made = chart.template_with(files, "--namespace", "1234")
+    assert check_build(made) == []
+    assert {at(doc, "metadata.namespace") for doc in made} == {"1234"}
+
+
 EPHEMERAL = """
 ephemeral:
   volumeClaimTemplate:

@@ -132,18 +132,18 @@ template:
         emptyDir: {sizeLimit: 20Gi}
       {{- if and $values.apiKeys.secretName (not .spot) }}
       - name: api-keys
-        secret: {secretName: {{ $values.apiKeys.secretName }}}
+        secret: {secretName: {{ $values.apiKeys.secretName | quote }}}
       {{- end }}
       {{- if $values.kvDisk.enabled }}
       - name: kv
         {{- if $values.kvDisk.hostPath }}
-        hostPath: {path: {{ $values.kvDisk.hostPath }}, type: Directory}
+        hostPath: {path: {{ $values.kvDisk.hostPath | quote }}, type: Directory}
         {{- else if $values.kvDisk.storageClassName }}
         ephemeral:
           volumeClaimTemplate:
             spec:
               accessModes: [ReadWriteOnce]
-              storageClassName: {{ $values.kvDisk.storageClassName }}
+              storageClassName: {{ $values.kvDisk.storageClassName | quote }}
               resources:
                 requests:
                   storage: {{ $values.kvDisk.size }}
@@ -152,7 +152,7 @@ template:
         {{- end }}
       {{- if $values.kvDisk.keySecretName }}
       - name: kv-key
-        secret: {secretName: {{ $values.kvDisk.keySecretName }}, defaultMode: 288} # 0440, for the group of fsGroup
+        secret: {secretName: {{ $values.kvDisk.keySecretName | quote }}, defaultMode: 288} # 0440, for the group of fsGroup
       {{- end }}
       {{- end }}
 {{- end }}
