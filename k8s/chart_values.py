@@ -76,7 +76,7 @@ class Spot(_Strict):
 
 class ModelCache(_Strict):
     size: Bytes
-    accessMode: Literal["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]
+    accessMode: Literal["ReadWriteMany", "ReadWriteOnce"]  # the Job and the workers have it at the same time
     storageClassName: NameOrNone = Field(description="Empty: the cluster's default class.")
     fillMemory: Bytes = Field(description="Memory of the Job that downloads and converts the model.")
 

@@ -436,6 +436,14 @@ REFUSED = {
         "args.auth.keys_file=/etc/chunkserve/keys.yaml",
         "args.auth.keys_file is /etc/chunkserve/keys.yaml, but apiKeys.secretName is empty",
     ),
+    "a volume of weights that one pod has alone": (
+        "modelCache.accessMode=ReadWriteOncePod",
+        "/modelCache/accessMode': value must be one of 'ReadWriteMany', 'ReadWriteOnce'",
+    ),
+    "a start that may take no time": (
+        "initializingTimeout=0m",
+        "initializingTimeout must be above zero, but it is 0m",
+    ),
     "a target of metrics that an upgrade in steps does not have": (
         "monitoring.enabled=true,incrementalUpgrade.enabled=true",
         "monitoring.target must be the Gateway's host:port with incrementalUpgrade.enabled",

@@ -122,6 +122,9 @@ capabilities: {drop: [ALL]}
 {{- fail (printf "env.RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S must be >= streams.drainDeadlineSeconds (%d), but it is %q" $deadline (first .)) }}
 {{- end }}
 {{- end }}
+{{- if not (regexMatch "[1-9]" .Values.initializingTimeout) }}
+{{- fail (printf "initializingTimeout must be above zero, but it is %s" .Values.initializingTimeout) }}
+{{- end }}
 {{- if and .Values.monitoring.enabled .Values.incrementalUpgrade.enabled (not .Values.monitoring.target) }}
 {{- fail "monitoring.target must be the Gateway's host:port with incrementalUpgrade.enabled, where each cluster has a Service of its own, but it is empty" }}
 {{- end }}
