@@ -28,7 +28,26 @@ APPLICATION_KEYS = (
     "name", "route_prefix", "import_path", "runtime_env", "host", "port", "deployments", "autoscaling_policy", "args",
     "logging_config", "external_scaler_enabled",
 )
+DEPLOYMENT_KEYS = (
+    "name", "num_replicas", "max_ongoing_requests", "max_queued_requests", "backpressure_config", "user_config",
+    "autoscaling_config", "graceful_shutdown_wait_loop_s", "graceful_shutdown_timeout_s", "health_check_period_s",
+    "health_check_timeout_s", "ray_actor_options", "placement_group_bundles", "placement_group_strategy",
+    "placement_group_bundle_label_selector", "max_replicas_per_node", "logging_config", "request_router_config",
+    "gang_scheduling_config", "deployment_actors", "rolling_update_percentage", "max_surge_percent",
+)
+ACTOR_KEYS = (
+    "runtime_env", "num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "label_selector",
+    "fallback_strategy",
+)
+AUTOSCALING_KEYS = (
+    "min_replicas", "initial_replicas", "max_replicas", "target_ongoing_requests", "metrics_interval_s",
+    "look_back_period_s", "smoothing_factor", "upscale_smoothing_factor", "downscale_smoothing_factor",
+    "upscaling_factor", "downscaling_factor", "downscale_delay_s", "downscale_to_zero_delay_s", "upscale_delay_s",
+    "aggregation_function", "policy",
+)
+GRPC_KEYS = ("port", "grpc_servicer_functions", "request_timeout_s", "enable_reflection")
 # fmt: on
+_IN_A_DEPLOYMENT = {"ray_actor_options": ACTOR_KEYS, "autoscaling_config": AUTOSCALING_KEYS}
 _OF_THE_SERVER = ("host", "port")
 """Keys that Ray knows in an application, but only to refuse them there."""
 PROXIES = ("Disabled", "HeadOnly", "EveryNode")
@@ -172,6 +191,7 @@ def _problems(config: ServeConfig) -> Iterator[str]:
         if _port_in(http) is None:
             where = config.where("http_options", "port")
             yield f"{where}: http_options.port: expected a number from 1 to 65535 (given: {http['port']!r})"
+    yield from _unknown_inside(config, (), content, {"grpc_options": GRPC_KEYS})
     if unknown and "applications" not in content:  # probably misspelt, and reported as that already
         return
     applications = content.get("applications")
@@ -219,12 +239,20 @@ def _in_application(config: ServeConfig, number: int, application: Any) -> Itera
         where = config.where(*place, "route_prefix")
         yield f"{where}: applications.{number}.route_prefix: {expected} (given: {prefix!r})"
     yield from _of_another_kind(config, place, application, APPLICATION_KINDS)
+    yield from _in_deployments(config, (*place, "deployments"), application.get("deployments"))
     for key in _OF_THE_SERVER:
         if key in application:
             yield (
                 f"{config.where(*place, key)}: applications.{number}.{key}: stands in http_options, for all "
                 f"applications (given: {application[key]!r})"
             )
+
+
+def _in_deployments(config: ServeConfig, place: tuple[str | int, ...], deployments: Any) -> Iterator[str]:
+    for number, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
+        if isinstance(deployment, dict):
+            yield from _unknown(config, (*place, number), deployment, DEPLOYMENT_KEYS)
+            yield from _unknown_inside(config, (*place, number), deployment, _IN_A_DEPLOYMENT)
 
 
 def _is_import_path(path: str) -> bool:
@@ -251,12 +279,22 @@ def _of_another_kind(
 def _unknown(
     config: ServeConfig, place: tuple[str | int, ...], mapping: dict[Any, Any], known: Sequence[str]
 ) -> Iterator[str]:
-    besides = "" if HTTP_KEYS is known else f"; settings of an application stand under its `{ARGS}`"
+    may_be_a_setting = known in (TOP_KEYS, APPLICATION_KEYS)
+    besides = f"; settings of an application stand under its `{ARGS}`" if may_be_a_setting else ""
     for key in mapping:
         if key not in known:
             close = get_close_matches(str(key), known, n=1)
             meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}{besides}"
             yield f"{config.where(*place, key)}: unknown key {'.'.join(map(str, (*place, key)))}: {meant}"
+
+
+def _unknown_inside(
+    config: ServeConfig, place: tuple[str | int, ...], mapping: dict[Any, Any], inner: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Report unknown keys of the mappings in a mapping. `inner`: the key of each, and the keys that it may have."""
+    for key, known in inner.items():
+        if isinstance(value := mapping.get(key), dict):
+            yield from _unknown(config, (*place, key), value, known)
 
 
 def _twice(config: ServeConfig, node: yaml.Node) -> Iterator[str]:

@@ -9,7 +9,11 @@ import pytest
 
 from loadtest.server import ROOT
 from serve_app.front.config_file import (
+    ACTOR_KEYS,
     APPLICATION_KEYS,
+    AUTOSCALING_KEYS,
+    DEPLOYMENT_KEYS,
+    GRPC_KEYS,
     HTTP_KEYS,
     PROXIES,
     TOP_KEYS,
@@ -138,6 +142,19 @@ def refusal(tmp_path: Path, text: str | bytes) -> str:
             f"http_options: {{keep_alive_timeout_s:}}\n{APPLICATION}",
             "http_options.keep_alive_timeout_s: expected a whole number of seconds, or no such key (given: None)",
         ),
+        (
+            f"{APPLICATION}    deployments:\n      - name: Engine\n        num_replica: 2\n",
+            "c.yaml, line 6: unknown key applications.0.deployments.0.num_replica: did you mean num_replicas?",
+        ),
+        (
+            f"{APPLICATION}    deployments:\n      - {{name: Engine, ray_actor_options: {{num_cpu: 2}}}}\n",
+            "line 5: unknown key applications.0.deployments.0.ray_actor_options.num_cpu: did you mean num_cpus?",
+        ),
+        (
+            f"{APPLICATION}    deployments:\n      - {{name: Engine, autoscaling_config: {{min_replica: 2}}}}\n",
+            "unknown key applications.0.deployments.0.autoscaling_config.min_replica: did you mean min_replicas?",
+        ),
+        (f"grpc_options: {{prot: 1}}\n{APPLICATION}", "line 1: unknown key grpc_options.prot: did you mean port?"),
         (f"{APPLICATION}    name: b\n", "c.yaml, line 4: name stands on line 2 already: expected it once"),
     ],
 )
@@ -192,6 +209,19 @@ def test_applications_without_a_route_may_be_several(tmp_path: Path) -> None:
     more = (f"  - {{name: {name}, route_prefix: null, import_path: b.c}}\n" for name in "bc")
     path.write_text(f"proxy_location: EveryNode\n{APPLICATION}{''.join(more)}")
     assert len(read_config(path).applications) == 3
+
+
+def test_the_keys_of_deployments_and_of_grpc_are_those_of_ray_serve() -> None:
+    """Ray ignores others: a misspelt number of replicas had no effect, and no check found it."""
+    code = (
+        "import json; from ray.serve.config import AutoscalingConfig as scaling; "
+        "from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema, gRPCOptionsSchema; "
+        "of_ray = (DeploymentSchema, RayActorOptionsSchema, scaling, gRPCOptionsSchema); "
+        "print(json.dumps([sorted(of.model_fields) for of in of_ray]))"
+    )
+    assert json.loads(run_python(code)) == [
+        sorted(known) for known in (DEPLOYMENT_KEYS, ACTOR_KEYS, AUTOSCALING_KEYS, GRPC_KEYS)
+    ]
 
 
 _CHECKED_OTHERWISE = {
