@@ -19,7 +19,8 @@ Seconds = Annotated[int, Field(ge=1)]
 Name = Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 NameOrNone = Annotated[str, Field(pattern="^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$")]
 Bytes = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGT]i?)?$", description="A quantity, such as 16Gi.")]
-Strings = dict[str, str]
+Strings = dict[str, str | None]
+"""With null, an entry of an earlier file of values is left out."""
 
 
 class _Strict(BaseModel):
@@ -172,8 +173,10 @@ def schema() -> dict[str, Any]:
     definitions = made["$defs"]
     ours = {model.__name__ for model in _Strict.__subclasses__()}
     made["$defs"] = {name: _plain(part, described=name in ours) for name, part in sorted(definitions.items())}
-    settings = made["$defs"]["AppSettings"]
-    for one in (settings, made["$defs"]["ModelEntry"]):
+    for name, one in made["$defs"].items():
+        if name not in ours:
+            _make_removable(one)
+    for one in (made["$defs"]["AppSettings"], made["$defs"]["ModelEntry"]):
         one["properties"]["served_model_name"]["type"] = ["string", "array", "null"]  # one name, too
     # Helm adds this key when the chart is a part of another.
     made["properties"]["global"] = {"type": "object"}
@@ -182,6 +185,22 @@ def schema() -> dict[str, Any]:
 
 def text() -> str:
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _make_removable(part: dict[str, Any]) -> None:
+    """Let settings be null, which leaves out what an earlier file of values says: Helm itself only leaves out what the
+    chart's own values have. Without a value, a setting has its default, which is what null means wherever it means
+    something."""
+    if isinstance(part.get("type"), str):
+        part["type"] = [part["type"], "null"]
+    if "const" in part:
+        part["enum"] = [part.pop("const")]
+    if "enum" in part:
+        part["enum"] = [*part["enum"], None]
+    named = [*part.get("properties", {}).values(), *part.get("patternProperties", {}).values()]
+    for inner in (*named, part.get("additionalProperties")):
+        if isinstance(inner, dict):
+            _make_removable(inner)
 
 
 def _plain(part: Any, *, described: bool) -> Any:

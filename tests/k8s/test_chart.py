@@ -251,6 +251,38 @@ def test_haproxy_waits_as_long_as_the_values_say() -> None:
 
 
 @needs_helm
+def test_null_removes_what_an_earlier_file_of_values_says(tmp_path: Path) -> None:
+    """It was refused, so that gpu.yaml could not be used where nodes have other labels, or without autoscaling."""
+    values = tmp_path / "own.yaml"
+    own = {
+        "engines": {"nodeSelector": {"nvidia.com/gpu.product": None, "example.com/gpu": "h200"}},
+        "env": {"A": None},
+        "args": {
+            **dict.fromkeys(("autoscaling", "tool_parser", "served_model_name"), None),
+            "engine": {"block_size": None, "kv_cache_memory_gib": None, "targets": None},
+            "lora_adapters": {"a": None},
+        },
+    }
+    values.write_text(json.dumps(own))
+    made = chart.template_with([*chart.values_of("gpu"), values])
+    assert check_build(made) == []
+    (service,) = of_kind(made, "RayService")
+    engines = groups(service)[1]
+    assert engines.pod["nodeSelector"] == {"example.com/gpu": "h200"}
+    assert "A" not in engines.env()
+    args = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
+    assert args["engine"] == {
+        "device": "cuda",
+        "overlap": True,
+        "max_model_len": 32768,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 4096,
+    }
+    assert not {"autoscaling", "tool_parser", "served_model_name"} & set(args)
+    assert args["lora_adapters"] == {}
+
+
+@needs_helm
 def test_names_that_yaml_reads_as_numbers_are_names(tmp_path: Path) -> None:
     """A namespace may be called after a ticket: `1234` became a number, which Kubernetes refuses."""
     names = {
@@ -406,7 +438,10 @@ REFUSED = {
     "an unknown name inside": ("engines.gpu=1", "/engines': additional properties 'gpu' not allowed"),
     "a number that is too small": ("engines.minReplicas=0", "/engines/minReplicas': minimum: got 0, want 1"),
     "a quantity that is none": ("engines.memory=6 GB", "/engines/memory': '6 GB' does not match pattern"),
-    "a setting of a wrong type": ("args.drain_timeout_s=soon", "/args/drain_timeout_s': got string, want number"),
+    "a setting of a wrong type": (
+        "args.drain_timeout_s=soon",
+        "/args/drain_timeout_s': got string, want null or number",
+    ),
     "an optional setting of a wrong type": (
         "args.engine.kv_cache_memory_gib=all",
         "/args/engine/kv_cache_memory_gib': got string, want null or number",

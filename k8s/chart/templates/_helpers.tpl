@@ -1,5 +1,18 @@
 {{/* What several objects have in common. ../../README.md says why each number is what it is. */}}
 
+{{/* Removes what is null in a map. Helm does so only with what values.yaml has, and not with what other files have. */}}
+{{- define "chunkserve.withoutNulls" -}}
+{{- range $key, $value := . }}
+{{- if kindIs "invalid" $value }}
+{{- $_ := unset $ $key }}
+{{- else if kindIs "map" $value }}
+{{- include "chunkserve.withoutNulls" $value }}
+{{- else if kindIs "slice" $value }}
+{{- range $value }}{{ if kindIs "map" . }}{{ include "chunkserve.withoutNulls" . }}{{ end }}{{ end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "chunkserve.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
