@@ -19,6 +19,7 @@ from k8s.validate.__main__ import check_build
 from k8s.validate.builds import rendered
 from k8s.validate.manifests import K8S, OVERLAYS, ROOT, Doc, at, groups, name_of, of_kind, quantity
 from serve_app.settings.application import AppSettings
+from serve_app.settings.model import ModelSettings
 from tests.k8s.support import MONITORING_DOCS
 
 VALUES: Doc = yaml.safe_load((chart.CHART / "values.yaml").read_text())
@@ -385,6 +386,12 @@ def test_with_spot_nodes_the_deployments_that_there_are_have_a_place(
     assert deployments[0]["ray_actor_options"]["num_cpus"] == AppSettings(**args).ingress_num_cpus
 
 
+def test_the_chart_knows_every_setting_that_is_each_models_own() -> None:
+    text = (chart.CHART / "templates" / "_helpers.tpl").read_text()
+    (names,) = re.findall(r"range list ((?:\"[a-z_]+\" ?)+)\}\}\n\{\{- if hasKey \$\.Values\.args", text)
+    assert set(re.findall(r'"([a-z_]+)"', names)) == {*ModelSettings.model_fields} - {"model"}
+
+
 @needs_helm
 def test_a_draft_model_is_downloaded_and_awaited(tmp_path: Path) -> None:
     """Engines that start from the cache alone, without it, would never start."""
@@ -478,6 +485,10 @@ REFUSED = {
     "a start that may take no time": (
         "initializingTimeout=0m",
         "initializingTimeout must be above zero, but it is 0m",
+    ),
+    "a setting of one model beside several": (
+        "args.models[0].model=a,args.engine.block_size=32",
+        "args.engine must not stand beside args.models: it is each model's own",
     ),
     "a target of metrics that an upgrade in steps does not have": (
         "monitoring.enabled=true,incrementalUpgrade.enabled=true",

@@ -151,6 +151,13 @@ capabilities: {drop: [ALL]}
 {{- fail (printf "args.auth.keys_file is %s, but apiKeys.secretName is empty: ingress replicas could not read it" $keys) }}
 {{- end }}
 {{- end }}
+{{- if .Values.args.models }}
+{{- range list "served_model_name" "model_aliases" "lora_adapters" "allow_lora_updates" "engine" "engine_replicas" "autoscaling" "engine_num_cpus" "engine_num_gpus" "tensor_parallel_placement" "engine_accelerator_type" "routing" "tool_parser" "reasoning_parser" "pooling" "images" }}
+{{- if hasKey $.Values.args . }}
+{{- fail (printf "args.%s must not stand beside args.models: it is each model's own, and null removes what an earlier file says" .) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- range $number, $model := .Values.args.models | default (list .Values.args) }}
 {{- $place := ternary (printf "args.models.%d" $number) "args" (gt (len ($.Values.args.models | default list)) 0) }}
 {{- include "chunkserve.checkTiers" (dict "disk" $.Values.kvDisk "place" (printf "%s.engine.kv_tiers" $place) "tiers" (dig "engine" "kv_tiers" dict $model)) }}
