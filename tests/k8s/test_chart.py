@@ -386,6 +386,14 @@ def test_with_spot_nodes_the_deployments_that_there_are_have_a_place(
     assert deployments[0]["ray_actor_options"]["num_cpus"] == AppSettings(**args).ingress_num_cpus
 
 
+@needs_helm
+def test_an_engine_over_several_nodes_takes_of_each_what_one_rank_takes(tmp_path: Path) -> None:
+    values = tmp_path / "ranks.yaml"
+    ranks = {"tensor_parallel_placement": "pack", "engine": {"tensor_parallel_size": 4}, "engine_num_gpus": 4}
+    values.write_text(yaml.safe_dump({"args": {**ranks, "engine_num_cpus": 64}}))
+    assert chart.template_with([*chart.values_of("gpu"), values])
+
+
 def test_the_chart_knows_every_setting_that_is_each_models_own() -> None:
     text = (chart.CHART / "templates" / "_helpers.tpl").read_text()
     (names,) = re.findall(r"range list ((?:\"[a-z_]+\" ?)+)\}\}\n\{\{- if hasKey \$\.Values\.args", text)
@@ -489,6 +497,18 @@ REFUSED = {
     "a setting of one model beside several": (
         "args.models[0].model=a,args.engine.block_size=32",
         "args.engine must not stand beside args.models: it is each model's own",
+    ),
+    "an engine that no worker can hold": (
+        "args.engine_num_cpus=3",
+        "args.engine_num_cpus must be <= engines.cpus (2) on each node, but it is 3: no worker could hold an engine",
+    ),
+    "an engine of several models without its GPU": (
+        "args.models[0].model=a,args.models[1].model=b,args.models[1].engine_num_gpus=1",
+        "args.models.1.engine_num_gpus must be <= engines.gpus (0) on each node, but it is 1",
+    ),
+    "GPUs that no engine asks for": (
+        "engines.gpus=1",
+        "engines.gpus is 1, but no model has an engine_num_gpus: its engines would run on the CPU",
     ),
     "a target of metrics that an upgrade in steps does not have": (
         "monitoring.enabled=true,incrementalUpgrade.enabled=true",

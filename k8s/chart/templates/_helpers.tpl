@@ -162,6 +162,24 @@ capabilities: {drop: [ALL]}
 {{- $place := ternary (printf "args.models.%d" $number) "args" (gt (len ($.Values.args.models | default list)) 0) }}
 {{- include "chunkserve.checkTiers" (dict "disk" $.Values.kvDisk "place" (printf "%s.engine.kv_tiers" $place) "tiers" (dig "engine" "kv_tiers" dict $model)) }}
 {{- end }}
+{{- $reserved := list }}
+{{- range $number, $model := .Values.args.models | default (list .Values.args) }}
+{{- $place := ternary (printf "args.models.%d" $number) "args" (gt (len ($.Values.args.models | default list)) 0) }}
+{{- $ranks := 1 }}
+{{- if ne (dig "tensor_parallel_placement" "strict_pack" $model) "strict_pack" }}
+{{- $ranks = mul (dig "engine" "tensor_parallel_size" 1 $model) (dig "engine" "expert_parallel_size" 1 $model) }}
+{{- end }}
+{{- $reserved = append $reserved (dig "engine_num_gpus" 0 $model | float64) }}
+{{- range $setting, $of := dict "engine_num_cpus" (list "engines.cpus" $.Values.engines.cpus 0.5) "engine_num_gpus" (list "engines.gpus" $.Values.engines.gpus 0) }}
+{{- $asked := divf (dig $setting (last $of) $model) $ranks }}
+{{- if gt $asked (index $of 1 | float64) }}
+{{- fail (printf "%s.%s must be <= %s (%v) on each node, but it is %v: no worker could hold an engine" $place $setting (first $of) (index $of 1) $asked) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .Values.engines.gpus (not (without $reserved 0.0)) }}
+{{- fail (printf "engines.gpus is %v, but no model has an engine_num_gpus: its engines would run on the CPU" .Values.engines.gpus) }}
+{{- end }}
 {{- if and .Values.kvDisk.hostPath .Values.kvDisk.storageClassName }}
 {{- fail (printf "kvDisk.hostPath must be empty beside kvDisk.storageClassName (%s), but it is %s" .Values.kvDisk.storageClassName .Values.kvDisk.hostPath) }}
 {{- end }}
