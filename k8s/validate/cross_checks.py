@@ -25,8 +25,10 @@ from k8s.validate.manifests import (
 from k8s.validate.pods import PodTemplate, containers, drain_deadline_s, pod_templates
 from k8s.validate.serve_config import FIELD, config_of, settings_of
 from serve_app.settings.application import AppSettings
+from serve_app.settings.ranks import ONE_NODE
 
 _Problems = Iterator[tuple[str, str]]
+_ANY_NUMBER = 2**31 - 1
 _HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 _CLIENT_TIMEOUT = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
 
@@ -77,14 +79,14 @@ def _capacity(doc: Doc, settings: AppSettings) -> _Problems:
         place = f"{FIELD}: args.models.{number}" if settings.models else f"{FIELD}: args"
         if model.autoscaling is not None and not at(doc, "spec.rayClusterConfig.enableInTreeAutoscaling"):
             yield "spec.rayClusterConfig.enableInTreeAutoscaling", "must be true where the engines scale"
-        most = sum(group.spec["maxReplicas"] * _engines_on(group, model) for group in workers)
+        most = _engines(workers, "maxReplicas", model)
         if most < model.most_engines:
             yield (
                 f"{place}.autoscaling.max_replicas",
                 f"is {model.most_engines}, but the workers hold {most} engines",
             )
         few = model.engine_replicas if model.autoscaling is None else model.autoscaling.min_replicas
-        fewest = sum(group.spec["minReplicas"] * _engines_on(group, model) for group in workers)
+        fewest = _engines(workers, "minReplicas", model)
         if few > fewest:
             yield (
                 f"{place}.autoscaling.min_replicas",
@@ -108,11 +110,18 @@ def _fewest(workers: list[Group], resource: str) -> float:
     return sum((group.spec["minReplicas"] * float(group.start_params.get(resource, "0")) for group in workers), 0.0)
 
 
-def _engines_on(group: Group, settings: AppSettings) -> int:
-    """Return the number of engines that one node of the group can hold."""
-    has = {name: float(group.start_params.get(name, "0")) for name in ("num-cpus", "num-gpus")}
-    takes = {"num-cpus": settings.engine_num_cpus, "num-gpus": settings.engine_num_gpus}
-    return min((math.floor(has[name] / takes[name]) for name in has if takes[name] > 0), default=0)
+def _engines(workers: list[Group], bound: str, settings: AppSettings) -> int:
+    """Return the number of engines that the workers can hold, at the `bound` of each group. An engine is on one node,
+    unless its ranks may be on several."""
+    parts = 1 if settings.tensor_parallel_placement == ONE_NODE else settings.num_ranks
+    takes = {"num-cpus": settings.engine_num_cpus / parts, "num-gpus": settings.engine_num_gpus / parts}
+    return sum(int(group.spec[bound]) * _parts_on(group, takes) for group in workers) // parts
+
+
+def _parts_on(group: Group, takes: dict[str, float]) -> int:
+    """Return how often one node of the group has what a part takes."""
+    has = {name: float(group.start_params.get(name, "0")) for name in takes}
+    return min((math.floor(has[name] / takes[name]) for name in has if takes[name] > 0), default=_ANY_NUMBER)
 
 
 def _placement(doc: Doc) -> _Problems:

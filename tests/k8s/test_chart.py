@@ -390,8 +390,18 @@ def test_with_spot_nodes_the_deployments_that_there_are_have_a_place(
 def test_an_engine_over_several_nodes_takes_of_each_what_one_rank_takes(tmp_path: Path) -> None:
     values = tmp_path / "ranks.yaml"
     ranks = {"tensor_parallel_placement": "pack", "engine": {"tensor_parallel_size": 4}, "engine_num_gpus": 4}
-    values.write_text(yaml.safe_dump({"args": {**ranks, "engine_num_cpus": 64}}))
-    assert chart.template_with([*chart.values_of("gpu"), values])
+    scaling = {"autoscaling": {"max_replicas": 2}}
+    values.write_text(
+        yaml.safe_dump({"args": {**ranks, **scaling, "engine_num_cpus": 16}, "engines": {"minReplicas": 8}})
+    )
+    assert check_build(chart.template_with([*chart.values_of("gpu"), values])) == []
+    found = check_build(chart.template_with([*chart.values_of("gpu"), values], "--set", "engines.minReplicas=7"))
+    assert "the least number of workers holds 1 engines" in " ".join(map(str, found))
+
+
+@needs_helm
+def test_an_engine_that_reserves_nothing_fits_anywhere() -> None:
+    assert check_build(chart.template("--set", "args.engine_num_cpus=0")) == []
 
 
 def test_the_chart_knows_every_setting_that_is_each_models_own() -> None:
