@@ -387,6 +387,29 @@ def test_with_spot_nodes_the_deployments_that_there_are_have_a_place(
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    ("setting", "both"),
+    [
+        ("quantize=stored", True),
+        ("quantize=none", True),
+        ("batch_invariant=true", True),
+        ("quantize=auto", False),
+        ("block_size=32", False),
+    ],
+)
+def test_a_gguf_file_is_there_in_the_form_that_engines_ask_for(setting: str, both: bool) -> None:
+    """The Job prepared what suits its own processor, which engines that ask for the other form cannot read."""
+    made = chart.template("--set", f"args.engine.{setting}")
+    assert check_build(made) == []
+    (service,), (job,) = of_kind(made, "RayService"), of_kind(made, "Job")
+    fill = at(job, "spec.template.spec.containers[0].command")
+    wait = at(groups(service)[1].pod, "initContainers[0].command")
+    for command in (shlex.join(fill), wait[2]):
+        assert ("engine.checkpoints.prepare --quantize both" in command) is both
+    assert fill[-1] == wait[-1] == AppSettings().model
+
+
+@needs_helm
 def test_an_engine_over_several_nodes_takes_of_each_what_one_rank_takes(tmp_path: Path) -> None:
     values = tmp_path / "ranks.yaml"
     ranks = {"tensor_parallel_placement": "pack", "engine": {"tensor_parallel_size": 4}, "engine_num_gpus": 4}

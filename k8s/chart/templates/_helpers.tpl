@@ -84,6 +84,16 @@ capabilities: {drop: [ALL]}
 {{- $models | uniq | toJson }}
 {{- end }}
 
+{{/*
+Whether models are prepared in both forms that a GGUF file has: where engines take only one, and it need not be the one that
+the Job's processor would choose. Other models have one form.
+*/}}
+{{- define "chunkserve.bothForms" -}}
+{{- range .Values.args.models | default (list .Values.args) }}
+{{- if or (ne (dig "engine" "quantize" "auto" .) "auto") (dig "engine" "batch_invariant" false .) }}yes{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* The Serve config. As in every cluster of ours, an engine on a spot node is used only for its work. */}}
 {{- define "chunkserve.serveConfig" -}}
 {{- $args := .Values.args }}
