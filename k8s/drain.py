@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 
 POLL_S = 1.0
+RETRY_S = 10.0
+"""The pause before the end is announced again. A head on another node takes minutes to come."""
+_now_s = time.monotonic
 _SERVE_TITLES = ("ray::ServeReplica", "ray::HAProxyManager", "ray::ProxyActor")
 """Titles of the processes that carry requests. Serve ends a proxy when its last connection is over, so a stream that
 passes through this node to a replica on another one holds the pod, too."""
@@ -115,14 +119,29 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--address and --node-ip are needed: neither RAY_ADDRESS with POD_IP nor the options say them")
     if options.deadline_s <= 0:
         parser.error(f"--deadline-s must be > 0, but it is {options.deadline_s:g}")
-    try:
-        _say(options.log, f"node {announce(options.address, options.node_ip, options.deadline_s)} drains")
-    except DrainError as error:
-        # The head may already be gone. Streams here can still finish, so the pod is held all the same.
-        _say(options.log, f"the end of this node could not be announced: {error}")
-    left = hold(options.deadline_s)
+    end_s, ended = _now_s() + options.deadline_s, Event()
+    if not _announced(options, end_s):
+        # The head may be gone, for now or for good. Streams here can still finish, so the pod is held all the same.
+        Thread(target=_announce_again, args=(options, end_s, ended), daemon=True).start()
+    left = hold(max(0.0, end_s - _now_s()))
+    ended.set()
     _say(options.log, f"left at the deadline: {', '.join(left)}" if left else "nothing of Serve is left here")
     return 1 if left else 0
+
+
+def _announced(options: argparse.Namespace, end_s: float) -> bool:
+    try:
+        _say(options.log, f"node {announce(options.address, options.node_ip, max(0.0, end_s - _now_s()))} drains")
+    except DrainError as error:
+        _say(options.log, f"the end of this node could not be announced: {error}")
+        return False
+    return True
+
+
+def _announce_again(options: argparse.Namespace, end_s: float, ended: Event) -> None:
+    """Until Serve knows, it sends requests here, and starts nothing elsewhere."""
+    while not ended.wait(RETRY_S) and not _announced(options, end_s):
+        pass
 
 
 def _say(log: Path | None, what: str) -> None:
@@ -133,4 +152,4 @@ def _say(log: Path | None, what: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # a thread that waits for the GCS could not be ended otherwise

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -111,12 +112,57 @@ def test_without_a_head_the_pod_is_held_all_the_same(
     held: list[float] = []
     monkeypatch.setattr(drain, "announce", gone)
     monkeypatch.setattr(drain, "hold", lambda deadline_s: held.append(deadline_s) or [])
+    monkeypatch.setattr(drain, "_now_s", lambda: 0.0)
     log = tmp_path / "log"
     arguments = ["--deadline-s", "960", "--address", "head:6379", "--node-ip", "10.0.0.1", "--log", str(log)]
     assert drain.main(arguments) == 0
     assert held == [960.0]
     assert "could not be announced: head:6379: no answer" in log.read_text()
     assert log.read_text() == capsys.readouterr().err
+
+
+def test_a_head_that_comes_back_is_told_while_the_pod_is_held(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise Serve would go on sending requests here, and the kubelet would cut them off."""
+    told = Event()
+    left_s: list[float] = []
+
+    def answers_the_third_time(address: str, node_ip: str, deadline_s: float) -> str:
+        left_s.append(deadline_s)
+        now_s.append(now_s[-1] + 40)  # as long as a client of Ray's waits for a head
+        if len(left_s) < 3:
+            raise drain.DrainError(f"{address}: no answer")
+        told.set()
+        return "n1"
+
+    def hold(deadline_s: float) -> list[str]:
+        assert told.wait(30)
+        return []
+
+    now_s = [0.0]
+    monkeypatch.setattr(drain, "RETRY_S", 0)
+    monkeypatch.setattr(drain, "_now_s", lambda: now_s[-1])
+    monkeypatch.setattr(drain, "announce", answers_the_third_time)
+    monkeypatch.setattr(drain, "hold", hold)
+    assert drain.main(["--deadline-s", "960", "--address", "head:6379", "--node-ip", "10.0.0.1"]) == 0
+    assert left_s == [960, 920, 880], "Ray is told when the pod ends, which no attempt puts off"
+    assert capsys.readouterr().err.count("could not be announced") == 2
+
+
+def test_a_long_attempt_to_announce_is_a_part_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kubelet, whose grace period begins with the hook, would end the pod before the hook does."""
+
+    def slow(address: str, node_ip: str, deadline_s: float) -> str:
+        now_s.append(40.0)
+        return "n1"
+
+    now_s, held = [0.0], list[float]()
+    monkeypatch.setattr(drain, "_now_s", lambda: now_s[-1])
+    monkeypatch.setattr(drain, "announce", slow)
+    monkeypatch.setattr(drain, "hold", lambda deadline_s: held.append(deadline_s) or [])
+    assert drain.main(["--deadline-s", "150", "--address", "head:6379", "--node-ip", "10.0.0.1"]) == 0
+    assert held == [110.0]
 
 
 def test_a_log_that_cannot_be_written_does_not_let_the_pod_go(
