@@ -80,6 +80,9 @@ class ModelCache(_Strict):
     accessMode: Literal["ReadWriteMany", "ReadWriteOnce"]  # the Job and the workers have it at the same time
     storageClassName: NameOrNone = Field(description="Empty: the cluster's default class.")
     fillMemory: Bytes = Field(description="Memory of the Job that downloads and converts the model.")
+    hubTokenSecretName: NameOrNone = Field(
+        description="A Secret with a token of the Hugging Face Hub under `token`, for the Job. Empty: none."
+    )
 
 
 class ApiKeys(_Strict):

@@ -410,6 +410,17 @@ def test_a_gguf_file_is_there_in_the_form_that_engines_ask_for(setting: str, bot
 
 
 @needs_helm
+def test_a_token_of_the_hub_is_for_the_job_alone() -> None:
+    """It alone asks the Hub; without a token, no model that needs one could be served."""
+    made = chart.template("--set", "modelCache.hubTokenSecretName=hub", "--set", "args.models[0].model=a/b")
+    assert check_build(made) == []
+    assert json.dumps(made).count("HF_TOKEN") == 1
+    (job,) = of_kind(made, "Job")
+    (container,) = at(job, "spec.template.spec.containers")
+    assert container["env"][-1]["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+
+
+@needs_helm
 def test_an_engine_over_several_nodes_takes_of_each_what_one_rank_takes(tmp_path: Path) -> None:
     values = tmp_path / "ranks.yaml"
     ranks = {"tensor_parallel_placement": "pack", "engine": {"tensor_parallel_size": 4}, "engine_num_gpus": 4}
