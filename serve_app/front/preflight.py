@@ -25,13 +25,13 @@ A test compares it."""
 @dataclass(frozen=True, slots=True)
 class Application:
     """One of this project's applications in a config, or one of its models. `number`: its index among all
-    applications. `place`: the path below `args` at which a model's own settings stand. `total_engines`: the most
-    engines of all models of the application."""
+    applications. `route_prefix`: None if only its handle leads to it. `place`: the path below `args` at which a model's
+    own settings stand. `total_engines`: the most engines of all models of the application."""
 
     config: ServeConfig
     number: int
     name: str
-    route_prefix: str
+    route_prefix: str | None
     settings: AppSettings
     place: tuple[str | int, ...] = ()
     total_engines: int = 1
@@ -106,12 +106,13 @@ def _check_deployments(application: Application, deployments: Any) -> None:
             )
 
 
-def our_applications(config: Any) -> Iterator[tuple[str, str, Any]]:
+def our_applications(config: Any) -> Iterator[tuple[str, str | None, Any]]:
     """Yield (name, route prefix, args) of the applications that our builder makes. `config` may be invalid."""
     applications = config.get("applications") if isinstance(config, dict) else None
     for app in applications or []:
         if isinstance(app, dict) and str(app.get("import_path")).replace(".build", ":build") == BUILDER:
-            yield str(app.get("name", "default")), str(app.get("route_prefix") or "/"), app.get("args") or {}
+            prefix = app.get("route_prefix", "/")
+            yield str(app.get("name", "default")), None if prefix is None else str(prefix), app.get("args") or {}
 
 
 def _validated(config: ServeConfig, number: int, name: str, args: Any) -> AppSettings:

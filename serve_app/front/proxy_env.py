@@ -138,7 +138,7 @@ def _served(config: Path) -> _Served | None:
         return None
     longest_s = max(settings.drain_timeout_s for settings in ours)
     stall_s = max(settings.client_stall_timeout_s for settings in ours)
-    policies = tuple(_policy(prefix, settings) for prefix, settings in routed)
+    policies = tuple(_policy(prefix, settings) for prefix, settings in routed if prefix is not None)
     return _Served(longest_s, stall_s, only_ours=len(ours) == len(content["applications"]), policies=policies)
 
 

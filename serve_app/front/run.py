@@ -150,8 +150,8 @@ def _report(launch: Launch, console: Console, held: ExitStack, began: float) -> 
 
     wait_until_running(launch.names, serve.status, console.say)
     for application in launch.applications:
-        url = url_of(launch.config, application.route_prefix)
-        unreachable = _why_unreachable(launch, url)
+        url = url_of(launch.config, application.route_prefix or "/")
+        unreachable = _why_unreachable(launch, application, url)
         for line in _lines_or_warning(application):
             console.say(line)
         if unreachable is None:
@@ -161,7 +161,7 @@ def _report(launch: Launch, console: Console, held: ExitStack, began: float) -> 
         held.enter_context(noted(_running(url)))
 
 
-def _why_unreachable(launch: Launch, url: str) -> str | None:
+def _why_unreachable(launch: Launch, application: Application, url: str) -> str | None:
     """Say why the application cannot be reached; None if it answers. A cluster that already ran keeps its own proxies,
     on the nodes and the port of its first config.
 
@@ -170,6 +170,8 @@ def _why_unreachable(launch: Launch, url: str) -> str | None:
     """
     if not has_proxies(launch.config):
         return "proxy_location is Disabled, so only its handle reaches it"
+    if application.route_prefix is None:
+        return "route_prefix is null, so only its handle reaches it"
     try:
         wait_until_answering(url)
     except StartFailed as reason:

@@ -113,7 +113,8 @@ def test_each_applications_pages_are_those_of_its_settings(tmp_path: Path) -> No
     keyed = OURS | {"args": {"auth": {"keys": [{"tenant": "a", "sha256": "0" * 64}]}}}
     chosen = {"allow_origins": ["https://a.example"], "max_age": 5}
     listed = OURS | {"route_prefix": "/b/c", "args": {"cors": chosen}}
-    environ = environment(written(tmp_path, keyed, listed, THEIRS | {"route_prefix": "/"}))
+    without_a_route = OURS | {"route_prefix": None}
+    environ = environment(written(tmp_path, keyed, listed, without_a_route, THEIRS | {"route_prefix": "/"}))
     assert policies_in(environ) == (
         Policy("/b/c", ("https://a.example",), None, 5),
         Policy("/a", ("*",), LOOPBACK),

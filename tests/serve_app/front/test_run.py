@@ -71,8 +71,8 @@ class Cluster:
         self.done.append("shutdown")
 
 
-def launch(tmp_path: Path, own_cluster: bool, **top: Any) -> Launch:
-    ours = {"name": "ours", "route_prefix": "/", "import_path": "serve_app.app:build", "args": ARGS}
+def launch(tmp_path: Path, own_cluster: bool, prefix: str | None = "/", **top: Any) -> Launch:
+    ours = {"name": "ours", "route_prefix": prefix, "import_path": "serve_app.app:build", "args": ARGS}
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump({"applications": [ours, THEIRS], **top}))
     config = read_config(path)
@@ -135,6 +135,13 @@ def test_without_a_proxy_nobody_is_asked(
     monkeypatch.setattr(running, "wait_until_answering", lambda url: pytest.fail(f"asked {url}"))
     lines = said_by(launch(tmp_path, own_cluster, proxy_location="Disabled"))
     assert lines[-1].startswith("application ours is running; proxy_location is Disabled")
+
+
+def test_without_a_route_nobody_is_asked(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What answers at `/` is another application, or nothing, which was taken for a start that has failed."""
+    monkeypatch.setattr(running, "wait_until_answering", lambda url: pytest.fail(f"asked {url}"))
+    lines = said_by(launch(tmp_path, own_cluster=True, prefix=None))
+    assert lines[-1] == "application ours is running; route_prefix is null, so only its handle reaches it"
     assert cluster.done == []
 
 
