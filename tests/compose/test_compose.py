@@ -156,12 +156,14 @@ def signals_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def served(service: Doc, scratch: Path) -> Doc:
-    """Return the config that a service's command serves, checked as `chunkserve check` does."""
+def served(service: Doc, scratch: Path, **configs: str) -> Doc:
+    """Return the config that a service's command serves, checked as `chunkserve check` does. `configs`: other paths of
+    files that are mounted, by their names without a suffix."""
     program, command, *words = [*service["entrypoint"], *service.get("command", [])]
     assert (program, command) == ("chunkserve", "serve")
     here = {target: str(ROOT / source) for source, target, *_ in mounts(service)}
     here["/run/secrets/api-keys"] = str(scratch / "api-keys.yaml")
+    here |= {f"/etc/chunkserve/{name}.yaml": path for name, path in configs.items()}
     made = scratch / "made.yaml"
     words = [here.get(word, word) for word in words]
     assert chunkserve_serve([*words, "--write-config", str(made)], "chunkserve serve") == 0
@@ -180,6 +182,20 @@ def test_the_servers_command_serves_the_projects_own_config_to_the_other_service
     assert ours["args"]["model"] == theirs["args"]["model"]
     assert ours["args"].get("engine_replicas", 1) == 1
     assert "autoscaling" not in ours["args"], "the machine has one GPU"
+
+
+@pytest.mark.usefixtures("signals_as_before")
+@pytest.mark.parametrize(("added", "name"), [((), "config"), ((GPU,), "config.gpu")])
+def test_the_server_is_where_the_others_look_whatever_port_its_config_says(
+    added: tuple[Path, ...], name: str, tmp_path: Path
+) -> None:
+    """The chat page waited for ever for a server that listened elsewhere in its container."""
+    changed = yaml.safe_load((ROOT / f"{name}.yaml").read_text())
+    changed["http_options"]["port"] = 9000
+    path = tmp_path / "changed.yaml"
+    path.write_text(yaml.safe_dump(changed))
+    made = served(services(*added)["chunkserve"], tmp_path, **{name: str(path)})
+    assert made["http_options"]["port"] == PORTS["chunkserve"]
 
 
 @pytest.mark.usefixtures("signals_as_before")
