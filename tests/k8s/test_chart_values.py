@@ -208,3 +208,10 @@ def test_a_wrong_value_is_refused_with_a_line_that_names_it(setting: str, messag
     with pytest.raises(chart.ChartError) as refused:
         chart.template("--set", setting)
     assert len([line for line in str(refused.value).splitlines() if message in line]) == 1, str(refused.value)
+
+
+@needs_helm
+def test_a_part_of_a_second_of_the_drain_counts() -> None:
+    limit = r"streams.drainDeadlineSeconds must be >= args.drain_timeout_s \+ 15 \(151\), but it is 150"
+    with pytest.raises(chart.ChartError, match=limit):
+        chart.template("--set-json", "args.drain_timeout_s=135.5")

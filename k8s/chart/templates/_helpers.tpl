@@ -121,13 +121,14 @@ the Job's processor would choose. Other models have one form.
 {{/* Values that a schema cannot compare with each other. Each refusal is one line: the value, its limit, what it is. */}}
 {{- define "chunkserve.check" -}}
 {{- $streams := .Values.streams }}
-{{- $drain := .Values.args.drain_timeout_s | default 120 | int }}
+{{- $drain := .Values.args.drain_timeout_s | default 120 }}
+{{- $drained := add (ceil $drain) 15 | int }}
 {{- $deadline := $streams.drainDeadlineSeconds | int }}
-{{- if lt $drain ($streams.longestSeconds | int) }}
+{{- if lt (float64 $drain) (float64 $streams.longestSeconds) }}
 {{- fail (printf "args.drain_timeout_s must be >= streams.longestSeconds (%v), but it is %v" $streams.longestSeconds $drain) }}
 {{- end }}
-{{- if lt $deadline (add $drain 15 | int) }}
-{{- fail (printf "streams.drainDeadlineSeconds must be >= args.drain_timeout_s + 15 (%d), but it is %d" (add $drain 15) $deadline) }}
+{{- if lt $deadline $drained }}
+{{- fail (printf "streams.drainDeadlineSeconds must be >= args.drain_timeout_s + 15 (%d), but it is %d" $drained $deadline) }}
 {{- end }}
 {{- if le ($streams.gracePeriodSeconds | int) $deadline }}
 {{- fail (printf "streams.gracePeriodSeconds must be > streams.drainDeadlineSeconds (%d), but it is %v" $deadline $streams.gracePeriodSeconds) }}
