@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from k8s import chart_values
 from k8s.validate import chart
 from k8s.validate.manifests import K8S, OVERLAYS, ROOT, Doc, quantity
+from serve_app.settings.application import AppSettings
 from serve_app.settings.model import ModelSettings
 from tests.k8s.support import needs_helm
 
@@ -79,6 +81,16 @@ def test_the_charts_versions_are_the_projects_and_the_images() -> None:
     (tag,) = {image["newTag"] for image in yaml.safe_load((K8S / "base" / "kustomization.yaml").read_text())["images"]}
     assert about["appVersion"] == tag
     assert tag.startswith(f"{about['version']}-")
+
+
+def test_where_a_value_is_not_given_the_chart_takes_the_settings_own_default() -> None:
+    text = (chart.CHART / "templates" / "_helpers.tpl").read_text()
+    found = re.findall(r'dig ((?:"\w+" )+)("\w+"|[\d.]+|false) [$.]', text)
+    found += re.findall(r'("engine_num_[cg]pus" )\(list "[a-z.]+" [$.\w]+ ([\d.]+)\)', text)
+    taken = {tuple(re.findall(r'"(\w+)"', path)): yaml.safe_load(default) for path, default in found}
+    assert len(taken) > 8
+    for path, default in taken.items():
+        assert default == functools.reduce(getattr, path, AppSettings()), path
 
 
 def test_the_chart_knows_every_setting_that_is_each_models_own() -> None:
