@@ -17,6 +17,7 @@ from k8s.validate import chart
 from k8s.validate.manifests import K8S, OVERLAYS, ROOT, Doc, quantity
 from serve_app.settings.application import AppSettings
 from serve_app.settings.model import ModelSettings
+from serve_app.settings.scaling import AutoscalingSettings
 from tests.k8s.support import needs_helm
 
 VALUES: Doc = yaml.safe_load((chart.CHART / "values.yaml").read_text())
@@ -89,8 +90,9 @@ def test_where_a_value_is_not_given_the_chart_takes_the_settings_own_default() -
     found += re.findall(r'("engine_num_[cg]pus" )\(list "[a-z.]+" [$.\w]+ ([\d.]+)\)', text)
     taken = {tuple(re.findall(r'"(\w+)"', path)): yaml.safe_load(default) for path, default in found}
     assert len(taken) > 8
+    settings = AppSettings(autoscaling=AutoscalingSettings(max_replicas=1))
     for path, default in taken.items():
-        assert default == functools.reduce(getattr, path, AppSettings()), path
+        assert default == functools.reduce(getattr, path, settings), path
 
 
 def test_the_chart_knows_every_setting_that_is_each_models_own() -> None:
@@ -160,6 +162,14 @@ REFUSED = {
     "an engine of several models without its GPU": (
         "args.models[0].model=a,args.models[1].model=b,args.models[1].engine_num_gpus=1",
         "args.models.1.engine_num_gpus must be <= engines.gpus (0) on each node, but it is 1",
+    ),
+    "more engines than the workers ever hold": (
+        "args.engine_replicas=9,args.engine_num_cpus=1,engines.maxReplicas=4",
+        "args.engine_replicas is 9, but engines.maxReplicas (4) workers hold 8 engines: the start would not end",
+    ),
+    "a least number of engines that the workers never hold": (
+        "args.autoscaling.min_replicas=3,args.autoscaling.max_replicas=3,args.engine_num_cpus=2,engines.maxReplicas=2",
+        "args.autoscaling.min_replicas is 3, but engines.maxReplicas (2) workers hold 2 engines",
     ),
     "GPUs that no engine asks for": (
         "engines.gpus=1",

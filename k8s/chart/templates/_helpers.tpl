@@ -174,6 +174,7 @@ the Job's processor would choose. Other models have one form.
 {{- include "chunkserve.checkTiers" (dict "disk" $.Values.kvDisk "place" (printf "%s.engine.kv_tiers" $place) "tiers" (dig "engine" "kv_tiers" dict $model)) }}
 {{- end }}
 {{- $reserved := list }}
+{{- $workers := add .Values.engines.maxReplicas (ternary .Values.spot.maxReplicas 0 .Values.spot.enabled) }}
 {{- range $number, $model := .Values.args.models | default (list .Values.args) }}
 {{- $place := ternary (printf "args.models.%d" $number) "args" (gt (len ($.Values.args.models | default list)) 0) }}
 {{- $ranks := 1 }}
@@ -181,11 +182,19 @@ the Job's processor would choose. Other models have one form.
 {{- $ranks = mul (dig "engine" "tensor_parallel_size" 1 $model) (dig "engine" "expert_parallel_size" 1 $model) }}
 {{- end }}
 {{- $reserved = append $reserved (dig "engine_num_gpus" 0 $model | float64) }}
+{{- $parts := 1000000 }}
 {{- range $setting, $of := dict "engine_num_cpus" (list "engines.cpus" $.Values.engines.cpus 0.5) "engine_num_gpus" (list "engines.gpus" $.Values.engines.gpus 0) }}
 {{- $asked := divf (dig $setting (last $of) $model) $ranks }}
 {{- if gt $asked (index $of 1 | float64) }}
 {{- fail (printf "%s.%s must be <= %s (%v) on each node, but it is %v: no worker could hold an engine" $place $setting (first $of) (index $of 1) $asked) }}
 {{- end }}
+{{- if gt $asked 0.0 }}{{ $parts = min $parts (divf (index $of 1) $asked | floor | int) }}{{ end }}
+{{- end }}
+{{- $most := div (mul $workers $parts) $ranks }}
+{{- $setting := ternary "autoscaling.min_replicas" "engine_replicas" (hasKey $model "autoscaling") }}
+{{- $few := ternary (dig "autoscaling" "min_replicas" 1 $model) (dig "engine_replicas" 1 $model) (hasKey $model "autoscaling") }}
+{{- if gt (int $few) (int $most) }}
+{{- fail (printf "%s.%s is %v, but engines.maxReplicas (%v) workers hold %d engines: the start would not end" $place $setting $few $workers $most) }}
 {{- end }}
 {{- end }}
 {{- if and .Values.engines.gpus (not (without $reserved 0.0)) }}
