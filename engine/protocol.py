@@ -16,6 +16,8 @@ MAX_LOGPROBS = 20
 """Maximum number of alternatives with a token's log-probability, as at OpenAI."""
 MAX_BIAS = 100
 """Maximum size of a logit bias, as at OpenAI: enough to ban a token or to force one."""
+NOTHING_LEFT = "Nothing is left to sample: allowed_token_ids, bad_words and (before min_tokens) stop_token_ids ban all."
+"""What is told of a request whose controls ban every token, at once or after some of the answer."""
 
 
 class ErrorCode(StrEnum):

@@ -136,6 +136,14 @@ def banned_tokens(row: RowSampling, answer: Sequence[int]) -> list[int]:
     return [*row.banned_token_ids, *(word[-1] for word in words if _ends_with(answer, word, len(word) - 1))]
 
 
+def bans_all(row: RowSampling, answer: Sequence[int]) -> bool:
+    """Return whether all tokens that the row's own list allows may not follow `answer`, whatever the logits are."""
+    controls = row.controls
+    if controls is None or not controls.allowed_token_ids or controls.grammar is not None:
+        return False
+    return {*banned_tokens(row, answer)}.issuperset(controls.allowed_token_ids)
+
+
 def bans_after(row: RowSampling, answer: Sequence[int]) -> list[tuple[int, int]]:
     """Return (newest, token) for each token that may not follow if the pending last token of `answer` is `newest`."""
     if row.controls is None or answer[-1:] != (PENDING_TOKEN,):

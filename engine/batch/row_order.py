@@ -4,7 +4,7 @@ Never chooses a token."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -104,9 +104,11 @@ def make_output(
     scores: Mapping[int, tuple[TokenLogprobs, ...] | None],
     pooled: Mapping[int, tuple[float, ...]],
     failed: dict[int, RowFailure],
+    no_token: Callable[[ScheduledRequest, int], RowFailure],
 ) -> StepOutput:
     """Make the step's output: what each row asked for, up to its first wrong draft. A row that lacks any of it, or is
-    in `failed`, returns only its pooled states."""
+    in `failed`, returns only its pooled states. no_token: says why there is no token after a decode row's token at this
+    offset, or after a chunk."""
     sampled: dict[int, tuple[int, ...]] = {}
     scored: dict[int, tuple[TokenLogprobs, ...]] = {}
     failed = {number: NO_LOGIT for number, row_scores in scores.items() if row_scores is None} | failed
@@ -115,7 +117,9 @@ def make_output(
         count = num_accepted(row.token_ids[1:], row_tokens) if row.kind is RowKind.DECODE else 1
         sampled[number] = tuple(token for token in row_tokens[:count] if token is not None)
         scored[number] = tuple(logprob for logprob in logprobs.get(number, ())[:count] if logprob is not None)
-        if len(sampled[number]) < count or (number in logprobs and len(scored[number]) < count):
+        if len(sampled[number]) < count:
+            failed.setdefault(number, no_token(row, len(sampled[number])))
+        elif number in logprobs and len(scored[number]) < count:
             failed.setdefault(number, NO_LOGIT)
     return StepOutput(
         plan.step_id,

@@ -15,8 +15,9 @@ import torch
 
 from engine.batch.grammar import Grammars
 from engine.batch.inputs import is_lost
-from engine.batch.logit_controls import Within
-from engine.batch.row_order import SamplePosition
+from engine.batch.logit_controls import Within, bans_all
+from engine.batch.row_order import NO_LOGIT, SamplePosition
+from engine.protocol import NOTHING_LEFT, ErrorCode
 from engine.step import (
     GrammarRow,
     RowFailure,
@@ -30,6 +31,7 @@ from engine.step import (
 )
 
 LOST_TOKEN = RowFailure("The token to go on from was not sampled: its row failed in the step before.")
+NO_TOKEN_LEFT = RowFailure(NOTHING_LEFT, ErrorCode.INVALID_PARAMETER)
 
 _Masks = tuple[Within | None, Mapping[int, RowFailure]]
 """(the tokens that grammars allow, by row the failure of rows that have no mask)"""
@@ -97,6 +99,12 @@ class Answers:
     def lost(self, plan: StepPlan) -> dict[int, RowFailure]:
         """Failures of rows that continue from a token which was never sampled. Call this before `keep`."""
         return {number: LOST_TOKEN for number, row in enumerate(plan.rows) if is_lost(row, self.newest)}
+
+    def no_token(self, row: ScheduledRequest, offset: int) -> RowFailure:
+        """Say why nothing could be sampled after token `offset` of a decode row, or after a chunk. Call this before
+        `keep`."""
+        left = row.sampling is None or not bans_all(row.sampling, self._up_to(row, offset, ()))
+        return NO_LOGIT if left else NO_TOKEN_LEFT
 
     def keep(self, plan: StepPlan, output: StepOutput, *, limited: bool, forgotten: Container[str] = ()) -> StepOutput:
         """Note the newest tokens, and add the tokens that grammars force to follow. limited: whether grammars limit any

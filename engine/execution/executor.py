@@ -123,7 +123,7 @@ class TorchExecutor:
         scores = prompt_logprobs(plan.rows, computed.logits_at)
         pooled, without_state = pooled_by_row(plan, sum_pooled(plan, computed.hidden))
         failed = {**without_mask, **self._answers.lost(plan), **without_state}
-        output = make_output(plan, tokens, logprobs, scores, pooled, failed)
+        output = make_output(plan, tokens, logprobs, scores, pooled, failed, self._answers.no_token)
         if computed.rewind is not None:
             computed.rewind.to([len(row_tokens) for row_tokens in output.sampled])
         output = self._answers.keep(plan, output, limited=within is not None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from engine.config import ResolvedConfig
 from engine.multimodal_inputs import SpanInput, place_inputs
 from engine.prefix import ROOT, extend_chain, root_of
-from engine.protocol import ErrorCode, RequestRejected, SamplingParams, Submission, Usage
+from engine.protocol import NOTHING_LEFT, ErrorCode, RequestRejected, SamplingParams, Submission, Usage
 from engine.scheduling.input_checks import atomic_spans, check_inputs
 from engine.scheduling.request_parts import Drafts, Loading, MemoryLack, Pooling, PromptSpans, Scoring, TierMatch
 from engine.scheduling.retention import session_key
@@ -313,7 +313,7 @@ def _check_controls(params: SamplingParams, stops: frozenset[int], vocab_size: i
         param = "stop_token_ids" if allowed is None and not params.bad_words else "allowed_token_ids"
         raise RequestRejected(
             ErrorCode.INVALID_PARAMETER,
-            "Nothing is left to sample: allowed_token_ids, bad_words and (before min_tokens) stop_token_ids ban all.",
+            NOTHING_LEFT,
             param,
             vocab_size - 1 if allowed is None else None,
             len(banned),

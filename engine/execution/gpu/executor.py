@@ -283,7 +283,7 @@ class DeviceExecutor:
         logprobs = self._read_sampled(launched, sampled, parts)
         scores = self._read_scores(launched, parts)
         failed = {**launched.without_mask, **self._answers.lost(plan), **without_state}
-        output = make_output(plan, tokens, logprobs, scores, pooled, failed)
+        output = make_output(plan, tokens, logprobs, scores, pooled, failed, self._answers.no_token)
         output = self._answers.keep(plan, output, limited=launched.limited, forgotten=launched.forgotten)
         output = replace(output, graph=launched.graph)
         launched.output = output if launched.order is None else in_plan_order(output, launched.order)

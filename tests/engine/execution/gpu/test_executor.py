@@ -19,12 +19,12 @@ from engine.batch.row_order import NO_LOGIT
 from engine.build.gpu import start_on_device
 from engine.config import EngineConfig, ResolvedConfig, SpeculativeConfig
 from engine.core.core import EngineCore
-from engine.execution.answers import LOST_TOKEN
+from engine.execution.answers import LOST_TOKEN, NO_TOKEN_LEFT
 from engine.execution.executor import TorchExecutor
 from engine.execution.gpu.executor import DeviceExecutor
 from engine.models.eager import EagerModel
 from engine.models.kv_cache import KVCache
-from engine.protocol import Event, Failed, SamplingParams, Submission, Token
+from engine.protocol import ErrorCode, Event, Failed, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import (
     PENDING_TOKEN,
@@ -312,6 +312,32 @@ def test_a_row_whose_token_was_never_sampled_fails_with_the_one_before_and_alone
     first, second = executor.collect(), executor.collect()
     assert (first.failed, second.failed) == (((0, NO_LOGIT),), ((0, LOST_TOKEN),))
     assert (first.sampled[1][0], second.sampled[1][0]) == tuple(good)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_row_that_its_own_controls_leave_no_token_is_the_clients_mistake_and_fails_alone(
+    executor: DeviceExecutor, on_device: bool
+) -> None:
+    """It was told as a failed step, which clients try again."""
+    words = LogitControls(allowed_token_ids=(5, 6), bad_words=((5, 5), (5, 6)), logit_bias=((6, 100.0),))
+    five = dataclasses.replace(words, logit_bias=((5, 100.0),))
+
+    def row(name: str, tokens: tuple[int, ...], block: int, controls: LogitControls) -> ScheduledRequest:
+        sampling = dataclasses.replace(decode(name, 0, 0, ()).sampling, controls=controls)  # type: ignore[type-var]
+        return decode(name, 0, 0, (block,))._replace(token_ids=tokens, answer=tokens[:1], sampling=sampling)
+
+    rows = (
+        row("stuck", (5,), 1, words),
+        row("free", (6,), 2, words),
+        row("stuck behind a draft", (6, 5), 3, five),
+        row("a wrong draft leads nowhere", (6, 5), 4, words),
+    )
+    one = executor if on_device else plain(executor)
+    one.launch(StepPlan(0, rows))
+    output = one.collect()
+    assert output.failed == ((0, NO_TOKEN_LEFT), (2, NO_TOKEN_LEFT))
+    assert NO_TOKEN_LEFT.code is ErrorCode.INVALID_PARAMETER
+    assert output.sampled == ((), (6,), (), (6,))
 
 
 def test_a_request_that_is_forgotten_in_flight_leaves_no_token_behind(executor: DeviceExecutor) -> None:
