@@ -18,6 +18,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._shown = shown
         self._held = ""
+        self._num_passed = 0  # characters of `_held` in which no stop string may end
         self.matched: str | None = None
         """The stop string that was found, if one was."""
 
@@ -29,22 +30,34 @@ class StopStrings:
         if (match := self._find(text)) is not None:
             self.matched, self._held = text[slice(*match)], ""
             return text[: match[self._shown]]
-        safe = len(text) - self._overlap(text)
-        self._held = text[safe:]
-        return text[:safe]
+        return self._release(text)
 
-    def skip(self, text: str) -> str:
-        """Return text unsearched. Only allowed while nothing is held back."""
-        return text
+    def skip(self, piece: str) -> str:
+        """Return the text that is safe to send, of text in which no stop string may end. One that begins there may end
+        in what follows."""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        self._num_passed = len(text)
+        return self._release(text)
 
     def flush(self) -> str:
         """Return what was held back: the answer has ended, so it was no stop string."""
-        held, self._held = self._held, ""
+        held, self._held, self._num_passed = self._held, "", 0
         return held
+
+    def _release(self, text: str) -> str:
+        """Hold back the end of the text that may begin a stop string, and return the rest."""
+        safe = len(text) - self._overlap(text)
+        self._held, self._num_passed = text[safe:], max(0, self._num_passed - safe)
+        return text[:safe]
 
     def _find(self, text: str) -> tuple[int, int] | None:
         """Return [start, end) of the match."""
-        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        passed = self._num_passed + 1
+        hits = [
+            (at + len(stop), at) for stop in self._stops if (at := text.find(stop, max(0, passed - len(stop)))) >= 0
+        ]
         return min(hits)[::-1] if hits else None
 
     def _overlap(self, text: str) -> int:

@@ -180,6 +180,16 @@ async def test_stop_strings_do_not_end_an_answer_before_min_tokens() -> None:
     assert (await complete(client, stop=".", min_tokens=2)).json["choices"][0]["text"] == "a"
 
 
+@pytest.mark.parametrize(("min_tokens", "text"), [(2, "a "), (5, "a "), (6, "a "), (7, "a STOP b")])
+async def test_a_stop_string_that_begins_before_min_tokens_ends_the_answer_behind_them(
+    min_tokens: int, text: str
+) -> None:
+    client = ScriptedClient(*map(tokens, "a STOP b"), [finished()])
+    asked: dict[str, Any] = {"stop": "STOP", "min_tokens": min_tokens}
+    assert (await complete(client, **asked)).json["choices"][0]["text"] == text
+    assert (await complete(client, stream=True, **asked)).text == text
+
+
 async def test_tokens_that_wait_while_the_client_is_slow_are_not_taken_from_the_engine() -> None:
     client = ScriptedClient([scheduled()], *[tokens(character) for character in "abcdef"], [finished()])
     exchange = Exchange(app_for(client), "POST", "/v1/chat/completions", _json_bytes(CHAT | {"stream": True}))

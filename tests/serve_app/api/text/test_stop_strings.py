@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from serve_app.api.text.stop_strings import StopStrings
 
 
-def reference(text: str, stops: list[str], shown: bool) -> str:
+def reference(text: str, stops: list[str], shown: bool, passed: int = 0) -> str:
     """Read one character at a time. The first stop string that is complete ends the text,
-    before it or (if it is shown) after it."""
-    for end in range(1, len(text) + 1):
+    before it or (if it is shown) after it. None ends within the first `passed` characters."""
+    for end in range(passed + 1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end if shown else end - max(map(len, found))]
     return text
@@ -48,6 +48,24 @@ def test_what_is_sent_is_the_text_up_to_the_first_stop_however_it_was_cut(
     sent, matched = run(cut(text, cuts), stops, shown)
     assert "".join(sent) == reference(text, stops, shown)
     assert matched == any(stop in text for stop in stops)
+
+
+def test_a_stop_may_begin_in_text_that_is_skipped_and_none_ends_there() -> None:
+    """Its beginning passed unsearched, so that it was not found. Every text of five characters is tried."""
+    stops = ["a", "ab", "ba", "aab", "bab", "abab"]
+    lists = [list(found) for size in (1, 2) for found in itertools.combinations(stops, size)]
+    for letters, found, passed in itertools.product(itertools.product("ab", repeat=5), lists, range(6)):
+        text, shown = "".join(letters), passed % 2 == 0
+        scanner = StopStrings(found, shown=shown)
+        sent = scanner.skip(text[: passed // 2]) + scanner.skip(text[passed // 2 : passed])
+        assert scanner.matched is None
+        for character in text[passed:]:
+            sent += scanner.push(character)
+            if scanner.matched:
+                break
+        else:
+            sent += scanner.flush()
+        assert sent == reference(text, found, shown, passed)
 
 
 @settings(deadline=None)
