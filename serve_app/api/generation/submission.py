@@ -194,6 +194,8 @@ class _Maker:
         if _echoes(request):
             size = part_size(len(token_ids), num_tokens)
             echo = await run_sized(size, lambda: self._echo(token_ids, given, detokenizer))
+        elif _continues(request):
+            detokenizer.follow(token_ids)
         return [
             self._prepared(token_ids, one, first + number, detokenizer.copy(), echo)
             for number, one in enumerate(choices)
@@ -241,6 +243,12 @@ class _Maker:
 
 def _echoes(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def _continues(request: ChatRequest | CompletionRequest) -> bool:
+    """Whether the answer's text continues that of the prompt. A chat's answer begins a message, unless it continues
+    one."""
+    return isinstance(request, CompletionRequest) or bool(request.continue_final_message)
 
 
 def truncated(prompt: list[int], most: int | None, limit: int, wanted: int | None) -> list[int]:

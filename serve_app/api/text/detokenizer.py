@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 # decodes all of them again: without a limit, an answer of such tokens would cost the square of its length.
 MAX_PENDING_TOKENS = 16
 _NONE: Mapping[int, str] = MappingProxyType({})
+_FOLLOWED_TOKENS = 16  # the last of a text; the last one with text of its own decides
 _KEPT_TOKENS = 3  # a character that is still incomplete has at most three bytes
 
 
@@ -51,6 +52,12 @@ class Detokenizer:
         text = both[len(before) :] if both.startswith(before) else self._decode(self._pending)
         self._restart()
         return text
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Go on behind these tokens, whose text is not returned: the first word after them keeps its space."""
+        for token_id in token_ids[-_FOLLOWED_TOKENS:]:
+            self.push(token_id)
+        self.drop()
 
     @property
     def waits(self) -> bool:

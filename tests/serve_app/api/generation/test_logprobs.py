@@ -19,6 +19,7 @@ from tokenizers import decoders, models, processors
 from engine.protocol import Event, Finished, FinishReason, PromptLogprobs, SamplingParams, Token, TokenLogprobs, Usage
 from serve_app.api.generation.logprobs import ScoredToken, TokenQueue, logprobs_json
 from serve_app.api.ingress import create_app
+from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.detokenizer import Detokenizer
 from serve_app.api.text.echo import read_ids, read_text
 from serve_app.api.text.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ def scores(token_id: int, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob
     return TokenLogprobs(token_id, -1 - token_id / 1000, tuple(top))
 
 
-def scored(text: str | bytes, top: Sequence[tuple[int, float]] = ()) -> list[Event]:
+def scored(text: str | bytes | Sequence[int], top: Sequence[tuple[int, float]] = ()) -> list[Event]:
     data = text.encode() if isinstance(text, str) else text
     return [Token("r", byte, scores(byte, top)) for byte in data]
 
@@ -450,6 +451,42 @@ def test_token_ids_of_words_have_the_text_that_decoding_them_gives_and_the_answe
     assert (echo.text, echo.offsets) == ("<s> ab a", (0, 3, 5, 6))
     assert echo.text == tokenizer.decode([0, 1, 2, 1])
     assert detokenizer.push(1) == " a"
+
+
+SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        ("/v1/completions", {"prompt": "a"}, " a"),
+        ("/v1/completions", {"prompt": [0, 1]}, " a"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "a a"),
+        ("/v1/completions", {"prompt": ["a", "a"], "n": 2, "stop": " b"}, " a"),
+        ("/v1/completions", {"prompt": "a", "stop": " a"}, ""),
+        ("/v1/completions", {"prompt": [0]}, "a"),
+        ("/v1/chat/completions", SAID | {"continue_final_message": True}, " a"),
+        ("/v1/chat/completions", SAID, "a"),
+    ],
+    ids=str,
+)
+async def test_the_first_word_of_an_answer_that_continues_a_text_keeps_its_space(
+    path: str, fields: dict[str, Any], text: str
+) -> None:
+    """Words ran together where a client put the answer behind its prompt: a decoder strips the first space of a text,
+    and only an echo had the answer's text begin with the prompt's."""
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
+    app = create_app(
+        ScriptedClient([scheduled()], scored([1]), [finished()]), Tokenizer(sentencepiece(), template, None), MODEL
+    )
+    for choice in (await post(app, path, {"model": MODEL.id} | fields)).json["choices"]:
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]) == text
+
+
+async def test_a_part_of_a_character_that_ends_a_prompt_is_not_repeated_in_an_answer_without_echo() -> None:
+    client = ScriptedClient([scheduled()], tokens("b"), [finished()])
+    for prompt in (list(b"a" + PARROT[:2]), "a\ufffd"):
+        assert (await complete(client, prompt=prompt)).json["choices"][0]["text"] == "b"
 
 
 def test_offsets_stay_inside_a_text_that_the_tokenizer_changes() -> None:
