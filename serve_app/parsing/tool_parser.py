@@ -65,6 +65,11 @@ class ToolParser(ABC):
         """How many characters at the end of the received text may still belong either to a call or to content."""
         return self._cursor.num_held
 
+    @property
+    def num_waiting(self) -> int:
+        """How many are in no delta yet: these, and white space that a call would drop."""
+        return self._cursor.num_held + sum(map(len, self._space))
+
     def push(self, piece: str) -> list[Delta]:
         """Read a piece, and return the deltas that it makes certain."""
         self._cursor.feed(piece, self._steps)
@@ -83,6 +88,7 @@ class ToolParser(ABC):
         self._cursor.end(self._steps)
         if not self._after_call and (space := "".join(self._space)):
             self._deltas.append(Content(space))
+        self._space = []
         return self._take_deltas()
 
     def _new_id(self) -> str:

@@ -78,6 +78,12 @@ class BlockReader:
     def has_called(self) -> bool:
         return self._reader.has_called
 
+    @property
+    def num_held(self) -> int:
+        """How many characters at the end of the received text are in no step yet."""
+        waiting = sum(len(item.text) for item in self._waiting if isinstance(item, Content))
+        return self._reader.num_held + waiting + sum(map(len, self._space))
+
     def read(self, text: str, *, last: bool) -> list[Step]:
         """Read the next text of the answer. `last`: no text follows."""
         steps = [*self._steps(self._reader.read_in_order(text, last=last))]

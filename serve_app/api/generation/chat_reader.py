@@ -75,6 +75,14 @@ class ChatReader:
         """Whether further arguments of the last call may follow the content that was read after it."""
         return self._tools is not None and self._tools.is_in_call
 
+    @property
+    def num_held(self) -> int:
+        """How many characters at the end of the received text are in no item yet."""
+        held = 0 if self._reasoning is None else self._reasoning.num_held
+        if self._tools is None:
+            return held
+        return held + (sum(map(len, self._undecided)) if self._is_either else self._tools.num_waiting)
+
     def read(self, text: str, *, last: bool) -> Read:
         """Read the next text of the answer. `last`: no text follows."""
         items = self.read_in_order(text, last=last)

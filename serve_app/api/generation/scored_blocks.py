@@ -13,8 +13,9 @@ from serve_app.api.generation.logprobs import ScoredToken, TokenTexts, chat_toke
 class ScoredBlocks:
     """Reads the pieces of one answer, and adds the tokens' scores to each block of text.
 
-        pieces   | </think> | \\n\\n | Hel | lo | <eos> |        a reader may hold text back until it knows what it is
+        pieces   | </think> | \\n\\n | Hel | lo | < | <eos> |    a reader may hold text back until it knows what it is
         grown    |                 | Hel | lo |              a text's tokens are the last ones of the same total length
+                                                           before what is held back
 
     Tokens of thoughts, calls and markers belong to no text block, and neither do tokens without text.
     """
@@ -41,26 +42,31 @@ class ScoredBlocks:
         return steps
 
     def _scored(self, steps: Sequence[Step]) -> Iterator[Step]:
-        for step in steps:
-            if isinstance(step, Grown) and step.block.kind == "text":
-                scores = [token.scores for token in self._take(len(step.text))]
-                logprobs = [chat_token_json(score, self._texts) for score in scores if score is not None]
-                step.block.logprobs += logprobs
-                yield Grown(step.block, step.text, logprobs)
+        last = max((number for number, step in enumerate(steps) if isinstance(step, Grown)), default=-1)
+        for number, step in enumerate(steps):
+            if not isinstance(step, Grown):
+                yield step
                 continue
-            if isinstance(step, Grown):
-                self._waiting.clear()
-            yield step
+            taken = self._take(len(step.text), self._blocks.num_held if number == last else 0)
+            if step.block.kind != "text":
+                yield step
+                continue
+            logprobs = [chat_token_json(token.scores, self._texts) for token in taken if token.scores is not None]
+            step.block.logprobs += logprobs
+            yield Grown(step.block, step.text, logprobs)
 
-    def _take(self, num_chars: int) -> list[ScoredToken]:
-        """Take the last waiting tokens whose texts are together `num_chars` long."""
+    def _take(self, num_chars: int, num_held: int) -> list[ScoredToken]:
+        """Take the waiting tokens whose texts are together `num_chars` long, before the last `num_held` characters.
+        Keep those behind them, and drop those before."""
+        waiting, end = self._waiting, len(self._waiting)
+        while end and waiting[end - 1][1] <= num_held:  # only a character's last token has text
+            end -= 1
+            num_held -= waiting[end][1]
+        self._waiting, num_chars = waiting[end:], num_chars + num_held
         taken: list[ScoredToken] = []
-        while self._waiting and not self._waiting[-1][1]:
-            self._waiting.pop()  # a stop token, or one whose text was cut off: only a character's last token has text
-        for token, length in reversed(self._waiting):
+        for token, length in reversed(waiting[:end]):
             num_chars -= length
-            if taken and num_chars < 0:
+            if taken and length and num_chars < 0:
                 break
             taken.append(token)
-        self._waiting.clear()
         return taken[::-1]

@@ -125,6 +125,34 @@ def test_text_that_the_end_releases_has_its_log_probabilities_though_no_token_co
 
 
 @pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (["a ", "<", "<", " b"], "0123"),
+        (["<", "<t", "<tool", "x"], "0123"),
+        (["a", "<t<", "<", "b"], "0123"),
+        (["<think>", "a", "</think>", "\n", "<", "<", "b"], "456"),
+        (["<think>", "<", "<", "</think>", "<", "b"], "45"),
+        (["a", " ", "<tool_call>", "<", "b"], "01234"),
+        (["a<", "", "é<", "", "", "🦜 "], "012345"),
+    ],
+    ids=str,
+)
+def test_text_that_is_held_back_while_other_text_is_shown_keeps_its_log_probabilities(
+    pieces: list[str], expected: str
+) -> None:
+    """The second `<` of `<<` was taken for the first, and that one's score was lost."""
+    blocks = BlockReader(ChatReader(reasoning_parser("qwen3", ""), TOOL_PARSERS["hermes"]()))
+    reader = ScoredBlocks(blocks, Tokenizer.byte_level())
+    at = 0
+    for number, text in enumerate(pieces):
+        reader.read(Piece(text, tokens=(ScoredToken(97, at, TokenLogprobs(97, -float(number))),)))
+        at += len(text)
+    reader.read(Piece("", "length", tokens=()))
+    block = blocks.blocks[-1]
+    assert "".join(f"{-token['logprob']:.0f}" for token in block.logprobs) == expected
+
+
+@pytest.mark.parametrize(
     ("first", "piece", "kind"),
     [("\U0001f600", " word", "text"), (" ", " \n", "text"), ("<think>\U0001f600", " word", "reasoning")],
     ids=["text", "white space before a text", "thoughts"],
