@@ -84,7 +84,6 @@ from engine.models.kv_cache import KVCache, blocks_in, bytes_per_block, cache_dt
 from engine.models.narrow import Keep
 from engine.models.recurrent_state import RecurrentState, state_bytes
 from engine.models.shards import parts_of, vocab_sizes
-from engine.parallel.device_follower import DeviceFollower
 from engine.parallel.model_digest import model_digest
 from engine.parallel.processes import RankLauncher
 from engine.step import ExecutorFatalError, ExecutorOutOfMemoryError, StepPlan
@@ -214,6 +213,8 @@ class GpuStart:
 
         Raises: as build, and as engine.parallel.device_follower.DeviceFollower.run.
         """
+        from engine.parallel.device_follower import DeviceFollower  # one GPU needs no package for messages
+
         with self._ranks_start():
             TorchThreads(self.resolved.num_threads).use()
             model, *_ = self._ready()
