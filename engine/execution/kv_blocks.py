@@ -26,7 +26,8 @@ def load_batch(block_bytes: int) -> int:
 class _Done:
     """A copy that is done when it is returned."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> float:
+        return 0.0
 
     def hold(self) -> None: ...
 

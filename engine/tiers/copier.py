@@ -10,8 +10,10 @@ from typing import Protocol
 class Landing(Protocol):
     """A copy that may be under way."""
 
-    def wait(self) -> None:
-        """Return when the copy is done. Any thread."""
+    def wait(self) -> float:
+        """Return when the copy is done, and for how many seconds the call has waited for steps before it. Any
+        thread."""
+        ...
 
     def hold(self) -> None:
         """Let the steps that are launched from now on wait for the copy. Only the step thread."""

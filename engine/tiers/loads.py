@@ -143,6 +143,7 @@ class Loads:
             live = [(load, row) for load, row in zip(loads, rows, strict=True) if not load.cancelled]
             for load, _ in live:
                 load.writing = True
+        waited_s = 0.0
         if live:
             block_ids = [load.move.block_id for load, _ in live]
             landing = self._copier.write(block_ids, [row for _, row in live], live[-1][0].after)
@@ -150,8 +151,8 @@ class Loads:
                 for load, _ in live:
                     load.landing = landing
                 self._changed.notify_all()
-            landing.wait()
-        seconds = (time.perf_counter() - began) / max(1, len(live))
+            waited_s = landing.wait()
+        seconds = (time.perf_counter() - began - waited_s) / max(1, len(live))
         for load in loads:
             self._end(load, MoveResult(load.move, "", seconds, self._copier.block_bytes))
 

@@ -45,8 +45,9 @@ class MemoryLanding:
     def __init__(self, copier: MemoryCopier) -> None:
         self._copier = copier
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         self._copier.landing.pass_through()
+        return 0.0
 
     def hold(self) -> None:
         self._copier.held += 1

@@ -3,10 +3,12 @@ Never lets a step wait for the bus: blocks are gathered within the device, and c
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,17 +41,21 @@ def buffer_bytes(block_bytes: int) -> int:
 class _Landing:
     """A copy that the device does beside the steps."""
 
-    def __init__(self, queue: SideQueue, mark: Mark, landed: Callable[[], None] | None = None) -> None:
-        """landed: called once the copy is done."""
-        self._queue, self._mark, self._landed = queue, mark, landed
+    def __init__(self, queue: SideQueue, after: Mark, mark: Mark, landed: Callable[[], None] | None = None) -> None:
+        """after: the point of the steps that the copy comes after. landed: called once the copy is done."""
+        self._queue, self._after, self._mark, self._landed = queue, after, mark, landed
 
-    def wait(self) -> None:
+    def wait(self) -> float:
+        began = time.perf_counter()
         try:
+            self._after.wait()
+            waited_s = time.perf_counter() - began
             self._mark.wait()
         finally:
             landed, self._landed = self._landed, None
             if landed is not None:
                 landed()
+        return waited_s
 
     def hold(self) -> None:
         self._queue.hold_steps(self._mark)
@@ -91,12 +97,12 @@ class DeviceBlockCopier:
         for buffer, rows in groups:
             mark = self._queue.run(partial(self._to_host, buffer, rows), after)
             self._leaving.append((mark, buffer))
-        return _Landing(self._queue, mark)
+        return _Landing(self._queue, after, mark)
 
     def fence(self) -> Mark:
         return self._queue.mark_steps()
 
-    def write(self, block_ids: Sequence[int], rows: Sequence[memoryview], after: object) -> _Landing:
+    def write(self, block_ids: Sequence[int], rows: Sequence[memoryview], after: Any) -> _Landing:
         buffer = self._coming.get()
         landed = partial(self._coming.put, buffer)
         try:
@@ -104,7 +110,7 @@ class DeviceBlockCopier:
         except BaseException:
             landed()
             raise
-        return _Landing(self._queue, mark, landed)
+        return _Landing(self._queue, after, mark, landed)
 
     def close(self) -> None:
         for mark, _ in self._leaving:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,9 +48,11 @@ class LateQueue:
         self.steps_marks: list[LateMark] = []
         self.arrival = Gate()
         """Holds who waits for the queue, but not the steps."""
+        self.steps_take: Callable[[], None] = lambda: None
+        """Called by who waits for the steps."""
 
     def mark_steps(self) -> LateMark:
-        self.steps_marks.append(LateMark(self, 0))
+        self.steps_marks.append(LateMark(self, 0, self.steps_take))
         return self.steps_marks[-1]
 
     def run(self, work: Callable[[], None], after: Any) -> LateMark:
@@ -70,8 +73,8 @@ class LateQueue:
 
 
 class LateMark:
-    def __init__(self, queue: LateQueue, end: int) -> None:
-        self._queue, self.end = queue, end
+    def __init__(self, queue: LateQueue, end: int, take: Callable[[], None] = lambda: None) -> None:
+        self._queue, self.end, self._take = queue, end, take
 
     @property
     def is_past(self) -> bool:
@@ -79,6 +82,7 @@ class LateMark:
 
     def wait(self) -> None:
         self._queue.arrival.pass_through()
+        self._take()
         self._queue.do(self.end)
 
 
@@ -226,6 +230,33 @@ def test_a_load_waits_for_the_steps_that_were_launched(rig: Rig) -> None:
     rig.mover.begin([loaded])
     assert len(rig.device.queue.steps_marks) == marks + 1
     assert rig.ends.errors(loaded) == [""]
+
+
+def test_the_time_of_a_load_has_no_wait_for_the_steps_before_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a load beside long steps, of a block or two, would seem to take longer than computing them, and no further
+    one would be made for minutes."""
+    clock, copy = [0.0], rig.copier._blocks.index_copy_
+
+    def take(seconds: float, work: Callable[..., object] = lambda: None) -> Callable[..., None]:
+        def done(*given: Any) -> None:
+            clock[0] += seconds
+            work(*given)
+
+        return done
+
+    for module in ("engine.tiers.loads", "engine.execution.gpu.kv_blocks"):
+        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    rig.device.queue.steps_take = take(5.0)
+    stored = store(Tier.HOST, A, 3)
+    rig.mover.begin([stored])
+    rig.ends.of(stored)
+    monkeypatch.setattr(rig.copier, "_blocks", SimpleNamespace(index_copy_=take(0.25, copy)))
+    loaded = load(Tier.HOST, A, 5)
+    rig.mover.begin([loaded])
+    (result,) = rig.ends.of(loaded)
+    assert (result.error, clock) == ("", [5.25])
+    assert result.seconds == 0.25
+    assert torch.equal(rig.bytes_of(5), rig.bytes_of(3))
 
 
 def test_a_copier_takes_the_memory_that_it_was_said_to(rig: Rig) -> None:
