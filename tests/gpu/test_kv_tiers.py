@@ -25,7 +25,8 @@ from tests.support.plans import chunk, decode, run
 pytestmark = pytest.mark.gpu
 
 SHAPES = Path(engine.models.__file__).parent / "shapes"
-NUM_BLOCKS, MOVED = 96, 40
+NUM_BLOCKS, BLOCK_SIZE, MOVED = 96, 16, 32
+"""MOVED blocks have room on their way to the host tier, and half of them on that to the disk, in every type."""
 GENERATOR = torch.Generator().manual_seed(21)
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn]
 
@@ -36,7 +37,7 @@ class Rig:
     def __init__(self, device: Device, dtype: torch.dtype = torch.bfloat16) -> None:
         self.device = device
         self.cache = KVCache.allocate(
-            read_model_config(SHAPES / "qwen3-0.6b"), NUM_BLOCKS, 16, dtype, device.torch_device
+            read_model_config(SHAPES / "qwen3-0.6b"), NUM_BLOCKS, BLOCK_SIZE, dtype, device.torch_device
         )
         assert self.cache.blocks is not None
         self.blocks, self.files = self.cache.blocks, MemoryFiles()

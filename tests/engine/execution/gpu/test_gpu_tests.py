@@ -10,6 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from engine.execution.gpu.kv_blocks import STORE_GROUPS, group_blocks
+from engine.models.config import read_model_config
+from engine.models.kv_cache import bytes_per_block
+from engine.tiers.stores import queued_writes
+from tests.gpu import test_kv_tiers as tiers
+
+
+@pytest.mark.parametrize("dtype", tiers.DTYPES, ids=str)
+def test_blocks_of_the_real_shape_that_a_card_stores_at_once_have_room(dtype: torch.dtype) -> None:
+    """On a stand-in blocks are tiny. In float32, two of twenty for the disk would have been refused on a card."""
+    size = bytes_per_block(read_model_config(tiers.SHAPES / "qwen3-0.6b"), tiers.BLOCK_SIZE, dtype)
+    for asked, room in ((tiers.MOVED, STORE_GROUPS * group_blocks(size)), (tiers.MOVED // 2, queued_writes(size))):
+        assert asked <= room
 
 
 @pytest.mark.slow  # all of tests/gpu
