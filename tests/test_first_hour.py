@@ -303,6 +303,13 @@ def test_every_part_has_a_name_of_its_own_and_a_limit_within_its_phase() -> None
     assert not any(STAND_IN in part.command or "tests.support.gpu_stand_in" in part.command for part in on_a_card)
 
 
+def test_every_test_for_a_gpu_is_in_a_part_but_those_that_need_two() -> None:
+    """KV tiers on a GPU had tests that no part ran."""
+    named = {Path(argument).name for part in phases(CUDA)[0].parts for argument in part.command}
+    there = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert there - named == {"test_ranks.py"}
+
+
 @pytest.mark.slow
 def test_a_rehearsal_goes_from_end_to_end_and_what_fails_in_each_phase_costs_itself_alone(tmp_path: Path) -> None:
     """On a stand-in, with the real parts."""

@@ -1,5 +1,4 @@
-"""Runs the first hour on a GPU: is it right, where is the time, are the aims met. See
-docs/how-to/first-hour-on-a-gpu.md.
+"""Runs the first hour on a GPU: is it right, where is the time, are the aims met; docs/how-to/first-hour-on-a-gpu.md.
 Never falls back to a CPU: without a GPU it ends at once, unless a rehearsal was asked for."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ SANITIZED = (
 """The tiny cases that a memory checker watches."""
 CHEAP = "test_silu_and_mul or test_cache_writes_alone or (test_a_backend_agrees and one-token)"
 """The kernel tests of a rehearsal: the interpreter takes milliseconds for each tile."""
-FEW = "captured_steps_give and attention0 or step_in_flight and torch"
+FEW = "captured_steps_give and attention0 or step_in_flight and torch or greedy_answers"
 """The engine tests of a rehearsal."""
 KERNELS = [
     f"tests/gpu/test_{name}.py"
@@ -41,7 +41,9 @@ KERNELS = [
         "batch_invariance",
     )
 ]
-ENGINE, ADAPTERS = "tests/gpu/test_engine.py", "tests/gpu/test_adapters.py"
+ENGINE, ADAPTERS, TIERS, TRANSFORMERS = (
+    f"tests/gpu/test_{name}.py" for name in ("engine", "adapters", "kv_tiers", "transformers")
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def _right(device: str) -> list[Part]:
         return [
             *first,
             _tests(device, "kernels", 240, KERNELS[:2], CHEAP, environment=interpreted),
-            _tests(device, "engine", 240, [ENGINE], FEW),
+            _tests(device, "tiers", 60, [TIERS], ""),
+            _tests(device, "engine", 240, [TRANSFORMERS, ENGINE], FEW),
             _tests(device, "cancels", 150, [ENGINE], "thousand and True", environment={"STAND_IN_CANCELS": "20"}),
             memcheck,
         ]
@@ -129,7 +132,8 @@ def _right(device: str) -> list[Part]:
     return [
         *first,
         _tests(device, "kernels", 240, KERNELS, "", shards, threads),
-        _tests(device, "engine", 240, [ENGINE, ADAPTERS], "not thousand"),
+        _tests(device, "tiers", 60, [TIERS], ""),
+        _tests(device, "engine", 240, [TRANSFORMERS, ENGINE, ADAPTERS], "not thousand"),
         _tests(device, "cancels", 150, [ENGINE], "thousand"),
         memcheck,
     ]
