@@ -593,6 +593,14 @@ def choose_for_itself(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("CHUNKSERVE_TRITON_TUNING", "forget")
 
 
+def of_share(cells: Sequence[Cell], share: tuple[int, int]) -> list[Cell]:
+    """Return the cells of a share's operations. share: (2, 16) is every sixteenth operation, from the third on. All
+    cells of an operation are in one share: two processes would compile the same kernel."""
+    number, count = share
+    chosen = list(dict.fromkeys(cell.op for cell in cells))[number::count]
+    return [cell for cell in cells if cell.op in chosen]
+
+
 def describe(bench: Bench) -> dict[str, Any]:
     name = torch.cuda.get_device_name(bench.device) if bench.on_gpu else platform.processor() or platform.machine()
     git = ["git", "rev-parse", "--short", "HEAD"]
@@ -620,7 +628,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"no cell: {why}")
         settings = {name: value for name, value in vars(options).items() if name != "out"}
         head = {"benchmark": "kernels", **describe(bench), "peaks": peak, "config": settings, "missing": missing}
-        for cell in bench.cells(others):
+        for cell in of_share(bench.cells(others), options.share):
             shape = " ".join(f"{name}={size}" for name, size in cell.shape.items())
             try:
                 times = measure(bench, cell.make, cell.num_bytes, capturable=cell.capturable)
@@ -635,6 +643,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(head | {"cells": found}))
     if any("failed" in cell_result for cell_result in found):
         raise SystemExit(1)
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, count = (int(part) for part in text.split("/"))
+    if not 0 <= number < count:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number below the count")
+    return number, count
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -699,6 +714,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="rows and columns of the product that measures peak arithmetic (%(default)s)",
     )
     parser.add_argument("--runs", type=int, default=20, help="times that each operation is measured (%(default)s)")
+    parser.add_argument(
+        "--share",
+        type=_share,
+        default=(0, 1),
+        metavar="NUMBER/COUNT",
+        help="measure only some operations: with 2/16, every sixteenth, from the third on; so processes beside each "
+        "other compile all kernels in a fraction of the time (0/1)",
+    )
     parser.add_argument(
         "--seed",
         type=int,

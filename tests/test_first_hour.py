@@ -1,4 +1,5 @@
-"""Owns what the first hour on a GPU promises of itself: what fails costs itself alone, and nothing that came is lost.
+"""Owns what the first hour on a GPU promises of itself: what fails costs itself alone, nothing that came is lost. Long,
+because it has every part.
 Never runs a real part but in the rehearsal, which takes minutes: others are lines of Python."""
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.engine.gpu import BATCH_INVARIANT
+from benchmarks.engine.gpu import BATCH_INVARIANT, BLOCK_SIZE
 from tests.gpu.hour import main as hour
-from tests.gpu.hour.phases import CUDA, SANITIZED, STAND_IN, Phase, phases
+from tests.gpu.hour.phases import CUDA, LARGE, MOST_SHARDS, SANITIZED, SMALL, STAND_IN, Phase, phases
 from tests.gpu.hour.running import ROOT, Outcome, Part, run_part
 from tests.gpu.hour.store import Store
 from tests.gpu.hour.table import aims_of, lines_of, missing_of
@@ -308,6 +312,57 @@ def test_every_test_for_a_gpu_is_in_a_part_but_those_that_need_two() -> None:
     named = {Path(argument).name for part in phases(CUDA)[0].parts for argument in part.command}
     there = {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
     assert there - named == {"test_ranks.py"}
+
+
+def test_operations_are_compiled_on_all_cores_in_blocks_of_engines_before_they_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One process compiled for longer than its limit, so that products of experts and in fp8 were never timed."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr("benchmarks.kernels.main", calls.append)
+    from tests.gpu.hour import benches
+
+    options = Namespace(device=CUDA, result="result", share="3/16")
+    benches.compile_operations(options, print)
+    benches.operations(options, print)
+    alike = [call[: call.index("--runs")] for call in calls]
+    assert alike[0] == alike[1]
+    assert alike[0][-2:] == ["--block-size", str(BLOCK_SIZE)]
+    assert calls[0][-2:] == ["--share", "3/16"]
+    compiled, timed = phases(CUDA)[1].parts[-2:]
+    assert (compiled.name, timed.name, timed.copies) == ("operations-ahead", "operations", 1)
+    assert compiled.copies == min(MOST_SHARDS, os.cpu_count() or 1)
+    assert compiled.command[-2:] == ["--share", "{copy}/{copies}"]
+
+
+def test_batch_invariant_kernels_are_compiled_beside_all_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's own start would compile them one after another, for most of its part's limit."""
+    from tests.gpu.hour import compiling
+
+    commands: list[list[str]] = []
+    kept: list[dict[str, Any]] = []
+    started: list[tuple[str, bool]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0)
+
+    @contextmanager
+    def start(device: str, shape: str, **settings: Any) -> Iterator[None]:
+        started.append((shape, settings.get("batch_invariant", False)))
+        yield
+
+    monkeypatch.setattr(compiling, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(compiling, "started", start)
+    compiling.precompile(Namespace(device=CUDA, result="result"), kept.append)
+    assert set(kept[-1]["configurations"].values()) == {"compiled"}
+    invariant = [command for command in commands if "--batch-invariant" in command]
+    assert (len(commands), len(invariant)) == (compiling.CONFIGURATIONS + 1, 1)
+    compiling.compile_one(Namespace(device=CUDA, batch_invariant=True), kept.append)
+    assert started == [(LARGE, True)]
+    started.clear()
+    compiling.compile_one(Namespace(device=CUDA, batch_invariant=False), kept.append)
+    assert set(started) == {(shape, False) for shape in (LARGE, SMALL, compiling.EXPERTS)}, "what `tuning` starts"
 
 
 @pytest.mark.slow

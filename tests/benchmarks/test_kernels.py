@@ -63,6 +63,24 @@ def test_the_last_line_is_one_document_with_a_cell_for_each_operation_and_shape(
     assert all(cell["share"] > 0 and cell["of"] in ("copy", "matrix") for cell in cells)
 
 
+def test_shares_have_each_operation_once_with_all_of_its_cells() -> None:
+    options = bench._options(["--device", "cpu", *TINY.split(), *LINEAR.split(), *EXPERTS.split()])
+    cells = bench.Bench(options, torch.device("cpu"), torch.float32, torch.Generator()).cells({})
+    shares = [bench.of_share(cells, (number, 5)) for number in range(5)]
+    ops = [{cell.op for cell in share} for share in shares]
+    assert all(ops)
+    assert sum(map(len, ops)) == len({cell.op for cell in cells})
+    assert sum(map(len, shares)) == len(cells)
+    assert bench.of_share(cells, options.share) == cells
+
+
+@pytest.mark.parametrize("share", ["5/5", "-1/5", "1"])
+def test_a_share_that_there_is_not_is_refused(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench._options(["--device", "cpu", f"--share={share}"])
+    assert "argument --share: " in capsys.readouterr().err
+
+
 def test_an_operation_that_fails_costs_its_own_cell_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

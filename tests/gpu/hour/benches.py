@@ -17,16 +17,34 @@ TINY = (
 SEED = "5"
 COPY = "--copy-mib 2048"
 """Long beside its launch."""
+LITTLE = "--copy-mib 16 --matrix 512"
+"""Peaks that nobody reads."""
 
 
 def operations(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
     """Benchmark single operations; the benchmark's document is the result. A rehearsal runs torch's operators."""
     from benchmarks import kernels
 
-    sizes = (
-        TINY if options.device == STAND_IN else f"--rows 1 16 64 256 --context 1024 --chunk 512 8192 --runs 10 {COPY}"
-    )
-    kernels.main([*sizes.split(), "--seed", SEED, "--out", str(options.result)])
+    kernels.main([*_sizes(options), "--seed", SEED, "--out", str(options.result)])
+
+
+def compile_operations(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Run a share of them once, beside the processes that run the others, so that all are compiled when they are timed:
+    one process would compile for minutes, and the last operations were never reached."""
+    from benchmarks import kernels
+
+    kernels.main([*_sizes(options), "--runs", "1", *LITTLE.split(), "--seed", SEED, "--share", options.share])
+    keep({"compiled": options.share})
+
+
+def _sizes(options: argparse.Namespace) -> list[str]:
+    """Return the sizes of all operations. Blocks are those of engines, for which kernels are compiled already."""
+    if options.device == STAND_IN:
+        return TINY.split()
+    from benchmarks.engine.gpu import BLOCK_SIZE
+
+    sizes = f"--rows 1 16 64 256 --context 1024 --chunk 512 8192 --block-size {BLOCK_SIZE} --runs 10 {COPY}"
+    return sizes.split()
 
 
 def engine(options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:

@@ -16,31 +16,36 @@ from tests.gpu.hour.phases import LARGE, SMALL, STAND_IN
 
 CONFIGURATIONS = 10
 """The most configurations of any kernel."""
+BATCH_INVARIANT = "batch-invariant"
 EXPERTS = "qwen3-30b-a3b"
 Keep = Callable[[dict[str, Any]], None]
 
 
 def precompile(options: argparse.Namespace, keep: Keep) -> None:
     """Compile each configuration in a process that starts engines whose kernels have only that one, so that later parts
-    find everything compiled. Where one does not fit the device, the kernel takes the next."""
-    number = 1 if options.device == STAND_IN else CONFIGURATIONS
+    find everything compiled. Where one does not fit the device, the kernel takes the next. Batch-invariant kernels have
+    one configuration, and a process of their own."""
+    tunings = range(1 if options.device == STAND_IN else CONFIGURATIONS)
+    runs = {str(tuning): (str(tuning), list[str]()) for tuning in tunings}
+    if options.device != STAND_IN:
+        runs[BATCH_INVARIANT] = "0", ["--batch-invariant"]
     found: dict[str, str] = {}
 
-    def one(tuning: int) -> str:
+    def one(name: str) -> str:
+        tuning, more = runs[name]
         command = [sys.executable, "-m", "tests.gpu.hour.part", "compile-one", "--device", options.device]
-        result = f"{options.result}.{tuning}"
         done = subprocess.run(
-            [*command, "--result", result],
-            env=os.environ | {"CHUNKSERVE_TRITON_TUNING": str(tuning)},
+            [*command, "--result", f"{options.result}.{name}", *more],
+            env=os.environ | {"CHUNKSERVE_TRITON_TUNING": tuning},
             capture_output=True,
             text=True,
             check=False,
         )
         return "compiled" if done.returncode == 0 else done.stderr.strip()[-300:] or f"status {done.returncode}"
 
-    with ThreadPoolExecutor(min(number, os.cpu_count() or 1)) as pool:
-        for tuning, said in enumerate(pool.map(one, range(number))):
-            found[str(tuning)] = said
+    with ThreadPoolExecutor(min(len(runs), os.cpu_count() or 1)) as pool:
+        for name, said in zip(runs, pool.map(one, runs), strict=True):
+            found[name] = said
             keep({"configurations": found})
     print(found, flush=True)
     if "compiled" not in found.values():
@@ -48,10 +53,16 @@ def precompile(options: argparse.Namespace, keep: Keep) -> None:
 
 
 def compile_one(options: argparse.Namespace, keep: Keep) -> None:
-    """Start engines with one layer each; a start runs every kernel. The stand-in has no attention over 8 bits."""
+    """Start engines with one layer each; a start runs every kernel. The stand-in has no attention over 8 bits, and no
+    kernels of experts."""
     wide: dict[str, Any] = {}
-    narrow = [] if options.device == STAND_IN else [{"kv_cache_dtype": name} for name in ("int8", "fp8_e4m3")]
-    for shape, more in ((LARGE, wide), (SMALL, wide), *((LARGE, each) for each in narrow)):
+    narrow = [{"kv_cache_dtype": name} for name in ("int8", "fp8_e4m3")]
+    engines = [(LARGE, wide), (SMALL, wide)]
+    if options.device != STAND_IN:
+        engines += [*((LARGE, each) for each in narrow), (EXPERTS, wide)]
+    if options.batch_invariant:
+        engines = [(LARGE, {"batch_invariant": True})]
+    for shape, more in engines:
         small = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_kv_blocks": 2048}
         with started(options.device, shape, layers=1, cuda_graphs="none", **small, **more):
             keep({"shape": shape, **more})

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--loads", nargs="+", default=[])
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--share", default="0/1")
     options = parser.parse_args(arguments)
     if options.device == STAND_IN:
         from tests.support import gpu_stand_in  # noqa: F401
@@ -52,6 +53,7 @@ def _work(options: argparse.Namespace, how: dict[str, str]) -> None:
         "profile": profiling.profile,
         "attention": attention.sweep,
         "packages": attention.packages,
+        "operations-ahead": benches.compile_operations,
         "operations": benches.operations,
     }
     # Engine benchmarks write a document of their own, which names its device.

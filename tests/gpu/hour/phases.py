@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tests.gpu.hour.running import Part
@@ -115,7 +115,7 @@ def environment_of_tests(device: str) -> dict[str, str]:
 
 def _right(device: str) -> list[Part]:
     """Return the first phase's parts. A rehearsal interprets a few Triton kernels and runs an engine without Triton."""
-    first, memcheck = [_own(device, "machine", 60), _own(device, "precompile", 120)], _own(device, "memcheck", 120)
+    first, memcheck = [_own(device, "machine", 60), _own(device, "precompile", 150)], _own(device, "memcheck", 120)
     if device == STAND_IN:
         interpreted = {"TRITON_INTERPRET": "1", "STAND_IN_TRITON": "1"}
         return [
@@ -126,8 +126,7 @@ def _right(device: str) -> list[Part]:
             _tests(device, "cancels", 150, [ENGINE], "thousand and True", environment={"STAND_IN_CANCELS": "20"}),
             memcheck,
         ]
-    cores = os.cpu_count() or 1
-    shards = min(MOST_SHARDS, cores)
+    cores, shards = os.cpu_count() or 1, _shards(device)
     threads = {"OMP_NUM_THREADS": str(cores // shards)}  # the references' too, or each process would take every core
     return [
         *first,
@@ -139,9 +138,19 @@ def _right(device: str) -> list[Part]:
     ]
 
 
+def _shards(device: str) -> int:
+    """Return how many processes share work that is compilation."""
+    return min(MOST_SHARDS, os.cpu_count() or 1) if device == CUDA else 1
+
+
 def _where(device: str) -> list[Part]:
-    limits = {"tuning": 120, "profile": 200, "attention": 150, "operations": 120}
-    return [_own(device, name, limit_s) for name, limit_s in limits.items()]
+    limits = {"tuning": 120, "profile": 200, "attention": 150}
+    compiled = _own(device, "operations-ahead", 90, "--share", "{copy}/{copies}")
+    return [
+        *(_own(device, name, limit_s) for name, limit_s in limits.items()),
+        replace(compiled, copies=_shards(device)),
+        _own(device, "operations", 120),
+    ]
 
 
 def _aims(device: str) -> list[Part]:
