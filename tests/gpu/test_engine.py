@@ -3,6 +3,7 @@ Never needs a checkpoint: weights are dummies of real shapes."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,6 +19,7 @@ from engine.config import ConfigError, EngineConfig, ResolvedConfig, Speculative
 from engine.core.core import EngineCore
 from engine.execution.device import Device
 from engine.execution.gpu.executor import DeviceExecutor
+from engine.observer import Verified
 from engine.protocol import Event, Failed, LoadSnapshot, SamplingParams, Submission, Token
 from engine.scheduling.request import create_request
 from engine.step import GraphUse
@@ -34,6 +36,8 @@ TOKENS = torch.randint(0, VOCAB, (700,), generator=torch.Generator().manual_seed
 BLOCKS = tuple(range(60, 10, -1))
 BFLOAT16_ERROR = 3e-2
 """Relative error of logits after 28 layers, by norm."""
+FEW_TOKENS = 24
+"""So few that most tokens of a text have occurred in it before, and that some drafts are right by chance."""
 CANCELS = 1000
 """Cancellations at arbitrary moments; a run on a stand-in has fewer."""
 PROMPTS = (1, 15, 16, 17, 100, 127, 128, 129, 250)
@@ -51,11 +55,11 @@ def attention(request: pytest.FixtureRequest, device: Device) -> dict[str, Any]:
     return {"attention": name, "block_size": block_size, "num_kv_blocks": max(64, 6400 // block_size)}
 
 
-def make(**settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
+def make(directory: Path | None = None, **settings: Any) -> tuple[DeviceExecutor, ResolvedConfig]:
     plain = {"load_format": "dummy", "device": "cuda", "max_model_len": 2048, "max_num_seqs": 16, "num_kv_blocks": 400}
     config = EngineConfig(**plain | {"max_num_batched_tokens": 256, "num_speculative_tokens": 0} | settings)
     try:
-        executor, resolved = create_executor(SHAPES / "qwen3-0.6b", config)
+        executor, resolved = create_executor(directory or SHAPES / "qwen3-0.6b", config)
     except ConfigError as error:
         if "cannot run" in str(error) or "cannot be captured" in str(error):
             pytest.skip(str(error))
@@ -125,10 +129,15 @@ def test_backends_give_the_logits_of_the_reference(made: list[DeviceExecutor], a
 
 
 def serve(
-    executor: DeviceExecutor, resolved: ResolvedConfig, seed: int, count: int, cancels: int = 0
+    executor: DeviceExecutor,
+    resolved: ResolvedConfig,
+    seed: int,
+    count: int,
+    cancels: int = 0,
+    verified: list[Verified] | None = None,
 ) -> tuple[dict[str, list[int]], LoadSnapshot]:
     """Serve random requests; return tokens by request, and the engine's load. With each of the first `cancels`
-    requests, one of the latest is aborted, wherever it is."""
+    requests, one of the latest is aborted, wherever it is. verified: gets the drafts of all steps."""
     core, draw, found = EngineCore(executor, resolved), random.Random(seed), dict[str, list[int]]()
 
     def keep(events: list[Event]) -> None:
@@ -137,19 +146,24 @@ def serve(
             if isinstance(event, Token):
                 found.setdefault(event.request_id, []).append(event.token_id)
 
+    def step() -> None:
+        keep(core.step())
+        if verified is not None:
+            verified.extend(core.last_step.verified)
+
     live: list[str] = []
     for number in range(count):
-        prompt = tuple(draw.choices(range(VOCAB), k=draw.choice([1, 15, 16, 17, 100, 400])))
+        prompt = tuple(draw.choices(range(resolved.vocab_size), k=draw.choice([1, 15, 16, 17, 100, 400])))
         options = {"temperature": draw.choice([0.0, 0.0, 1.0]), "seed": number, "top_p": draw.choice([1.0, 0.9])}
         sampling = SamplingParams(max_tokens=draw.randint(1, 20), ignore_eos=True, **options)
         keep(core.submit(create_request(Submission(f"r{number}", prompt, sampling), resolved, number)))
         live.append(f"r{number}")
         for _ in range(draw.choice([0, 0, 1, 4])):
-            keep(core.step())
+            step()
         if number < cancels:
             keep(core.abort(live.pop(draw.randrange(max(0, len(live) - 16), len(live)))))
     while core.has_work:
-        keep(core.step())
+        step()
     load = core.load()
     assert load.num_held_blocks == 0
     return found, load
@@ -174,17 +188,24 @@ def test_a_step_in_flight_changes_no_text(
 
 @pytest.mark.parametrize(("attention", "graphs"), [("torch", "none"), ("triton", "none"), ("triton", "all")])
 def test_drafts_beside_a_step_in_flight_change_no_text(
-    made: list[DeviceExecutor], device: Device, attention: str, graphs: str
+    made: list[DeviceExecutor], device: Device, attention: str, graphs: str, tmp_path: Path
 ) -> None:
-    """Runs in float32, as the test above. Drafts are looked up wherever a token occurred before."""
+    """Runs in float32, as the test above. Drafts are looked up wherever a token occurred before: among all tokens of
+    the shape, hardly one would in a random text."""
+    config = json.loads((SHAPES / "qwen3-0.6b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": FEW_TOKENS}))
+    verified: list[Verified] = []
     eager = SpeculativeConfig(method="suffix", min_match=1, adaptive=False)
     drafted: dict[str, Any] = {"overlap": True, "speculative": eager, "num_speculative_tokens": 3}
     texts = []
     for settings in ({}, drafted):
-        executor, resolved = make(dtype="float32", attention=attention, cuda_graphs=graphs, **settings)
+        executor, resolved = make(tmp_path, dtype="float32", attention=attention, cuda_graphs=graphs, **settings)
         made.append(executor)
-        texts.append(serve(executor, resolved, seed=4, count=40)[0])
+        texts.append(serve(executor, resolved, seed=4, count=40, verified=verified)[0])
     assert texts[0] == texts[1]
+    num_accepted = sum(one.num_accepted for one in verified)
+    num_drafted = sum(one.num_drafted for one in verified)
+    assert num_drafted > num_accepted > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
