@@ -103,7 +103,8 @@ class Packing(Protocol):
 
     @property
     def by_output(self) -> bool:
-        """Whether values have 8 bits and each output has one scale. All kernels with 8 bits use it as stored."""
+        """Whether values have 8 bits and no zero points, and each output has one scale. All kernels with 8 bits use it
+        as stored."""
 
     @property
     def group(self) -> int | None:
@@ -143,7 +144,8 @@ class Grid:
 
     @property
     def by_output(self) -> bool:
-        return self.kind != FP8 and self.bits == 8 and self.cell[1] is None and self.cell[0] in (1, None)
+        plain = self.kind != FP8 and self.bits == 8 and not self.zero_points
+        return plain and self.cell[1] is None and self.cell[0] in (1, None)
 
     @property
     def group(self) -> int | None:
@@ -214,6 +216,8 @@ class Gptq:
     """Whether inputs were grouped by importance; `g_idx` then says which group each input is in."""
     zeros_less_one: bool
     """Whether zero points are stored minus one, as in the format's first version."""
+    symmetric: bool
+    """Whether all zero points are the middle of the values' range."""
 
     @property
     def summary(self) -> str:
@@ -225,7 +229,7 @@ class Gptq:
 
     @property
     def by_output(self) -> bool:
-        return self.bits == 8 and self.group_size is None
+        return self.bits == 8 and self.group_size is None and self.symmetric
 
     @property
     def group(self) -> int | None:

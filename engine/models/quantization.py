@@ -93,6 +93,7 @@ def _gptq(found: Fields) -> Quantization:
         group_size=_group_size(found, "gptq", "group_size"),
         ordered=bool(found.get("desc_act")),
         zeros_less_one=version == "gptq",
+        symmetric=_one_of(found, "gptq", "sym", True, False),
     )
     return Quantization(groups=((("Linear",), packing),))
 

@@ -123,7 +123,7 @@ def gptq(bits: int, group: int | None, *, ordered: bool, zeros: bool, v2: bool =
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": ordered, "sym": not zeros}
     config |= {"checkpoint_format": "gptq_v2"} if v2 else {}
-    return Format(config, pack, by_output=bits == 8 and group is None)
+    return Format(config, pack, by_output=bits == 8 and group is None and not zeros)
 
 
 def awq(group: int) -> Format:
@@ -150,17 +150,19 @@ def compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] |
     }
 
 
-def int_quantized(group: int | None) -> Format:
+def int_quantized(group: int | None, *, zeros: bool = False) -> Format:
     def pack(weight: Tensor, _: torch.Generator) -> tuple[Parts, Tensor]:
         size = group or weight.shape[1]
-        q, scales, points = rounded(weight, size, -127, 127, zeros=False)
+        q, scales, points = rounded(weight, size, -128 if zeros else -127, 127, zeros=zeros)
         parts = {"weight": q.to(torch.int8), "weight_scale": scales.half()}
+        if zeros:
+            parts["weight_zero_point"] = points.to(torch.int8)
         return parts, expand(q, scales, points, [column // size for column in range(weight.shape[1])])
 
     strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, **strategy}
+    weights = {"num_bits": 8, "type": "int", "symmetric": not zeros, "dynamic": False, **strategy}
     dynamic = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-    return Format(compressed("int-quantized", weights, dynamic), pack, by_output=group is None)
+    return Format(compressed("int-quantized", weights, dynamic), pack, by_output=group is None and not zeros)
 
 
 def pack_quantized(bits: int, group: int, *, zeros: bool, actorder: str | None = None) -> Format:

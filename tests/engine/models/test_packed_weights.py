@@ -20,7 +20,7 @@ from engine.models.parameters import checkpoint_table
 from engine.models.quantization import read_quantization
 from engine.models.weights import load_weights, weight_bytes
 from tests.support.compiler import needs_compiler
-from tests.support.packed_models import FORMATS, compressed, save_packed
+from tests.support.packed_models import FORMATS, Format, compressed, gptq, int_quantized, save_packed
 from tests.support.plans import forced_logits
 from tests.support.tiny_models import VOCAB, edit_config, edit_tensors
 
@@ -100,6 +100,20 @@ def test_eight_bits_with_a_scale_for_each_output_are_computed_with_as_they_are(
         assert linear.scales.shape == linear.weight.shape[:-1]
     got, want = (logits(tmp_path / which, "native") for which in ("packed", "plain"))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [gptq(8, None, ordered=False, zeros=True), int_quantized(None, zeros=True)])
+def test_eight_bits_with_a_zero_point_for_each_output_are_unpacked(
+    form: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value less its zero point may need nine bits. Such checkpoints were refused where the native kernels compute,
+    as if they were damaged."""
+    monkeypatch.setitem(FORMATS, "zeros", form)
+    save_packed(tmp_path / "packed", tmp_path / "plain", "zeros")
+    got, want = table(tmp_path / "packed", keep=Keep.BY_OUTPUT), table(tmp_path / "plain")
+    assert got.keys() == want.keys()
+    for key, view in got.items():
+        assert torch.equal(view, want[key]), key
 
 
 @needs_compiler
