@@ -92,10 +92,15 @@ def _head_dim(gguf: GGUFFile, arch: str, default: int) -> int:
 
 
 def _rope_scaling(gguf: GGUFFile, arch: str) -> dict[str, Any] | None:
-    """Hugging Face's rope_scaling; None for plain rope."""
-    kind = gguf.get(f"{arch}.rope.scaling.type", str, "none")
-    factor = gguf.get(f"{arch}.rope.scaling.factor", float, 1.0) or 1.0
-    original = gguf.get(f"{arch}.rope.scaling.original_context_length", int)
+    """Hugging Face's rope_scaling; None for plain rope. As in llama.cpp, a factor without a type means linear scaling,
+    and old files have another name for it."""
+    scaling = f"{arch}.rope.scaling"
+    factor = gguf.get(f"{scaling}.factor", float) or gguf.get(f"{arch}.rope.scale_linear", float) or 1.0
+    kind = gguf.get(f"{scaling}.type", str, "none" if factor == 1.0 else "linear")
+    original = gguf.get(f"{scaling}.original_context_length", int)
+    for name, expected in _EXPECTED_SCALING.items():
+        if (found := gguf.get(f"{scaling}.{name}", float, expected)) != expected:
+            raise ModelError(f"{gguf.path}: metadata {arch}.rope.scaling.{name} is {found:g}; expected {expected:g}.")
     if ROPE_FACTORS in gguf.tensors:
         return _llama3_scaling(gguf, arch, original or 8192)
     if kind == "none":
@@ -103,11 +108,17 @@ def _rope_scaling(gguf: GGUFFile, arch: str) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and original:
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        limits = {name: gguf.get(f"{scaling}.yarn_{name}", float) for name in ("beta_fast", "beta_slow")}
+        given = {name: limit for name, limit in limits.items() if limit is not None}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **given}
     raise ModelError(
         f"{gguf.path}: metadata {arch}.rope.scaling.type is {kind!r} with original context {original}; "
         "expected none, linear, or yarn with an original context."
     )
+
+
+_EXPECTED_SCALING = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+"""Settings that change what RoPE multiplies, and are known at the values that change nothing alone."""
 
 
 def _llama3_scaling(gguf: GGUFFile, arch: str, original: int) -> dict[str, Any] | None:

@@ -219,6 +219,22 @@ def test_linear_and_yarn_scaling_are_carried_over(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["scaling__factor", "scale_linear"])
+def test_a_factor_without_a_type_is_linear_scaling(name: str, tmp_path: Path) -> None:
+    """Regression: it was ignored. llama.cpp reads it so, also by the name that its first files had."""
+    path = write_gguf(tmp_path / "t.gguf", **{f"llama__rope__{name}": 4.0})
+    assert config_of(path)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_yarn_has_the_file_s_limits(tmp_path: Path) -> None:
+    """Regression: they were ignored, and positions were turned by the usual ones."""
+    limits = {"llama__rope__scaling__yarn_beta_fast": 16.0, "llama__rope__scaling__yarn_beta_slow": 2.0}
+    kind = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    path = write_gguf(tmp_path / "t.gguf", llama__rope__scaling__original_context_length=128, **kind, **limits)
+    found = config_of(path)["rope_scaling"]
+    assert (found["beta_fast"], found["beta_slow"]) == (16.0, 2.0)
+
+
 def with_rope_factors(factors: np.ndarray) -> dict[str, np.ndarray]:
     return gguf_tensors("llama", hf_weights("llama")) | {"rope_freqs.weight": factors.astype(np.float32)}
 
@@ -269,6 +285,10 @@ def test_other_divisors_are_refused(tmp_path: Path) -> None:
         ({"llama__attention__head_count": 0}, r"head_count is 0; expected at least 1"),
         ({"llama__attention__causal": False}, r"llama\.attention\.causal is False; expected True"),
         ({"llama__rope__dimension_count": 4}, r"rope\.dimension_count is 4; expected the head size, 8"),
+        ({"llama__rope__scaling__attn_factor": 1.2}, r"rope\.scaling\.attn_factor is 1\.2; expected 1\."),
+        ({"llama__rope__scaling__yarn_attn_factor": 0.5}, r"rope\.scaling\.yarn_attn_factor is 0\.5; expected 1\."),
+        ({"llama__rope__scaling__yarn_ext_factor": 0.5}, r"rope\.scaling\.yarn_ext_factor is 0\.5; expected 1\."),
+        ({"llama__rope__scaling__yarn_log_multiplier": 0.1}, r"yarn_log_multiplier is 0\.1; expected 0\."),
         ({"llama__rope__scaling__type": "longrope"}, r"rope\.scaling\.type is 'longrope'"),
         ({"llama__block_count": 3}, r"tensor blk\.2\.attn_norm\.weight is missing; expected shape \[32\]"),
         ({"llama__block_count": 4_000_000_000}, r"tensor blk\.2\.attn_norm\.weight is missing"),
