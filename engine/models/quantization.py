@@ -38,11 +38,19 @@ class Quantization:
         """Return the packing of a module, by its name in the checkpoint, or None if it is not packed."""
         if any(_matches(target, module) for target in self.ignored):
             return None
-        for exact in (True, False):
-            for targets, packing in self.groups:
-                if any(_matches(target, module) if exact else target == "Linear" for target in targets):
-                    return packing
-        return None
+        # As in compressed-tensors: names before patterns, these in the order of their letters, and all others last.
+        for targets, packing in self.groups:
+            if module in targets:
+                return packing
+        like = [
+            (target, packing)
+            for targets, packing in self.groups
+            for target in targets
+            if target[:3] == "re:" and _matches(target, module)
+        ]
+        if like:
+            return min(like, key=lambda found: found[0])[1]
+        return next((packing for targets, packing in self.groups if "Linear" in targets), None)
 
     @property
     def by_output(self) -> tuple[bool, ...]:

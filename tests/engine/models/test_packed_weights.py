@@ -345,6 +345,23 @@ def test_groups_have_their_targets_by_name_before_all_others() -> None:
     assert found.packing("model.layers.3.mlp.gate") is None
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("others", [["Linear"], ["re:.*proj$"], ["re:.*mlp.*"]])
+def test_of_several_groups_the_most_exact_target_counts_whatever_their_order(others: list[str], order: int) -> None:
+    """As in compressed-tensors, which writes such files. A pattern of an earlier group came before a name, and the
+    matrix was refused, since its tensors are of the other format."""
+    narrow = {"targets": ["model.layers.0.mlp.down_proj", "re:.*.down_proj$"], "weights": INT4}
+    groups = {"a": narrow | {"format": "pack-quantized"}, "b": {"targets": others, "weights": INT}}
+    config = compressed("int-quantized", INT) | {"config_groups": dict(list(groups.items())[::order])}
+    found = read_quantization({"quantization_config": config})
+    assert found is not None
+    packings = [
+        found.packing(f"model.layers.{layer}.mlp.{name}") for layer in (0, 1) for name in ("down_proj", "up_proj")
+    ]
+    mains = [packing.main for packing in packings if packing is not None]
+    assert mains == ["weight_packed", "weight", "weight_packed", "weight"]
+
+
 def test_weights_without_a_quantization_config_are_as_they_are() -> None:
     assert read_quantization({}) is None
     assert read_quantization({"quantization_config": None}) is None
