@@ -56,13 +56,13 @@ def _gemma3(raw: Fields) -> ModelConfig:
 
 def _ropes(raw: Fields) -> tuple[RopeConfig, RopeConfig]:
     """Read the RoPE of layers that see all tokens, and of those that see a window. The latter is scaled only if the
-    config says so."""
+    config says so. As in transformers, older fields complete `rope_parameters`, and `rope_scaling` prevails."""
     positions = integer(raw, "max_position_embeddings")
     found = section(raw, "rope_parameters")
     if set(found) - {FULL, SLIDING}:
         raise ValueError(f"rope_parameters has {', '.join(found)}: expected {FULL} and {SLIDING}.")
-    everywhere = section(found, FULL) or {"rope_theta": raw.get("rope_theta"), **section(raw, "rope_scaling")}
-    nearby = section(found, SLIDING) or {"rope_theta": raw.get("rope_local_base_freq")}
+    everywhere = {"rope_theta": raw.get("rope_theta"), **section(found, FULL), **section(raw, "rope_scaling")}
+    nearby = {"rope_theta": raw.get("rope_local_base_freq"), **section(found, SLIDING)}
     return (
         read_rope({"rope_parameters": everywhere}, positions, theta=1e6),
         read_rope({"rope_parameters": nearby}, positions),

@@ -203,6 +203,19 @@ def test_gemma_3_is_read_from_the_fields_of_its_first_checkpoints() -> None:
     assert config.post_norms
 
 
+def test_gemma_3_takes_scaling_and_bases_that_lie_beside_the_newer_fields() -> None:
+    """Regression: scaling that somebody adds to a checkpoint that transformers 5 wrote was ignored. transformers reads
+    both fields."""
+    ropes = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
+    ropes["full_attention"]["rope_theta"] = 1e5
+    beside = {"rope_parameters": ropes, "rope_scaling": YARN, "rope_theta": 1e7, "rope_local_base_freq": 500}
+    config = parse_model_config(BASE | GEMMA3 | beside)
+    assert (config.rope.rope_type, config.rope.theta, config.rope.factor) == ("yarn", 1e5, 2.0)
+    nearby = config.layers[0].rope
+    assert nearby is not None
+    assert (nearby.rope_type, nearby.theta) == ("default", 500.0)
+
+
 def test_gemma_3_counts_the_positions_that_scaling_reaches() -> None:
     config = parse_model_config(BASE | GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert config.rope.longest_position(config.max_position_embeddings) == 128
