@@ -22,7 +22,7 @@ from engine.models.fp8_rows import Fp8Rows
 from engine.models.gguf_rows import GgufRows
 from engine.models.integer_rows import IntegerRows
 from engine.models.narrow import InBlocks, Narrow, num_inputs, round_by_output, split_outputs, take_views
-from engine.models.packing import BYTES, FP8, INT8, SHAPE, Gguf, Packing, Unpacked
+from engine.models.packing import BYTES, FP8, INT8, SHAPE, Gguf, Grid, Packing, Unpacked
 from engine.models.quantization import Quantization
 from engine.models.stored_matrix import StoredMatrix
 from engine.models.stored_parts import Part, widened
@@ -31,8 +31,8 @@ from kernels.cpu.native.grouped import Form, Rows, fitting
 from kernels.forward import Linear
 
 _NARROW = (INT8, FP8, "F8_E5M2", BYTES)
-_INPUT_SCALE = "input_scale"
-_UNUSED = (_INPUT_SCALE, "input_zero_point", "output_scale", "activation_scale_ub")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_UNUSED = (*_INPUT_SCALES, "input_zero_point", "output_scale", "activation_scale_ub")
 """Scales for rounding activations. Ignored where activations are not rounded."""
 _T = TypeVar("_T")
 
@@ -102,8 +102,15 @@ def find_packed(stored: Stored, quantization: Quantization) -> dict[str, Packing
             raise CheckpointError(
                 f"{file}: {stored_name} is quantized, but quantization_config does not cover {stored_module}."
             )
-        found[module] = packing
+        found[module] = _with_stored_scale(stored, module, packing)
     return found
+
+
+def _with_stored_scale(stored: Stored, module: str, packing: Packing) -> Packing:
+    """Return the packing with the name that the checkpoint has for a module's scale."""
+    if not isinstance(packing, Grid) or f"{module}.{packing.scale}" in stored.files:
+        return packing
+    return replace(packing, scale=packing.other_scale) if f"{module}.{packing.other_scale}" in stored.files else packing
 
 
 def with_order(stored: Stored, module: str, layout: Narrow, inputs: range | None = None) -> Narrow | None:
@@ -259,11 +266,12 @@ def _take_input_scale(stored: Stored, module: str, view: Tensor | None) -> None:
     Raises:
         ValueError: it is no scale.
     """
-    if view is None or (name := f"{module}.{_INPUT_SCALE}") not in stored.files:
+    part = next((part for part in _INPUT_SCALES if f"{module}.{part}" in stored.files), None)
+    if view is None or part is None:
         return
-    found = stored.read(name).float().max()
+    found = stored.read(f"{module}.{part}").float().max()
     if not 0 < float(found) < float("inf"):
-        raise ValueError(f"{_INPUT_SCALE} is {float(found):g}: expected a positive number")
+        raise ValueError(f"{part} is {float(found):g}: expected a positive number")
     view.copy_(torch.maximum(view, found))
 
 

@@ -134,6 +134,8 @@ class Grid:
     cell: tuple[int | None, int | None]
     """How many outputs and inputs share a scale; None: all."""
     scale: str = "weight_scale"
+    other_scale: str = ""
+    """What a checkpoint may call the scale instead."""
     zero_points: bool = False
     ordered: bool = False
     """Whether `weight_g_idx` says which scale an input has."""

@@ -119,7 +119,8 @@ def _fp8(found: Fields) -> Quantization:
     scheme = _one_of(found, "fp8", "activation_scheme", "dynamic", "static")
     block = found.get("weight_block_size")
     if block is None:
-        packing = Grid(summary="fp8 e4m3, a scale for each matrix", kind=FP8, cell=(None, None))
+        summary = "fp8 e4m3, a scale for each matrix"
+        packing = Grid(summary=summary, kind=FP8, cell=(None, None), other_scale="weight_scale_inv")  # transformers 5's
     else:
         rows, columns = _block(block, "fp8: weight_block_size")
         summary = f"fp8 e4m3, blocks of {rows} x {columns}"

@@ -205,6 +205,18 @@ def float_quantized(strategy: str) -> Format:
     return Format(compressed("float-quantized", weights, static), pack)
 
 
+def fp8_tensor() -> Format:
+    """What transformers 5 writes without blocks: a scale for each matrix under the name of blocks' scales, and one for
+    its activations."""
+
+    def pack(weight: Tensor, _: torch.Generator) -> tuple[Parts, Tensor]:
+        scale = weight.abs().max() / 448
+        q = (weight / scale).to(torch.float8_e4m3fn)
+        return {"weight": q, "weight_scale_inv": scale, "activation_scale": torch.tensor(0.5)}, q.float() * scale
+
+    return Format({"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}, pack)
+
+
 def fp8_blocks(rows: int, columns: int) -> Format:
     """Block sizes that divide no matrix: the last blocks are smaller."""
 
@@ -271,6 +283,7 @@ FORMATS = {
     "packed_8": pack_quantized(8, 16, zeros=True),
     "float_tensor": float_quantized("tensor"),
     "float_channel": float_quantized("channel"),
+    "fp8_tensor": fp8_tensor(),
     "fp8_blocks": fp8_blocks(32, 20),
     "fp8_blocks_16": fp8_blocks(32, 16),
 }

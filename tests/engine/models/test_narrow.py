@@ -161,6 +161,12 @@ def test_a_stack_has_the_largest_scale_of_its_modules_inputs_where_activations_a
     assert loaded(tmp_path).layers[0].qkv.input_scale is None
 
 
+def test_a_scale_of_inputs_may_have_the_name_that_transformers_gives_it(tmp_path: Path) -> None:
+    save_packed(tmp_path, tmp_path / "plain", "fp8_tensor")
+    weights = load_weights(tmp_path, read_model_config(tmp_path), torch.float32, keep=Keep.NARROW, round_inputs=True)
+    assert [linear.input_scale.tolist() for linear in matrices(weights) if linear.scales is not None] == [[0.5]] * 12
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, torch.inf, torch.nan])
 def test_a_scale_of_inputs_that_is_no_scale_is_refused_by_name(scale: float, tmp_path: Path) -> None:
     save_packed(tmp_path, tmp_path / "plain", "float_channel")
