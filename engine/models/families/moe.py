@@ -29,7 +29,7 @@ MIXTRAL_NAMES = ATTENTION_NAMES | {
 def _qwen3_moe(raw: Fields) -> ModelConfig:
     """Qwen3 with experts in every `decoder_sparse_step`-th layer, unless `mlp_only_layers` names the layer."""
     expect_silu(raw)
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     biased = bool(raw.get("attention_bias", False))
     config = read_decoder(raw, windows=one_window(raw, window))
     experts = read_experts(

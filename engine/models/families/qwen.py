@@ -26,7 +26,7 @@ def _qwen3(raw: Fields) -> ModelConfig:
 def _windows(raw: Fields) -> Windows:
     """Return the layers' windows. Most configs have a window that is switched off. If it is on, it applies from layer
     `max_window_layers` on."""
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     num_layers = integer(raw, "num_hidden_layers")
     first = num_layers if window is None else raw.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:

@@ -59,6 +59,7 @@ def test_a_config_that_transformers_wrote_is_read_as_it_was_meant(kind: str, tmp
     assert (got.rope.theta, got.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
 
 
+QWEN2_FROM_FIRST = {"architectures": ["Qwen2ForCausalLM"], "max_window_layers": 0}
 QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "hidden_activation": "gelu_pytorch_tanh"}
@@ -189,6 +190,14 @@ def test_each_family_says_which_of_its_layers_see_a_window() -> None:
     assert windows(**PHI3, sliding_window=64) == [64] * 4
     assert windows(**QWEN3_MOE, sliding_window=64) == [None] * 4
     assert windows(**QWEN3_MOE, sliding_window=64, use_sliding_window=True) == [64] * 4
+
+
+@pytest.mark.parametrize("family", [QWEN2_FROM_FIRST, QWEN3_MOE], ids=["qwen2", "qwen3_moe"])
+def test_a_window_that_is_on_without_a_length_has_that_of_transformers(family: dict[str, Any]) -> None:
+    """Regression: all layers saw all tokens."""
+    on = {"use_sliding_window": True, "max_position_embeddings": 8192}
+    assert windows(**family, **on) == [4096] * 4
+    assert windows(**family, **on, sliding_window=None) == [None] * 4
 
 
 def test_gemma_3_is_read_from_the_fields_of_its_first_checkpoints() -> None:
