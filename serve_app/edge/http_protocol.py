@@ -8,6 +8,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_app.edge.cors import Policy, RefusedRequest, told
@@ -17,6 +18,8 @@ from serve_app.edge.refusals import HEAD_TOO_LARGE, HEAD_TOO_SLOW, MALFORMED, UR
 LINGER_S = 10
 """How long the rest of a body is read and discarded after its request was answered without it."""
 
+_OFFER = (b"upgrade", b"http2-settings")
+"""The headers of an offer of another protocol, which `connection` names, too."""
 _FIELD_BYTES = 4  # ": " and the end of the line
 
 
@@ -41,6 +44,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._trailer_bytes = 0
         self._unfinished_bytes = 0  # of a trailer
         self._refusal = MALFORMED
+        self._is_offer = False
+        """Whether the head that is being parsed offers another protocol, which is not taken."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -53,7 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._began_head = self._began_trailer = False
-        super().data_received(data)
+        self._parse(data)
         if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it may be a WebSocket's now
             return
         if self._in_head:
@@ -62,6 +67,38 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._check_unfinished_trailer(len(data))
         elif self._is_idle():
             self._start_timer(LINGER_S, self.transport.close)
+
+    def _parse(self, data: bytes) -> None:
+        """Do as uvicorn, but take a request that offers another protocol than WebSocket as one that offers none. Java's
+        own client offers HTTP/2 with each new connection (`Upgrade: h2c`), and llhttp reads no body behind that."""
+        self._unset_keepalive_if_required()
+        parts = [memoryview(data)]
+        while parts:
+            part = parts.pop()
+            try:
+                self.parser.feed_data(part)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+            except httptools.HttpParserUpgrade as met:
+                if not self._is_offer:
+                    if self._should_upgrade():
+                        self.handle_websocket_upgrade()
+                    return
+                (place,) = met.args
+                rest, head = part[place:], memoryview(self._head_without_offer())
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+                parts = [rest, head] if rest else [head]
+
+    def _head_without_offer(self) -> bytes:
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b",".join(word for word in value.split(b",") if word.strip().lower() not in _OFFER)
+            if name not in _OFFER:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -90,7 +127,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if refusal := self._too_large():
             self._refusal = refusal
             raise _Refused
-        super().on_headers_complete()
+        offers = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        self._is_offer = offers and not self._should_upgrade()
+        if not self._is_offer:
+            super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
         """Note the size of a chunk. After that of the last one, which is empty, come the trailers."""
@@ -103,7 +143,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_trailers = False
         self._stop_timer()
-        super().on_message_complete()
+        if not self._is_offer:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         unread = self.cycle.more_body and not self.pipeline  # one that a pipelined request follows was read whole

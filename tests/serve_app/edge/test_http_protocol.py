@@ -40,8 +40,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer GET at once, POST once the body has come, and `/unread` without it. `/begins` begins before the body, and
-    `/waits` waits until it may go on."""
+    """Answer GET at once, POST once the body has come, with it if that is wanted, and `/unread` without it. `/begins`
+    begins before the body, and `/waits` waits until it may go on."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.accept"})
         await scope["state"]["may_go_on"].wait()
@@ -52,21 +52,27 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] == "/begins":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begun", "more_body": True})
-    more = scope["method"] == "POST" and scope["path"] != "/unread"
+    more, body = scope["method"] == "POST" and scope["path"] != "/unread", b""
     while more:
-        more = (await receive()).get("more_body", False)
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    answer = body if scope["state"]["echoes"] else b"ok"
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
 
 
 @asynccontextmanager
-async def serving(may_go_on: asyncio.Event | None = None, seen: list[Scope] | None = None) -> AsyncIterator[int]:
-    """Yield the port of a server as Ray starts it. `seen`: gets the scopes of its requests."""
+async def serving(
+    may_go_on: asyncio.Event | None = None, seen: list[Scope] | None = None, *, echoes: bool = False
+) -> AsyncIterator[int]:
+    """Yield the port of a server as Ray starts it. `seen`: gets the scopes of its requests. `echoes`: it answers with
+    what was posted."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if seen is not None:
             seen.append(scope)
-        await echo({**scope, "state": {"may_go_on": may_go_on}}, receive, send)
+        await echo({**scope, "state": {"may_go_on": may_go_on, "echoes": echoes}}, receive, send)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -191,6 +197,49 @@ async def test_trailers_within_the_limits_are_discarded_and_the_connection_goes_
             writer.close()
     names = {name for scope in seen for name, _ in scope["headers"]}
     assert names == {b"host", b"transfer-encoding", b"connection"}
+
+
+# The head with which Java's own client begins a connection.
+JAVAS = (
+    b"POST /x HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: a\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nTransfer-Encoding: chunked\r\nUpgrade: h2c\r\n"
+    b"User-Agent: Java-http-client/17.0.15\r\nContent-Type: application/json\r\n\r\n"
+)
+BODY = b"2\r\n{}\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "parts", [[JAVAS + BODY], [JAVAS, BODY], [JAVAS[:90], JAVAS[90:] + BODY[:4], BODY[4:]]], ids=len
+)
+async def test_an_offer_of_http2_is_not_taken_and_costs_no_body(parts: list[bytes]) -> None:
+    """Regression: Spring AI's and LangChain4j's requests were a 400, since llhttp takes what follows for another
+    protocol, and uvicorn let it."""
+    seen: list[Scope] = []
+    plain = GET.replace(b"GET", b"POST") + b"Content-Length: 2\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n{}"
+    async with serving(seen=seen, echoes=True) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            assert await said(port, GET + b"connection: close\r\n\r\n") != b"", "the part was read meanwhile"
+        assert (await asyncio.wait_for(reader.readuntil(b"{}"), TIMEOUT_S)).startswith(b"HTTP/1.1 200")
+        writer.write(JAVAS + BODY + plain)
+        rest = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+        assert rest.count(b"HTTP/1.1 200 OK") == rest.count(b"{}") == 2
+        writer.close()
+    assert {b"upgrade", b"http2-settings"}.isdisjoint(name for scope in seen for name, _ in scope["headers"])
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (JAVAS.replace(b"/x", b"http://[/x"), "invalid_http"),
+        (JAVAS.replace(b"/x", b"/" + b"a" * MAX_URL_BYTES), "url_too_long"),
+    ],
+)
+async def test_an_offer_in_a_bad_head_is_refused_as_any_other(head: bytes, code: str) -> None:
+    async with serving() as port:
+        check_refused(await first_answer(port, head), 414 if code == "url_too_long" else 400, code)
 
 
 async def test_a_body_before_a_head_in_the_same_read_is_not_counted_as_one() -> None:
