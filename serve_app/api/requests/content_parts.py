@@ -22,6 +22,9 @@ Detail = Literal["auto", "low", "high", "original"]
 """The resolution of an image. All values but `low` mean as much as the model and the limits allow."""
 
 
+COPIED = ("role", "annotations", "reasoning", "reasoning_content", "tool_calls")
+
+
 class TextPart(StrictModel):
     unsupported: ClassVar[Unsupported] = dict.fromkeys(
         ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
@@ -30,6 +33,18 @@ class TextPart(StrictModel):
     hint_path: ClassVar[str] = "messages.content."
     type: Literal["text"]
     text: str
+    # OpenAI's agents for JavaScript copy the rest of an answer into its text. The message has them, too.
+    role: Literal["assistant"] | None = None
+    annotations: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """A copy of the message's field of this name, as are the four above. Not read."""
+
+    @property
+    def copied(self) -> str | None:
+        """The name of a field of an answer's message that the part repeats."""
+        return next((name for name in COPIED if getattr(self, name) is not None), None)
 
 
 class RefusalPart(StrictModel):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.requests.content_parts import CACHE_MARK, Content, ImagePart, RefusalPart, num_chars, shown
+from serve_app.api.requests.content_parts import CACHE_MARK, Content, ImagePart, RefusalPart, TextPart, num_chars, shown
 from serve_app.api.requests.strict_model import StrictModel, Unsupported
 from serve_app.api.requests.unions import of_types
 from serve_app.grammars.lark_rules import Lark
@@ -107,6 +107,11 @@ class Message(StrictModel):
         if self.role != "assistant" and any(isinstance(part, RefusalPart) for part in self.content or ()):
             text = f"refusal parts are only allowed in an assistant's message, but the role is {self.role}"
             raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
+        parts = self.content if isinstance(self.content, list) else []
+        for place, part in enumerate(parts if self.role != "assistant" else ()):
+            if isinstance(part, TextPart) and part.copied is not None:
+                text = f"only allowed in an assistant's message, but the role is {self.role}"
+                raise PydanticCustomError("role", "{text}", {"text": text, "field": f"content.{place}.{part.copied}"})
         if self.images and self.role != "user":
             text = f"image parts are only allowed in a user's message, but the role is {self.role}"
             raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
