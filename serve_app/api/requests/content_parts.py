@@ -33,6 +33,10 @@ class TextPart(StrictModel):
     hint_path: ClassVar[str] = "messages.content."
     type: Literal["text"]
     text: str
+    id: str | None = None
+    """LangChain's name of the part. It is not read."""
+    index: int | str | None = None
+    """A leftover of a stream's blocks, which LangChain sends back."""
     # OpenAI's agents for JavaScript copy the rest of an answer into its text. The message has them, too.
     role: Literal["assistant"] | None = None
     annotations: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None

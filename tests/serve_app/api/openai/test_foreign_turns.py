@@ -28,6 +28,14 @@ async def sent(*messages: dict[str, Any], path: str = "/v1/chat/completions", **
     return answer, prompt, () if submission is None else submission.inputs
 
 
+async def test_names_of_parts_are_labels() -> None:
+    """LangChain gives each text an id of its own, and keeps the index that a stream's block had."""
+    named = {"type": "text", "text": "Look.", "id": "lc_3f2c", "index": 0}
+    answer, prompt, _ = await sent({"role": "user", "content": [named]})
+    assert (answer.status, answer.headers.get(HEADER)) == (200, None), answer.json
+    assert prompt == (await sent(USER))[1]
+
+
 # An answer as @openai/agents 0.20 sends it back: the rest of the message stands in its text, too.
 CALLS = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]
 COPIES = {"role": "assistant", "refusal": None, "annotations": [], "reasoning": "Hm.", "reasoning_content": "Hm."}
