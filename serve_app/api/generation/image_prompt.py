@@ -1,14 +1,15 @@
-"""Collects the images of a conversation, and places them in the prompt's tokens.
+"""Collects the images of a conversation, and places them in its turns and in the prompt's tokens.
 Never decodes one: `serve_app.images` does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.multimodal_inputs import InputKind, SpanInput
 from serve_app.api.http.offload import run_decoder, run_sized
-from serve_app.api.requests.content_parts import ImageUrl
+from serve_app.api.requests.content_parts import IMAGE, ImageUrl
 from serve_app.api.requests.messages import Message
 from serve_app.api.requests.strict_model import UNSUPPORTED
 from serve_app.engines.engine_client import ServedModel
@@ -45,6 +46,27 @@ def image_names(messages: Sequence[Message], theirs: Sequence[str]) -> dict[str,
     """Map each image's name in the conversation to its name in the request as the client wrote it.
     `theirs`: the client's names, in order."""
     return dict(zip((name for name, _ in _images(messages)), theirs, strict=True))
+
+
+def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as a chat template gets them. Images of results become the user's, after all results that
+    follow each other, because no template shows images in a result."""
+    shown: list[dict[str, Any]] = []
+    seen = 0
+    for message in messages:
+        if seen and message.role != "tool":
+            shown.append(_user_shows(seen))
+            seen = 0
+        turn = message.for_template()
+        if message.role == "tool" and message.images:
+            seen += len(message.images)
+            turn["content"] = "\n".join(part["text"] for part in turn["content"] if part != IMAGE)
+        shown.append(turn)
+    return [*shown, _user_shows(seen)] if seen else shown
+
+
+def _user_shows(count: int) -> dict[str, Any]:
+    return {"role": "user", "content": [IMAGE] * count}
 
 
 def _images(messages: Sequence[Message]) -> list[tuple[str, ImageUrl]]:

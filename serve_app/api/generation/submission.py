@@ -11,7 +11,7 @@ from engine.protocol import SamplingParams, Submission
 from serve_app.api.generation.answer_limits import check_copies, check_lists, check_scores
 from serve_app.api.generation.chat_reader import markers, prompt_end
 from serve_app.api.generation.constraint import Constraint, Patiently, constraint_of
-from serve_app.api.generation.image_prompt import EncodedChat, place_images, read_images
+from serve_app.api.generation.image_prompt import EncodedChat, place_images, read_images, turns
 from serve_app.api.generation.template_options import template_options
 from serve_app.api.http.offload import INLINE_SIZE, part_size, run_sized
 from serve_app.api.requests.hints import hints
@@ -88,8 +88,7 @@ async def encode_conversation(
 
     def encode() -> list[int]:
         tools = request.shown_tools if request.may_call else None
-        messages = [message.for_template() for message in request.messages]
-        return tokenizer.encode_chat(messages, most, tools=tools, **options)
+        return tokenizer.encode_chat(turns(request.messages), most, tools=tools, **options)
 
     try:
         token_ids = await run_sized(_size(request), encode)

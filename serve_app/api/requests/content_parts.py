@@ -72,7 +72,7 @@ class ImageUrl(StrictModel):
 
 
 class ImagePart(StrictModel):
-    """An image in a user message, for models that take images."""
+    """An image in a user's message or a tool's, for models that take images."""
 
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("text", "uuid"), _NEVER)
     hints: ClassVar[Unsupported] = _MARKS

@@ -112,8 +112,8 @@ class Message(StrictModel):
             if isinstance(part, TextPart) and part.copied is not None:
                 text = f"only allowed in an assistant's message, but the role is {self.role}"
                 raise PydanticCustomError("role", "{text}", {"text": text, "field": f"content.{place}.{part.copied}"})
-        if self.images and self.role != "user":
-            text = f"image parts are only allowed in a user's message, but the role is {self.role}"
+        if self.images and self.role not in ("user", "tool"):
+            text = f"image parts are only allowed in a user's message or a tool's, but the role is {self.role}"
             raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
         return self
 

@@ -8,24 +8,67 @@ from typing import Any
 
 import pytest
 
+from engine.build.engine import FAKE_IMAGES
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
 from serve_app.api.text.tokenizer import Tokenizer
+from serve_app.images.intake import ImageIntake
+from serve_app.settings.images import ImageSettings
 from tests.serve_app.harness import CHAT, MODEL, ScriptedClient, finished, post
+from tests.support.image_files import data_url, make_image
 
 pytestmark = pytest.mark.anyio
 
-CALLER = replace(MODEL, max_model_len=2000, tool_parser="hermes")
+SEEING = replace(MODEL, max_model_len=2000, tool_parser="hermes", images=ImageIntake(FAKE_IMAGES, ImageSettings()))
 USER = {"role": "user", "content": "Look."}
+TWO_CALLS = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": name, "type": "function", "function": {"name": "look", "arguments": "{}"}} for name in ("a", "b")
+    ],
+}
+
+
+def picture(seed: int) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(make_image(seed, 32, 32))}}
+
+
+def result(call_id: str, *content: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": list(content)}
 
 
 async def sent(*messages: dict[str, Any], path: str = "/v1/chat/completions", **fields: Any) -> Any:
-    """Return the answer, the prompt's text, and what stands in the prompt besides text."""
-    client, tokenizer = ScriptedClient([finished()]), Tokenizer.byte_level()
-    answer = await post(create_app(client, tokenizer, CALLER), path, CHAT | {"messages": list(messages)} | fields)
+    """Return the answer, the prompt's text with a mark for each token of an image, and what stands in the prompt."""
+    client, tokenizer = ScriptedClient([finished()]), Tokenizer.byte_level(images=True)
+    answer = await post(create_app(client, tokenizer, SEEING), path, CHAT | {"messages": list(messages)} | fields)
     submission = client.submissions[0] if client.submissions else None
     prompt = "" if submission is None else tokenizer.decode(submission.prompt_token_ids)
     return answer, prompt, () if submission is None else submission.inputs
+
+
+async def test_images_of_results_are_shown_after_all_of_them_as_the_users() -> None:
+    """Qwen Code, kimi-cli and LangChain put what a tool saw into its message, as the other two APIs allow."""
+    text = {"type": "text", "text": "seen"}
+    shown = [TWO_CALLS, result("a", text, picture(1)), result("b", picture(2), text)]
+    answer, prompt, inputs = await sent(USER, *shown, USER)
+    assert answer.status == 200, answer.json
+    marks = "<|image|>" * sum(one.num_tokens for one in inputs)
+    _, _, after = prompt.partition("</tool_call><eos>")
+    assert after == f"<|tool|>seen<eos><|tool|>seen<eos><|user|>{marks}<eos><|user|>Look.<eos><|assistant|>"
+    as_users = [TWO_CALLS, result("a", text), result("b", text), {"role": "user", "content": [picture(1), picture(2)]}]
+    _, same, pixels = await sent(USER, *as_users, USER)
+    assert (same, pixels) == (prompt, inputs)
+
+
+async def test_a_refused_image_of_a_result_is_named_by_its_place() -> None:
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    answer, _, _ = await sent(USER, TWO_CALLS, result("a", picture(1), broken))
+    assert (answer.status, answer.error["param"]) == (400, "messages.2.content.1.image_url")
+    answer, _, _ = await sent(USER, {"role": "assistant", "content": [picture(1)]}, USER)
+    assert answer.error["message"] == (
+        "messages.1.content: image parts are only allowed in a user's message or a tool's, but the role is assistant"
+    )
 
 
 async def test_names_of_parts_are_labels() -> None:
