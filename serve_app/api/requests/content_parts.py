@@ -63,7 +63,8 @@ class RefusalPart(StrictModel):
 
 
 class ImageUrl(StrictModel):
-    hints: ClassVar[Unsupported] = {"media_type": _NEVER}  # Copilot sends it; the image itself tells
+    # Copilot's and Strands' names of the image's type; the image itself tells it.
+    hints: ClassVar[Unsupported] = dict.fromkeys(("media_type", "format"), _NEVER)
     hint_path: ClassVar[str] = "messages.content.image_url."
     url: str = Field(min_length=1)
     """`data:image/png;base64,...`, or an http or https URL of a host that the server's settings list."""

@@ -120,11 +120,12 @@ def test_the_count_of_tokenize_is_the_usage_of_the_chat(served: Served) -> None:
     assert counted["count"] == served.chat(*content).json["usage"]["prompt_tokens"]
 
 
-def test_what_a_client_says_an_images_type_is_changes_nothing(served: Served) -> None:
-    """VS Code's Copilot says it beside the URL."""
+@pytest.mark.parametrize("name", ["media_type", "format"])
+def test_what_a_client_says_an_images_type_is_changes_nothing(served: Served, name: str) -> None:
+    """VS Code's Copilot and Strands' agents say it beside the URL."""
     image = make_image(7, 40, 40)
-    answer, other = served.chat(picture(image, media_type="image/png")), served.chat(picture(image))
-    assert (answer.status, answer.headers[HEADER]) == (200, "messages.content.image_url.media_type")
+    answer, other = served.chat(picture(image, **{name: "image/png"})), served.chat(picture(image))
+    assert (answer.status, answer.headers[HEADER]) == (200, f"messages.content.image_url.{name}")
     assert answer.json["choices"][0]["token_ids"] == other.json["choices"][0]["token_ids"]
 
 
