@@ -9,6 +9,7 @@ from typing import Any
 from serve_app.api.requests.effort import (
     BUDGET,
     EFFORT,
+    KEEPING,
     OVERRULED,
     SWITCHES,
     switch_of,
@@ -62,7 +63,7 @@ def _known_kwargs(kwargs: Mapping[str, Any], known: Collection[str], model: Serv
             field = f"chat_template_kwargs.{name}"
             raise ApiError(400, f"{field}: should be true or false", param=field, code="invalid_value")
     kwargs = _with_one_switch(kwargs, known)
-    idle = {name for name in (EFFORT, *SWITCHES, BUDGET) if name in kwargs and name not in known}
+    idle = {name for name in (EFFORT, *SWITCHES, BUDGET, *KEEPING) if name in kwargs and name not in known}
     for name in sorted(idle):
         if kwargs[name] not in (False, None, "none") or model.reasoning_parser is not None:
             without_effect(f"chat_template_kwargs.{name}")

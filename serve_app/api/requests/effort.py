@@ -20,10 +20,13 @@ EFFORT, THINKS, BUDGET = "reasoning_effort", "enable_thinking", "thinking_budget
 """Names of chat templates' variables."""
 SWITCHES = (THINKS, "thinking")
 """Two names of the same variable: DeepSeek's templates have the second. A request may use either."""
+KEEPING = ("preserve_thinking", "clear_thinking")
+"""Variables by which Qwen's and GLM's templates show or drop the thoughts of earlier turns. Other templates decide that
+by themselves."""
 _NO_VARIABLE = "If the chat template has no such variable."
 _NO_SWITCH = "If the chat template has neither `enable_thinking` nor `thinking`, or the other is set to another value."
 VALUE_HINTS = {
-    **{f"chat_template_kwargs.{name}": _NO_VARIABLE for name in (EFFORT, BUDGET)},
+    **{f"chat_template_kwargs.{name}": _NO_VARIABLE for name in (EFFORT, BUDGET, *KEEPING)},
     **{f"chat_template_kwargs.{name}": _NO_SWITCH for name in SWITCHES},
 }
 

@@ -192,6 +192,19 @@ async def test_if_fields_disagree_the_one_without_effect_is_named(
     assert (answer.status, given, answer.headers.get(HEADER)) == (200, told, ignored)
 
 
+@pytest.mark.parametrize("name", ["preserve_thinking", "clear_thinking"])
+async def test_whether_to_keep_thoughts_is_a_hint_for_a_template_that_decides_it(name: str) -> None:
+    """Regression: pi asks any server of a Qwen model for `preserve_thinking`, which Qwen3's own template does not have:
+    each of its requests was refused."""
+    chat, kwargs = "/v1/chat/completions", {"enable_thinking": True, name: True}
+    for source, told, ignored in (
+        (SWITCH, " enable_thinking=True", f"chat_template_kwargs.{name}"),
+        (f"{SWITCH}{{{{ {name} }}}}", " enable_thinking=TrueTrue", None),
+    ):
+        answer, given = await ask(source, chat, {"chat_template_kwargs": kwargs})
+        assert (answer.status, given, answer.headers.get(HEADER)) == (200, told, ignored), answer.json
+
+
 async def test_a_prompts_tokens_are_those_of_the_chat_with_that_budget() -> None:
     tokenizer = Tokenizer.byte_level()
     tokenizer._chat_template = ChatTemplate(BUDGET, {})
