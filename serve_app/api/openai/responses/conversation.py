@@ -19,7 +19,17 @@ from serve_app.api.requests.strict_model import Unsupported
 from serve_app.errors.api_error import from_validation
 
 Json = dict[str, Any]
-_SAME = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_calls", "prompt_cache_key")
+_SAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "frequency_penalty",
+    "stream",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+)
 NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "response_format": "text.format",

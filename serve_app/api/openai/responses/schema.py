@@ -116,6 +116,9 @@ class ResponsesRequest(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     """0 and -1 keep all tokens."""
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    """As in the Open Responses specification, like the field below. OpenAI's own requests have neither."""
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """How many alternatives come with each log-probability of the text's tokens. Above 0, `include` is not needed."""
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None

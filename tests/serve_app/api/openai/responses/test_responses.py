@@ -329,10 +329,13 @@ async def test_an_incomplete_character_at_the_end_of_a_text_has_its_tokens() -> 
     assert [one["bytes"] for one in part["logprobs"]] == [[byte] for byte in "a🦜".encode()[:-1]]
 
 
-async def test_the_most_likely_tokens_are_kept() -> None:
+async def test_a_samplers_numbers_count_and_penalties_are_repeated() -> None:
+    """Regression: the AI SDK sends penalties to a server of Open Responses, and they were unknown."""
     client = saying("x")
-    await ask(client, top_k=3)
-    assert client.submissions[0].sampling.top_k == 3
+    told = valid((await ask(client, top_k=3, presence_penalty=0.5, frequency_penalty=-1)).json)
+    assert (told["presence_penalty"], told["frequency_penalty"]) == (0.5, -1)
+    sampling = client.submissions[0].sampling
+    assert (sampling.top_k, sampling.presence_penalty, sampling.frequency_penalty) == (3, 0.5, -1)
 
 
 async def test_requests_of_one_cache_key_go_to_one_engine() -> None:
