@@ -55,6 +55,8 @@ def _of_format(given: ResponseFormat, specials: Specials) -> tuple[str, Grammar]
     assert isinstance(given, JsonObjectFormat)
     if given.schema_ is not None:
         return _of_schema("response_format.schema", given.schema_)
+    if given.value is not None:
+        return _of_schema("response_format.value", given.value)
     return "response_format", any_object()
 
 

@@ -44,6 +44,15 @@ class JsonObjectFormat(StrictModel):
     type: Literal["json_object"]
     schema_: SchemaOrText | None = Field(None, alias="schema")
     """A JSON schema, which llama.cpp and others accept here, also as a string."""
+    value: SchemaOrText | None = None
+    """TGI's name for `schema`, which Hugging Face's client writes for any `json_schema`."""
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> JsonObjectFormat:
+        if None not in (self.schema_, self.value):
+            text = "not allowed together with schema, which has the same meaning"
+            raise PydanticCustomError("schemas", "{text}", {"text": text, "field": "value"})
+        return self
 
 
 class NamedSchema(StrictModel):

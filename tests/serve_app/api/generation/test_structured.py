@@ -114,6 +114,7 @@ async def text_of(app: ASGIApp, **fields: Any) -> str:
         {"json_schema": json.dumps(SCHEMA)},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"response_format": {"type": "json_object", "schema": json.dumps(SCHEMA)}},
+        {"response_format": {"type": "json_object", "value": SCHEMA}},  # of Hugging Face's InferenceClient
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -378,6 +379,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
     ({"response_format": {"type": "json_object", "schema": BAD}}, "response_format.schema", '"not"'),
     ({"response_format": {"type": "json_object", "schema": 1}}, "response_format.schema", "dictionary"),
+    ({"response_format": {"type": "json_object", "value": BAD}}, "response_format.value", '"not"'),
+    ({"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format.value", "same meaning"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BAD}}},
         "response_format.json_schema.schema",
