@@ -125,6 +125,14 @@ def test_lark_is_taken_as_it_is() -> None:
     assert not WALKER.admits(grammar, "ab1")
 
 
+@pytest.mark.parametrize("marks", ["?", "!", "!?"])
+def test_a_first_rule_with_marks_for_a_tree_is_larks(marks: str) -> None:
+    """Regression: Outlines' grammars begin with `?start: ...`, which was taken for GBNF."""
+    grammar = texts.grammar(f'{marks}start: expression\n?expression: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/\n').text()
+    assert WALKER.admits(grammar, "1+22")
+    assert not WALKER.admits(grammar, "1+")
+
+
 def test_the_engines_own_notation_in_json_is_no_grammar() -> None:
     with pytest.raises(GrammarRefused, match="should be a grammar in Lark"):
         texts.grammar('{"grammars": [{"lark_grammar": "root: x"}]}')
