@@ -163,7 +163,7 @@ the Job's processor would choose. Other models have one form.
 {{- end }}
 {{- end }}
 {{- if .Values.args.models }}
-{{- range list "served_model_name" "model_aliases" "lora_adapters" "allow_lora_updates" "engine" "engine_replicas" "autoscaling" "engine_num_cpus" "engine_num_gpus" "tensor_parallel_placement" "engine_accelerator_type" "routing" "tool_parser" "reasoning_parser" "pooling" "images" }}
+{{- range list "served_model_name" "default_sampling" "model_aliases" "lora_adapters" "allow_lora_updates" "engine" "engine_replicas" "autoscaling" "engine_num_cpus" "engine_num_gpus" "tensor_parallel_placement" "engine_accelerator_type" "routing" "tool_parser" "reasoning_parser" "pooling" "images" }}
 {{- if hasKey $.Values.args . }}
 {{- fail (printf "args.%s must not stand beside args.models: it is each model's own, and null removes what an earlier file says" .) }}
 {{- end }}
