@@ -143,8 +143,8 @@ install: $(VENV)/installed
 
 # torch first and by itself: a package that asks for it earlier, or more loosely, brings gigabytes of CUDA.
 $(VENV)/installed: pyproject.toml constraints.txt scripts/serve
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
-	  || { echo "chunkserve needs Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "chunkserve needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,k8s,load]"

@@ -4,6 +4,7 @@ Its blocks are run by tests/docsite."""
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,20 @@ def test_every_link_leads_to_something(link: str) -> None:
     assert (ROOT / path).exists()
     if anchor and not path:
         assert anchor in {heading.lower().replace(" ", "-") for heading in HEADINGS}
+
+
+def test_every_place_names_the_same_pythons() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", project["requires-python"])
+    assert found
+    least, beyond = map(int, found.groups())
+    *firsts, last = [f"3.{minor}" for minor in range(least, beyond)]
+    named = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert named == [*firsts, last]
+    pages = ["README.md", "Makefile", "docs/tutorials/first-server.md", "docs/how-to/install.md"]
+    for page in pages:
+        assert f"Python {', '.join(firsts)} or {last}" in (ROOT / page).read_text(encoding="utf-8"), page
+    assert f"(3, {least}) <= sys.version_info[:2] <= (3, {beyond - 1})" in (ROOT / "Makefile").read_text()
 
 
 def test_the_two_commands_stand_first() -> None:

@@ -18,11 +18,20 @@ FAILED = 1
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
+class _Help(argparse.HelpFormatter):
+    """Names an option's value once, `-o, --output FILE`, with each Python, as Python 3.13 does by itself."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, action.dest.upper())}"
+
+
 class Parser(OutputParser):
     """Refuses bad arguments in one line, which argparse's own parser hides under its usage."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help)
 
     def option_strings(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings]

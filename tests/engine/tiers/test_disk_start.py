@@ -42,7 +42,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "file", r"kv_tiers.disk_path .*file is or goes through a file")
     refused(tmp_path / "file/kv", r"kv_tiers.disk_path .*file/kv is or goes through a file")
     refused(Path("~nosuchuser/kv"), "kv_tiers.disk_path ~nosuchuser/kv has no place, because there is no such home")
-    refused(Path("/a\0b"), r"kv_tiers.disk_path '/a\\x00b' is no path: embedded null byte")
+    refused(Path("/a\0b"), r"kv_tiers.disk_path '/a\\x00b' is no path: .*embedded null")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])

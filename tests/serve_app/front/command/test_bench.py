@@ -92,7 +92,9 @@ async def test_a_load_that_takes_too_long_is_ended_with_what_there_was(tmp_path:
     """A server that never ends its answers."""
     found = await bench(FakeServer(step_s=600), tmp_path, *SHORT, "--at-most", "4")
     assert found.code == BROKEN
-    assert re.search(r"^ended early: after \d+ s of a load of 1 s; 7 unfinished requests, ", found.output, re.MULTILINE)
+    assert re.search(
+        r"^ended early: after \d+ s of a load of 1 s; [1-7] unfinished requests, ", found.output, re.MULTILINE
+    )
     assert "broken" not in found.output
 
 
