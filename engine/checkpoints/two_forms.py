@@ -25,7 +25,7 @@ from engine.config import DEFAULT_MODEL
 logger = logging.getLogger(__name__)
 
 # Part of the cache key. Raise it when the conversion changes, so that directories of an older one are not reused.
-_CONVERSION = "v2"
+_CONVERSION = "v3"
 _IN_BFLOAT16 = re.compile(r"gguf-[0-9a-f]{32}-v\d+")
 
 
