@@ -21,6 +21,14 @@ _VALUES_PER_CHUNK = 1 << 24  # 64 MiB of float32: converting needs this much mem
 
 STORED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """The types of matrices that the engine can use as they are."""
+_SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
+    "temperature": ("temp", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "repetition_penalty": ("penalty_repeat", float),
+}
+"""Hugging Face's names of how answers are sampled, and those below general.sampling with their types."""
 
 
 def convert_gguf(path: Path, directory: Path, progress: bool, *, stored: bool = False) -> None:
@@ -59,7 +67,9 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _generation_config(gguf: GGUFFile) -> dict[str, Any]:
-    return {name: ids if len(ids) > 1 else ids[0] for name, ids in special_token_ids(gguf).items()}
+    ids = {name: ids if len(ids) > 1 else ids[0] for name, ids in special_token_ids(gguf).items()}
+    sampling = {name: gguf.get(f"general.sampling.{key}", kind) for name, (key, kind) in _SAMPLING.items()}
+    return ids | {name: value for name, value in sampling.items() if value is not None}
 
 
 def tensor_names(gguf: GGUFFile, config: dict[str, Any]) -> dict[str, str]:

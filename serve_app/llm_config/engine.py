@@ -277,11 +277,11 @@ def _settle_sampling(taking: Taking, kwargs: Mapping[str, Any]) -> None:
     """Requests without values of their own get the model's, unless `generation_config` is vllm; those that override it
     stand over either."""
     source = kwargs.get("generation_config", "auto")
-    if source == "auto":
+    if source != "vllm":
         taking.put("default_sampling.source", "model")
-    elif source != "vllm":
-        text = "expected auto or vllm: name the values in override_generation_config"
-        taking.unsupported(f"{PATH}.generation_config", source, text)
+    if source not in ("auto", "vllm"):
+        text = "taken as auto, which reads the model's own file; name others in override_generation_config"
+        taking.changed(f"{PATH}.generation_config", source, text)
     path = f"{PATH}.override_generation_config"
     for name, value in taking.mapping(path, kwargs.get("override_generation_config")).items():
         if name != "source" and name in SamplingSettings.model_fields:

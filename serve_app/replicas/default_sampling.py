@@ -3,8 +3,11 @@ Never changes what a request sets."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.checkpoints.prepare import ModelError
@@ -12,11 +15,12 @@ from serve_app.engines.engine_client import SamplingDefaults
 from serve_app.settings.sampling import MinP, RepetitionPenalty, SamplingSettings, Temperature, TopK, TopP
 
 _FILE = "generation_config.json"
+_OTHERWISE = "A value in default_sampling stands over the file's, and `source: openai` does not use the file."
 
 
-class _GenerationConfig(BaseModel):
-    """What is read of the file. `do_sample` does not count, as in vLLM: it is false by default, and many files that
-    have a temperature do not set it."""
+class _Values(BaseModel):
+    """What counts: the file's values with the settings' over them. `do_sample` does not count, as in vLLM: it is false
+    by default, and many files that have a temperature do not set it."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -33,16 +37,31 @@ def default_sampling(settings: SamplingSettings, model_dir: Path | None) -> Samp
     Raises:
         ModelError: the file is to be used, and has a value that no request may have.
     """
-    found = _read(model_dir / _FILE) if settings.source == "model" and model_dir is not None else _GenerationConfig()
-    values = found.model_dump(exclude_none=True) | settings.model_dump(exclude={"source"}, exclude_none=True)
-    if "top_k" in values:
-        values["top_k"] = max(values["top_k"], 0)
-    return SamplingDefaults(**values)
-
-
-def _read(path: Path) -> _GenerationConfig:
+    found, path = dict[str, Any](), None
+    if settings.source == "model" and model_dir is not None and (model_dir / _FILE).exists():
+        path = model_dir / _FILE
+        found = _read(path)
     try:
-        return _GenerationConfig.model_validate_json(path.read_bytes()) if path.exists() else _GenerationConfig()
+        values = _Values.model_validate(found | settings.model_dump(exclude={"source"}, exclude_none=True))
     except ValidationError as error:
-        reasons = "; ".join(": ".join((*map(str, one["loc"]), one["msg"])) for one in error.errors())
-        raise ModelError(f"{path}: {reasons}. default_sampling.source: openai does not use the file.") from None
+        reasons = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
+        raise ModelError(f"{path}: {reasons}. {_OTHERWISE}") from None
+    chosen = values.model_dump(exclude_none=True)
+    if "top_k" in chosen:
+        chosen["top_k"] = max(chosen["top_k"], 0)
+    return SamplingDefaults(**chosen)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = pydantic_core.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}. {_OTHERWISE}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is no JSON object. {_OTHERWISE}")
+    return found
+
+
+def told(defaults: SamplingDefaults) -> str:
+    """Write for a log what a request gets."""
+    return ", ".join(f"{name} {value:g}" for name, value in dataclasses.asdict(defaults).items())

@@ -4,6 +4,7 @@ Never imports Ray: the library `chunkserve` serves in its own process."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from uuid import uuid4
 
@@ -20,9 +21,11 @@ from serve_app.images.intake import ImageIntake
 from serve_app.parsing.choice import chosen_parser
 from serve_app.parsing.reasoning_parsers import suggest_reasoning_parser
 from serve_app.parsing.tools import suggest_tool_parser
-from serve_app.replicas.default_sampling import default_sampling
+from serve_app.replicas.default_sampling import default_sampling, told
 from serve_app.settings.application import AppSettings
 from serve_app.settings.features import refused_images
+
+logger = logging.getLogger(__name__)
 
 _ASSUMED_MODEL_LEN = 4096
 """The context of a model that has not been awake and whose files do not say it; only shown in the list of models."""
@@ -53,6 +56,7 @@ def read_text_side(settings: AppSettings, *, progress: bool = True) -> TextSide:
     written = Path(settings.model).expanduser() if settings.model.endswith(".gguf") else path / "config.json"
     longest = settings.engine.max_model_len or _trained_length(path / "config.json")
     sampling = default_sampling(settings.default_sampling, path)
+    logger.info("%s: what a request does not set: %s", settings.model_id, told(sampling))
     return TextSide(Tokenizer.from_dir(path), int(written.stat().st_mtime), longest, sampling)
 
 

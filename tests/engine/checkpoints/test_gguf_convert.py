@@ -194,6 +194,14 @@ def test_a_model_with_several_end_tokens_stops_at_each_of_them(tmp_path: Path) -
     assert json.loads((directory / "config.json").read_text())["eos_token_id"] == 2
 
 
+def test_how_answers_are_sampled_is_taken_along(tmp_path: Path) -> None:
+    told = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.05}
+    given = {f"general__sampling__{key}": value for key, value in told.items()}
+    found = json.loads((convert(write_gguf(tmp_path / "tiny.gguf", **given)) / "generation_config.json").read_text())
+    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
+    assert {name: found[name] for name in sampling} == sampling
+
+
 def test_the_head_size_defaults_to_the_hidden_size_over_the_heads(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", llama__attention__key_length=None, llama__attention__value_length=None)
     assert config_of(path)["head_dim"] == SHAPE["hidden"] // SHAPE["heads"]

@@ -104,7 +104,7 @@ NOTED: list[tuple[dict[str, Any], Kind, str]] = [
     ({"tool_call_parser": "granite"}, Kind.NOT_SUPPORTED, "tool_call_parser: expected one of auto, none, hermes"),
     ({"override_generation_config": {"max_new_tokens": 9}}, Kind.NOT_SUPPORTED, "it has no default here"),
     ({"override_generation_config": {"source": "openai"}}, Kind.NOT_SUPPORTED, "it has no default here"),
-    ({"generation_config": "/other"}, Kind.NOT_SUPPORTED, "expected auto or vllm: name the values in"),
+    ({"generation_config": "/other"}, Kind.CHANGED, "taken as auto, which reads the model's own file"),
     ({"kv_transfer_config": {"kv_connector": "Nixl"}}, Kind.NOT_SUPPORTED, "kv_transfer_config: an engine's KV cache"),
     (
         {"kv_offloading_size": 4, "tensor_parallel_size": 2},

@@ -57,12 +57,24 @@ def test_a_file_that_says_nothing_is_openais_way(tmp_path: Path, config: dict[st
     [
         ({"temperature": 3}, "temperature: .*less than or equal to 2"),
         ({"top_p": "much"}, "top_p: .*valid number"),
-        ([], ".*an object"),
     ],
 )
 def test_a_value_that_no_request_may_have_is_refused_with_its_file(tmp_path: Path, config: Any, reason: str) -> None:
-    with pytest.raises(ModelError, match=f"generation_config.json: {reason}.*default_sampling.source: openai"):
+    with pytest.raises(ModelError, match=f"generation_config.json: {reason}.*stands over the file's"):
         default_sampling(SamplingSettings(source="model"), model_dir(tmp_path, config))
+
+
+@pytest.mark.parametrize(("text", "reason"), [("[]", "no JSON object"), ("{", "no JSON: ")])
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=f"generation_config.json is {reason}"):
+        default_sampling(SamplingSettings(source="model"), tmp_path)
+
+
+def test_a_value_that_a_setting_stands_over_is_not_judged(tmp_path: Path) -> None:
+    model = model_dir(tmp_path, {"temperature": 3, "top_p": 0.9})
+    found = default_sampling(SamplingSettings(source="model", temperature=0.7), model)
+    assert found == SamplingDefaults(temperature=0.7, top_p=0.9)
 
 
 @pytest.mark.parametrize(
