@@ -80,6 +80,7 @@ class Factors:
 @dataclass(frozen=True, slots=True)
 class _Scaling:
     rank: int
+    alpha: float
     scale: float
 
 
@@ -93,16 +94,19 @@ def read_adapter(directory: Path, model: ModelConfig, dtype: torch.dtype, max_ra
 
     Raises: as read_factors.
     """
-    digest, factors = read_factors(directory, model, max_rank)
+    digest, factors = read_factors(directory, model, dtype, max_rank)
     return digest, _deltas(factors, model, dtype)
 
 
-def read_factors(directory: Path, model: ModelConfig, max_rank: int) -> tuple[str, Mapping[Place, Factors]]:
-    """Read an adapter; return (the digest of its files, the factors of each module that it adapts).
+def read_factors(
+    directory: Path, model: ModelConfig, dtype: torch.dtype, max_rank: int
+) -> tuple[str, Mapping[Place, Factors]]:
+    """Read an adapter; return (the digest of its files, the factors of each module that it adapts). dtype: of the
+    computation, in which all factors are finite.
 
     Raises:
-        AdapterError: there is no adapter, it needs something that is not supported, or it is for a model of another
-            shape.
+        AdapterError: there is no adapter, it needs something that is not supported, it is for a model of another
+            shape, or its numbers are too large for `dtype`.
     """
     if not os.path.isdir(directory):  # Path.is_dir raises for names that are too long
         raise AdapterError("There is no such directory on the engine's machine: expected an adapter there.")
@@ -113,7 +117,7 @@ def read_factors(directory: Path, model: ModelConfig, max_rank: int) -> tuple[st
         tensors = load(weights)
     except SafetensorError as error:
         raise AdapterError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}.") from error
-    pairs = _by_module(tensors, model, scaling)
+    pairs = _by_module(tensors, model, dtype, scaling)
     return digest, {place: Factors(a, b.float() * scaling.scale) for place, (a, b) in pairs.items()}
 
 
@@ -146,7 +150,7 @@ def _read_config(raw: bytes, max_rank: int) -> _Scaling:
         raise AdapterError(f"{CONFIG_FILE}: r is {rank}, and this engine takes ranks up to {max_rank} (max_lora_rank).")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not -_MOST <= alpha <= _MOST:
         raise AdapterError(f"{CONFIG_FILE}: lora_alpha is {_short(alpha)}: expected a number.")
-    return _Scaling(rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return _Scaling(rank, alpha, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _short(value: Any) -> str:
@@ -159,7 +163,9 @@ def _short(value: Any) -> str:
 _Pair = tuple[Tensor, Tensor]
 
 
-def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scaling) -> dict[Place, _Pair]:
+def _by_module(
+    tensors: Mapping[str, Tensor], model: ModelConfig, dtype: torch.dtype, scaling: _Scaling
+) -> dict[Place, _Pair]:
     """Return the two factors of each adapted module, by the module's place: of a model's part, those of the part. An
     adapter that was trained on the model without its LM head, as for embeddings, names modules without its prefix."""
     places = places_of(model.whole or model)
@@ -173,7 +179,7 @@ def _by_module(tensors: Mapping[str, Tensor], model: ModelConfig, scaling: _Scal
                 f"{name} is not supported for {model.architecture}; supported are lora_A and lora_B of attention and "
                 "dense-MLP projections."
             )
-        _check(name, tensor, found["side"], places[module], scaling)
+        _check(name, tensor, found["side"], places[module], dtype, scaling)
         sides[module][found["side"]] = tensor
     if not sides:
         raise AdapterError(f"{WEIGHTS_FILE} holds no tensor.")
@@ -190,14 +196,28 @@ def _cut(a: Tensor, b: Tensor, cut: Cut) -> _Pair:
     return Cut(inputs=cut.inputs).of(a), Cut(outputs=cut.outputs).of(b)
 
 
-def _check(name: str, tensor: Tensor, side: str, place: Place, scaling: _Scaling) -> None:
+def _check(name: str, tensor: Tensor, side: str, place: Place, dtype: torch.dtype, scaling: _Scaling) -> None:
     want = (scaling.rank, place.inputs) if side == "A" else (place.outputs, scaling.rank)
     if tuple(tensor.shape) != want:
         raise AdapterError(f"{name} has shape {list(tensor.shape)}, but r and this model's shape say {list(want)}.")
     if not tensor.is_floating_point():
         raise AdapterError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}: expected floating-point numbers.")
-    if not bool(tensor.float().isfinite().all()):
+    numbers = tensor.float()
+    if not _is_finite(numbers):
         raise AdapterError(f"{name} contains NaN or infinity.")
+    scaled = numbers * scaling.scale if side == "B" else numbers
+    if not _is_finite(scaled.to(dtype)):
+        limit = f"{str(dtype).removeprefix('torch.')} holds none beyond {torch.finfo(dtype).max:g}"
+        if _is_finite(numbers.to(dtype)):
+            alpha = _short(scaling.alpha)
+            raise AdapterError(
+                f"{CONFIG_FILE}: lora_alpha is {alpha}, which makes numbers of {name} too large: {limit}."
+            )
+        raise AdapterError(f"{name} has numbers that are too large: {limit}.")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
 
 
 def places_of(model: ModelConfig) -> dict[str, Place]:

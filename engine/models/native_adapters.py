@@ -32,7 +32,7 @@ class NativeAdapters:
         self._kept: dict[str, PackedAdapter] = {}
 
     def read(self, path: str) -> tuple[str, PackedAdapter]:
-        digest, factors = read_factors(Path(path), self._model, self._max_rank)
+        digest, factors = read_factors(Path(path), self._model, self._dtype, self._max_rank)
         packed = PackedAdapter(len(self._matrices), self._dtype)
         for key, matrix in self._matrices.items():
             own = [factors.get(place) for place in self._parts[key]]

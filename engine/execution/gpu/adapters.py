@@ -51,7 +51,7 @@ class AdapterSlots:
     # --- engine.step.AdapterHost --------------------------------------------------------------------------------------
 
     def read(self, path: str) -> tuple[str, Tensor]:
-        digest, factors = read_factors(Path(path), self._model, self._max_rank)
+        digest, factors = read_factors(Path(path), self._model, self._dtype, self._max_rank)
         return digest, self._device.staged(self._layout.pack(factors, self._dtype))
 
     def keep(self, digest: str, weights: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from tests.support.tiny_vision import save_vision_model
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 
 
-def read(directory: Path, model_dir: Path, max_rank: int = 16) -> tuple[str, Deltas]:
-    return read_adapter(directory, read_model_config(model_dir), torch.float32, max_rank)
+def read(
+    directory: Path, model_dir: Path, max_rank: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[str, Deltas]:
+    return read_adapter(directory, read_model_config(model_dir), dtype, max_rank)
 
 
 @pytest.fixture
@@ -78,6 +81,38 @@ def test_what_an_adapter_says_and_is_not_computed_is_refused_by_its_key(
     edit(made[1], **change)
     with pytest.raises(AdapterError, match=says):
         read(made[1], made[0])
+
+
+@pytest.mark.parametrize(
+    ("alpha", "dtype", "holds"),
+    [
+        (1e300, torch.float32, "float32 holds none beyond 3.40282e+38"),
+        (-1e300, torch.float32, "float32 holds none beyond 3.40282e+38"),
+        (1e9, torch.float16, "float16 holds none beyond 65504"),
+    ],
+)
+def test_a_lora_alpha_that_makes_weights_infinite_is_refused_by_its_key(
+    made: tuple[Path, Path], alpha: float, dtype: torch.dtype, holds: str
+) -> None:
+    """Regression: it was taken, and each answer failed."""
+    edit(made[1], lora_alpha=alpha)
+    with pytest.raises(AdapterError, match=re.escape(f"lora_alpha is {alpha}") + rf".*lora_B.*{re.escape(holds)}"):
+        read(made[1], made[0], dtype=dtype)
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_number_that_the_model_s_dtype_does_not_hold_is_refused_by_its_tensor(
+    made: tuple[Path, Path], side: str
+) -> None:
+    path = made[1] / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{Q}.lora_{side}.weight"][0, 0] = 1e5
+    save_file(tensors, path)
+    assert read(made[1], made[0], dtype=torch.bfloat16)[1]
+    with pytest.raises(
+        AdapterError, match=rf"layers\.1\.self_attn\.q_proj\.lora_{side}.*float16 holds none beyond 65504"
+    ):
+        read(made[1], made[0], dtype=torch.float16)
 
 
 @pytest.mark.parametrize("start", [False, None, "gaussian", "eva", "orthogonal"])

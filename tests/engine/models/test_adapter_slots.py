@@ -35,7 +35,7 @@ def test_a_slot_adds_what_the_adapter_s_deltas_add(
     path = save_adapter(save_model(kind, tmp_path / "model"), tmp_path / "adapter", modules=modules, rank=rank)
     model, generator = read_model_config(tmp_path / "model"), seeded_generator()
     digest, deltas = read_adapter(path, model, torch.float32, rank)
-    same_digest, factors = read_factors(path, model, rank)
+    same_digest, factors = read_factors(path, model, torch.float32, rank)
     layout = SlotLayout(model, 20)
     memory = torch.full((3, layout.size), torch.nan)
     memory[1] = layout.pack(factors, torch.float32)

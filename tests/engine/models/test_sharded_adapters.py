@@ -46,4 +46,4 @@ def test_an_adapter_of_another_shape_is_refused_with_the_whole_shape(tmp_path: P
     save_file(tensors | {name: torch.zeros(4, 40)}, file)
     for part in parts(tmp_path / "model", 2):
         with pytest.raises(AdapterError, match=r"shape \[4, 40\], but r and this model's shape say \[4, 80\]"):
-            read_factors(adapter, part, 8)
+            read_factors(adapter, part, torch.float32, 8)
