@@ -64,12 +64,13 @@ class GlooGroup:
         """
         host, rank, limit_s = self._host, self._rank, self._join_timeout_s
         leads, listener, self._listener = rank == LEADER, self._listener, None
+        deadline = time.monotonic() + limit_s
         store = _store(host, self._port, self._size, limit_s, listener)
         try:
             peers = _lead(store, host, self._size, limit_s, why_not) if leads else _follow(store, host, rank, limit_s)
             own_host = next(iter(peers.values())).getsockname()[0]
             self._star = Star(peers, self._timeout_s, self._end)
-            self._wait_for_all(self._star)
+            self._wait_for_all(self._star, deadline)
             self._gloo = _process_group(store, own_host, rank, self._size, self._timeout_s)
             self._store = store  # the leader's serves the others
         except RuntimeError as error:
@@ -80,13 +81,17 @@ class GlooGroup:
             self.close()
             raise
 
-    def _wait_for_all(self, star: Star) -> None:
+    def _wait_for_all(self, star: Star, deadline: float) -> None:
         """Return once all ranks have come, which may take as long as weights do. gloo waits for a rank that it connects
         to no longer than for one in a step."""
         if self._rank == LEADER:
             star.send(_ALL_HAVE_COME)
-        else:
-            star.receive()
+            return
+        try:
+            star.receive(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            star.lose(f"Rank {LEADER} did not say within {self._join_timeout_s:g} s that all ranks have joined.")
+            star.check()
 
     @property
     def address(self) -> str:

@@ -105,9 +105,17 @@ class Star:
                 self.lose(f"Rank {rank} broke its connection: {error}.")
                 raise RankLostError(self._reason) from error
 
-    def receive(self) -> bytes:
-        """Return the leader's next message, even if it has left since."""
-        message = self._messages.get()
+    def receive(self, limit_s: float | None = None) -> bytes:
+        """Return the leader's next message, even if it has left since. limit_s: the most to wait; None: no limit.
+
+        Raises:
+            RankLostError: a rank is lost.
+            TimeoutError: there was no message within `limit_s`.
+        """
+        try:
+            message = self._messages.get(timeout=limit_s)
+        except queue.Empty:
+            raise TimeoutError(f"no message within {limit_s} s") from None
         if message is None:
             self._messages.put(None)
             raise RankLostError(self._reason)

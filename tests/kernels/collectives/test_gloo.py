@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,9 +126,9 @@ def test_a_rank_that_still_loads_is_waited_for_by_those_that_have_come_and_not_c
     """Regression: a start ended where one of three ranks took a minute more to load than another."""
     receive, connect, done = star.Star.receive, gloo._process_group, queue.SimpleQueue[str]()
 
-    def receives(self: star.Star) -> bytes:
+    def receives(self: star.Star, limit_s: float | None = None) -> bytes:
         done.put("waits")
-        return receive(self)
+        return receive(self, limit_s)
 
     def connects(*how: Any) -> Any:
         done.put("connects")
@@ -154,6 +155,38 @@ def test_a_rank_that_still_loads_is_waited_for_by_those_that_have_come_and_not_c
     assert found == "waits"
     for group in (leader, *joined):
         group.close()
+
+
+def test_a_rank_that_has_come_waits_for_the_others_no_longer_than_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it waited without end for a leader that was stopped."""
+    clock, follow, ended = [0.0], gloo._follow, threading.Event()
+
+    def follows(*how: Any) -> dict[int, socket.socket]:
+        peers = follow(*how)
+        clock[0] += 60
+        return peers
+
+    monkeypatch.setattr(gloo, "_follow", follows)
+    monkeypatch.setattr(gloo, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    leader = GlooGroup("127.0.0.1:0", rank=0, size=3)  # rank 2 never comes
+    reasons = queue.SimpleQueue[str]()
+
+    def join(group: GlooGroup) -> None:
+        with pytest.raises(RankLostError) as lost:
+            group.join(lambda: "the test has ended" if ended.is_set() else None)
+        reasons.put(str(lost.value))
+
+    leads = threading.Thread(target=join, args=(leader,))
+    follower = GlooGroup(leader.address, rank=1, size=3, join_timeout_s=60)
+    joins = threading.Thread(target=join, args=(follower,))
+    leads.start()
+    joins.start()
+    try:
+        assert reasons.get(timeout=30) == "Rank 0 did not say within 60 s that all ranks have joined."
+    finally:
+        ended.set()
+        leads.join()
+        joins.join()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
