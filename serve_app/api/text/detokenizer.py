@@ -55,9 +55,13 @@ class Detokenizer:
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Go on behind these tokens, whose text is not returned: the first word after them keeps its space."""
-        for token_id in token_ids[-_FOLLOWED_TOKENS:]:
-            self.push(token_id)
-        self.drop()
+        tail = token_ids[-_FOLLOWED_TOKENS:]
+        for skipped in range(_KEPT_TOKENS + 1):  # the tail may begin inside a character, and then have no text
+            for token_id in tail[skipped:]:
+                self.push(token_id)
+            self.drop()
+            if self._before:
+                break
 
     @property
     def waits(self) -> bool:

@@ -409,8 +409,8 @@ async def test_a_character_that_begins_in_the_prompt_and_ends_in_the_answer_is_s
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """Make a tokenizer with the ids <s>, ▁a, b, ▁, a, then the bytes of é. Encoding adds <s>."""
-    pieces = ["<s>", "▁a", "b", "▁", "a", "<0xC3>", "<0xA9>"]
+    """Make a tokenizer with the ids <s>, ▁a, b, ▁, a, then the bytes of é and of ሰ. Encoding adds <s>."""
+    pieces = ["<s>", "▁a", "b", "▁", "a", "<0xC3>", "<0xA9>", "<0xE1>", "<0x88>", "<0xB0>"]
     core = tokenizers.Tokenizer(models.BPE(vocab={piece: at for at, piece in enumerate(pieces)}, merges=[("▁", "a")]))
     core.add_special_tokens(["<s>"])
     core.decoder = decoders.Sequence(
@@ -461,6 +461,7 @@ SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}, {"role": 
     [
         ("/v1/completions", {"prompt": "a"}, " a"),
         ("/v1/completions", {"prompt": [0, 1]}, " a"),
+        ("/v1/completions", {"prompt": [0, 1] + [7, 8, 9] * 6}, " a"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "a a"),
         ("/v1/completions", {"prompt": ["a", "a"], "n": 2, "stop": " b"}, " a"),
         ("/v1/completions", {"prompt": "a", "stop": " a"}, ""),

@@ -129,6 +129,17 @@ def test_a_word_keeps_its_space_wherever_decoding_starts_again(between: list[int
     assert text.endswith(" ab")
 
 
+@pytest.mark.parametrize("text", ["é", "ሰ", "🦜", "ሰ🦜é", "bሰ🦜"])
+def test_a_word_keeps_its_space_behind_a_prompt_of_byte_tokens_of_any_length(text: str) -> None:
+    """Regression: only a prompt's last tokens are read. Where they began inside a character, the whole run of bytes was
+    invalid, so that the next word was taken for the first of a text."""
+    core = byte_fallback()
+    for count in range(1, 12):
+        detokenizer = Detokenizer(core)
+        detokenizer.follow([256, *(257 if byte == 0x62 else byte for byte in (text * count).encode())])
+        assert detokenizer.push(256) == " a", count
+
+
 def test_decoding_goes_on_after_a_token_that_changes_text_already_returned() -> None:
     """DecodeStream raises there, and then for every token that follows:
     "A" + an invalid byte is decoded as "��", for example."""
