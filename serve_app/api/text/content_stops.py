@@ -37,7 +37,8 @@ class ContentStops:
         """Characters that may be a tag of thoughts."""
         self._unread: deque[str] = deque()
         """Characters that may belong to a call."""
-        self._is_searching = True
+        self._num_skipped = 0
+        """How many of the characters that are not released yet, from the first one on, are not to be searched."""
 
     @property
     def matched(self) -> str | None:
@@ -49,11 +50,8 @@ class ContentStops:
 
     def skip(self, text: str) -> str:
         """Read text without searching it for stop strings."""
-        self._is_searching = False
-        try:
-            return self._push(text)
-        finally:
-            self._is_searching = True
+        self._num_skipped = len(self._unread) + len(self._unsplit) + len(text)
+        return self._push(text)
 
     def flush(self) -> str:
         """Return what was held back, because the answer has ended."""
@@ -152,10 +150,15 @@ class ContentStops:
     def _pass(self, text: str) -> str:
         """Release calls or thoughts. A stop string cannot extend across them, so what waited for one is released,
         too."""
+        self._num_skipped = max(0, self._num_skipped - len(text))
         return self._stops.flush() + text if text else ""
 
     def _search(self, text: str) -> str:
-        return self._stops.push(text) if self._is_searching else self._stops.skip(text)
+        """Release content. Search only what was not skipped when it arrived: some may have been held back since."""
+        num_skipped = min(self._num_skipped, len(text))
+        self._num_skipped -= num_skipped
+        found = self._stops.skip(text[:num_skipped]) if num_skipped else ""
+        return found + self._stops.push(text[num_skipped:])
 
 
 def _common_end(text: str, other: str) -> int:

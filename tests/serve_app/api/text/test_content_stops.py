@@ -7,12 +7,14 @@ import json
 import random
 import tracemalloc
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from serve_app.api.text.content_stops import ContentStops
 from serve_app.api.text.stop_strings import StopStrings
+from serve_app.engines.engine_client import ServedModel
 from serve_app.parsing.reasoning_parsers import REASONING_PARSERS, reasoning_parser
 from serve_app.parsing.tools import TOOL_PARSERS
 from tests.serve_app.api.anthropic import test_anthropic
@@ -153,6 +155,32 @@ def test_text_that_is_skipped_is_read_and_not_searched() -> None:
     search = ContentStops(StopStrings(["END"]), reasoning_parser("qwen3", ""), TOOL_PARSERS["hermes"]())
     assert search.skip("<think>a</think>END ") == "<think>a</think>END "
     assert (search.push("b END"), search.matched) == ("b ", "END")
+
+
+@pytest.mark.parametrize(("reasoning", "tools"), [(None, "hermes"), ("qwen3", None), ("qwen3", "hermes")])
+def test_a_stop_string_ends_an_answer_only_where_its_last_character_came_after_the_skipped_text(
+    reasoning: str | None, tools: str | None
+) -> None:
+    """Regression: a character that a parser held back during the skipped text was searched when it was released."""
+    letters, stops = "<ta\n", ("<", "t", "<t", "a<", "\n", "a\n<")
+    for text, stop, num_skipped in product(map("".join, product(letters, repeat=3)), stops, range(4)):
+        search = ContentStops(
+            StopStrings([stop]),
+            None if reasoning is None else reasoning_parser(reasoning, ""),
+            None if tools is None else TOOL_PARSERS[tools](),
+        )
+        found = search.skip(text[:num_skipped]) + search.push(text[num_skipped:])
+        found += "" if search.matched else search.flush()
+        ends = [end for end in range(num_skipped + 1, len(text) + 1) if text[:end].endswith(stop)]
+        assert found == (text[: ends[0] - len(stop)] if ends else text), (text, stop, num_skipped)
+
+
+@pytest.mark.parametrize(("said", "model"), [("x<b", CALLER), ("<b x", THINKER)])
+async def test_a_stop_string_that_is_complete_before_min_tokens_ends_no_answer_with_calls_or_thoughts(
+    said: str, model: ServedModel
+) -> None:
+    message, _ = await whole_and_streamed(said, model, stop=["<"], min_tokens=said.index("<") + 2)
+    assert message["content"] == said
 
 
 @pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
