@@ -42,12 +42,13 @@ class ScoredBlocks:
         return steps
 
     def _scored(self, steps: Sequence[Step]) -> Iterator[Step]:
-        last = max((number for number, step in enumerate(steps) if isinstance(step, Grown)), default=-1)
-        for number, step in enumerate(steps):
+        num_behind = self._blocks.num_held + sum(len(step.text) for step in steps if isinstance(step, Grown))
+        for step in steps:
             if not isinstance(step, Grown):
                 yield step
                 continue
-            taken = self._take(len(step.text), self._blocks.num_held if number == last else 0)
+            num_behind -= len(step.text)
+            taken = self._take(len(step.text), num_behind)
             if step.block.kind != "text":
                 yield step
                 continue
@@ -55,14 +56,14 @@ class ScoredBlocks:
             step.block.logprobs += logprobs
             yield Grown(step.block, step.text, logprobs)
 
-    def _take(self, num_chars: int, num_held: int) -> list[ScoredToken]:
-        """Take the waiting tokens whose texts are together `num_chars` long, before the last `num_held` characters.
+    def _take(self, num_chars: int, num_behind: int) -> list[ScoredToken]:
+        """Take the waiting tokens whose texts are together `num_chars` long, before the last `num_behind` characters.
         Keep those behind them, and drop those before."""
         waiting, end = self._waiting, len(self._waiting)
-        while end and waiting[end - 1][1] <= num_held:  # only a character's last token has text
+        while end and waiting[end - 1][1] <= num_behind:  # only a character's last token has text
             end -= 1
-            num_held -= waiting[end][1]
-        self._waiting, num_chars = waiting[end:], num_chars + num_held
+            num_behind -= waiting[end][1]
+        self._waiting, num_chars = waiting[end:], num_chars + num_behind
         taken: list[ScoredToken] = []
         for token, length in reversed(waiting[:end]):
             num_chars -= length

@@ -124,6 +124,17 @@ def test_text_that_the_end_releases_has_its_log_probabilities_though_no_token_co
     assert [(step.text, [token["logprob"] for token in step.logprobs]) for step in grown] == [("\n ", [-1.0, -2.0])]
 
 
+def last_texts_tokens(pieces: list[str], blocks: BlockReader) -> str:
+    """Return the numbers of the pieces, each a token's text, whose scores the last block has."""
+    reader = ScoredBlocks(blocks, Tokenizer.byte_level())
+    at = 0
+    for number, text in enumerate(pieces):
+        reader.read(Piece(text, tokens=(ScoredToken(97, at, TokenLogprobs(97, -float(number))),)))
+        at += len(text)
+    reader.read(Piece("", "length", tokens=()))
+    return "".join(f"{-token['logprob']:.0f}" for token in blocks.blocks[-1].logprobs)
+
+
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
@@ -142,14 +153,25 @@ def test_text_that_is_held_back_while_other_text_is_shown_keeps_its_log_probabil
 ) -> None:
     """The second `<` of `<<` was taken for the first, and that one's score was lost."""
     blocks = BlockReader(ChatReader(reasoning_parser("qwen3", ""), TOOL_PARSERS["hermes"]()))
-    reader = ScoredBlocks(blocks, Tokenizer.byte_level())
-    at = 0
-    for number, text in enumerate(pieces):
-        reader.read(Piece(text, tokens=(ScoredToken(97, at, TokenLogprobs(97, -float(number))),)))
-        at += len(text)
-    reader.read(Piece("", "length", tokens=()))
-    block = blocks.blocks[-1]
-    assert "".join(f"{-token['logprob']:.0f}" for token in block.logprobs) == expected
+    assert last_texts_tokens(pieces, blocks) == expected
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (["<function=f>", "so", " on"], "12"),
+        (["<function=f>", "so", "\n", "on"], "123"),
+        (["so", "<function=f>", "\n", "so", " on", " and"], "2345"),
+    ],
+    ids=str,
+)
+def test_texts_that_are_released_together_have_their_own_tokens_log_probabilities(
+    pieces: list[str], expected: str
+) -> None:
+    """Regression: the first of them took the last token, and its own ones were dropped."""
+    function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    blocks = BlockReader(ChatReader(None, TOOL_PARSERS["qwen3_coder"]([function])))
+    assert last_texts_tokens(pieces, blocks) == expected
 
 
 @pytest.mark.parametrize(
