@@ -114,7 +114,7 @@ def _unknown(*place: str | int) -> str:
     likely = meant(place) or ""
     name = likely.removeprefix("args.").removeprefix("engine.")
     is_ours = name.partition(".")[0] in EngineSettings.__annotations__  # of an application, a config has others besides
-    is_below = len(place) > 1 + (place[0] == "engine") and name == likely
+    is_below = bool(name) and len(place) > 1 + (place[0] == "engine") and name == likely
     return f"unknown setting {_name(place)}" + (f": did you mean {name}?" if is_ours or is_below else "")
 
 

@@ -73,6 +73,7 @@ def test_the_types_of_settings_are_those_of_the_engine() -> None:
         ({"xyz": 1, "dtypes": "auto"}, ["unknown setting xyz", "unknown setting dtypes: did you mean dtype?"]),
         ({"max_num_seqs": 0}, ["max_num_seqs: Input should be greater than or equal to 1 (given: 0)"]),
         ({"targets": {"tpot": 75}}, ["unknown setting targets.tpot: did you mean tpot_ms?"]),
+        ({"targets": {"xyz": 1}, "images": {"xyz": 1}}, ["unknown setting targets.xyz", "unknown setting images.xyz"]),
         ({"tpot_ms": 75}, ["unknown setting tpot_ms: did you mean targets.tpot_ms?"]),
         ({"images": {"max_pixel": 3}}, ["unknown setting images.max_pixel: did you mean max_pixels?"]),
         ({"kv_cache_gb": 3}, ["unknown setting kv_cache_gb: did you mean kv_cache_memory_gib?"]),
@@ -89,6 +90,9 @@ def test_wrong_settings_are_refused_in_a_line_each(settings: dict[str, Any], lin
     assert len(said) == len(lines)
     for line, begins in zip(said, lines, strict=True):
         assert line.startswith(begins)
+        assert ("did you mean" in line) == ("did you mean" in begins), (
+            "a name that resembles none was met by an empty one"
+        )
         assert "engine." not in line, "settings have no such prefix here"
 
 
