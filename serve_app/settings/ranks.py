@@ -24,8 +24,17 @@ def ranks_of(config: EngineConfig) -> int:
 def ranks_in(engine: Mapping[str, Any]) -> int:
     """Return how many ranks an engine with these settings has, and so how many GPUs it needs. The settings are not
     checked yet: a size that is none counts as 1."""
-    sizes = [engine.get(name) for name in ("tensor_parallel_size", "expert_parallel_size")]
-    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    return math.prod(_size(engine.get(name)) for name in ("tensor_parallel_size", "expert_parallel_size"))
+
+
+def _size(given: Any) -> int:
+    """Read a size as the check of the settings does, which takes `"2"` and `2.0` for 2."""
+    from pydantic import TypeAdapter, ValidationError  # here: the command line's options import this module
+
+    try:
+        return max(1, TypeAdapter(int).validate_python(given))
+    except ValidationError:
+        return 1
 
 
 def setting_of(config: EngineConfig) -> str:

@@ -13,7 +13,7 @@ from serve_app import app
 from serve_app.replicas.deployment import EngineReplica, needs_of
 from serve_app.settings import model as model_settings
 from serve_app.settings.application import AppSettings
-from serve_app.settings.ranks import ONE_NODE, Placement, check_ranks, placement_options, rank_options
+from serve_app.settings.ranks import ONE_NODE, Placement, check_ranks, placement_options, rank_options, ranks_in
 
 
 @pytest.fixture
@@ -54,6 +54,17 @@ def test_a_refusal_names_the_setting_that_asked_for_ranks(setting: str) -> None:
 @pytest.mark.parametrize(("size", "gpus"), [(1, 0), (1, 1), (2, 0), (2, 2), (8, 8)])
 def test_each_rank_has_a_gpu_or_none_has(size: int, gpus: float) -> None:
     check_ranks(size, gpus, ONE_NODE)
+
+
+@pytest.mark.parametrize("size", [2, "2", 2.0, True, 0, -2, "two", None])
+def test_a_size_that_is_not_checked_yet_counts_as_the_check_will_read_it(size: Any) -> None:
+    """Regression: a size in quotes counted as 1, so its ranks were given one GPU, which was then refused."""
+    settings = {"tensor_parallel_size": size}
+    try:
+        read = AppSettings.model_validate({"engine": settings}).engine.tensor_parallel_size
+    except ValidationError:
+        read = 1
+    assert ranks_in(settings) == read
 
 
 def test_ranks_with_requests_of_their_own_have_seats_and_a_queue_each() -> None:
