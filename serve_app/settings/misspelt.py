@@ -1,5 +1,5 @@
 """Owns what a setting that there is not was probably meant for, and where that stands.
-Never knows a setting's name by itself: all are those of the settings' own schema."""
+Never knows a setting's name by itself: all are those of the settings' own schema, and only some groups are named."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ Path = tuple[str, ...]
 _ENTRY = "ModelEntry"
 _HERE, _ANYWHERE = 0.72, 0.75
 """How alike names must be, for a setting of the same level and for any."""
+_PLAIN: tuple[Path, ...] = ((), ("engine",), ("engine", "scheduler"), ("engine", "targets"))
+"""Levels whose settings say by their names alone what they are, as `max_tokens` of `images` does not."""
+_UNITS = ("s", "ms", "mib", "gib", "bytes")
 
 
 def meant(setting: Sequence[str | int]) -> str | None:
@@ -23,12 +26,20 @@ def meant(setting: Sequence[str | int]) -> str | None:
     entry = above[:2] if above[:1] == ["models"] else []
     level, name = tuple(part for part in above[len(entry) :] if isinstance(part, str)), str(last)
     paths = _paths(bool(entry))
-    here = [path for path in paths if path[:-1] == level]
+    here = [path for path in _paths(bool(entry), in_lists=True) if path[:-1] == level]
     same = next((path for path in paths if path[-1] == name), None)
     found = same or _with_unit(name, here) or _closest(name, here, _HERE) or _closest(name, paths, _ANYWHERE)
     if found is None:
         return None
     return found[-1] if found in here else ".".join(map(str, ("args", *entry, *found)))
+
+
+def named(name: str) -> str | None:
+    """Return the whole path of the setting that has this name, with or without its unit. None: there is none, or its
+    name says too little without its group."""
+    names = (name, *(f"{name}_{unit}" for unit in _UNITS))
+    found = [path for path in _paths(of_an_entry=False) if path[-1] in names and path[:-1] in _PLAIN]
+    return ".".join(("args", *found[0])) if found else None
 
 
 def _with_unit(name: str, paths: Iterable[Path]) -> Path | None:
@@ -45,18 +56,20 @@ def _closest(name: str, paths: Iterable[Path], cutoff: float) -> Path | None:
 
 
 @cache
-def _paths(of_an_entry: bool) -> tuple[Path, ...]:
-    """Return the paths of all settings, those at the top first: below `args`, or below an entry of `models`."""
+def _paths(of_an_entry: bool, in_lists: bool = False) -> tuple[Path, ...]:
+    """Return the paths of all settings, those at the top first: below `args`, or below an entry of `models`.
+    `in_lists`: also those of a list's items, whose paths lack the item's number and so cannot be written."""
     schema = AppSettings.model_json_schema()
     groups = schema["$defs"]
-    found = _below(groups[_ENTRY] if of_an_entry else schema, groups, ())
+    found = _below(groups[_ENTRY] if of_an_entry else schema, groups, (), in_lists)
     return tuple(sorted(found, key=lambda path: (len(path), path)))
 
 
-def _below(group: Mapping[str, Any], groups: Mapping[str, Any], above: Path) -> Iterator[Path]:
+def _below(group: Mapping[str, Any], groups: Mapping[str, Any], above: Path, in_lists: bool) -> Iterator[Path]:
     for name, spec in group.get("properties", {}).items():
         yield (*above, name)
-        for part in (spec, *spec.get("anyOf", ()), spec.get("items", {})):
+        items = [spec.get("items", {})] if in_lists else []
+        for part in (spec, *spec.get("anyOf", ()), *items):
             kind = part.get("$ref", "").rpartition("/")[2]
             if kind not in ("", _ENTRY):
-                yield from _below(groups[kind], groups, (*above, name))
+                yield from _below(groups[kind], groups, (*above, name), in_lists)

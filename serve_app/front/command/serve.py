@@ -61,16 +61,18 @@ def main(arguments: Sequence[str], prog: str) -> int:
 
 
 def _where_it_is_set(parser: Parser, unknown: str) -> str:
-    """Say which option or setting an unknown option was probably meant for; empty if there is none like it."""
-    option = unknown.partition("=")[0]
-    if close := get_close_matches(option, parser.option_strings(), n=1, cutoff=0.75):
-        return f"; did you mean {close[0]}?"
-    from serve_app.settings.misspelt import meant
+    """Say which option or setting an unknown option was meant for; empty if there is none. A setting is named only for
+    its own name: other servers have options whose names are like those of quite different settings."""
+    from serve_app.settings.misspelt import named
 
-    setting = meant([option.lstrip("-").replace("-", "_")])
-    if not option.startswith("--") or setting is None:
-        return ""
-    return f"; in a config it is {setting if setting.startswith('args.') else f'args.{setting}'}"
+    option = unknown.partition("=")[0]
+    name = option.lstrip("-")
+    ours = {known.lstrip("-"): known for known in parser.option_strings()}
+    setting = named(name.replace("-", "_")) if option.startswith("--") else None
+    if setting is not None and setting.rpartition(".")[2].replace("_", "-") not in ours:
+        return f"; in a config it is {setting}"
+    close = get_close_matches(name, ours, n=1, cutoff=0.75)
+    return f"; did you mean {ours[close[0]]}?" if close else ""
 
 
 def _config(parser: Parser, options: argparse.Namespace, made: Path) -> tuple[Path | None, bool]:

@@ -22,6 +22,7 @@ from serve_app.settings.misspelt import meant
         (("num_replicas",), "engine_replicas"),
         (("engine", "kv_cache_gb"), "kv_cache_memory_gib"),
         (("auth", "keys", 0, "tenent"), "tenant"),
+        (("tenant",), None),
         (("models", 1, "max_num_seqs"), "args.models.1.engine.max_num_seqs"),
         (("models", 1, "engine", "dtyp"), "dtype"),
         (("engine", "kv_tiers", "disk"), None),
