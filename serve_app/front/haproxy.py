@@ -26,7 +26,13 @@ block: its first port is held as the lock, the second is the fallback proxy's, a
 Ray does not reuse a replica's port while an old HAProxy may know it, an hour by our settings, so a block has many
 ports."""
 _MAXCONN = 4096  # Ray's default
-_SPARE_FILES = 256
+_CORES_PER_THREAD = 4
+"""More threads of HAProxy cost time by waking each other; one passes on 50,000 tokens a second (measured: 15 to 20 us
+each)."""
+_FILES_PER_THREAD = 3
+_SPARE_FILES = 64
+"""Its own sockets and logs are 24. The others are for the health checks of ingress replicas: HAProxy starts again with
+each replica that comes, and ends where it may not open as many files as it then asks for."""
 _CHECK_TIMEOUT_S = 10
 
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -63,7 +69,7 @@ class HAProxyMisconfigured(HAProxyUnusable):
 
 @dataclass(frozen=True, slots=True)
 class PrivateHAProxy:
-    """`launcher`: Ray starts it as HAProxy. `environment`: the files and ports of HAProxy and the replicas."""
+    """`launcher`: Ray starts it as HAProxy. `environment`: the files, ports and threads of HAProxy and the replicas."""
 
     launcher: Path
     environment: dict[str, str]
@@ -77,21 +83,23 @@ def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
     Raises:
         HAProxyUnusable: there is no binary, or it does not run, or it may not open enough files.
     """
-    maxconn = _max_connections(environ)
+    maxconn = _whole_number(environ, "MAXCONN", _MAXCONN)
+    threads = _whole_number(environ, "NBTHREAD", max(1, (os.cpu_count() or 1) // _CORES_PER_THREAD))
     _check_settings(environ, maxconn)
-    _check_open_files(maxconn)
+    _check_open_files(maxconn, threads)
     # The path must be short: a Unix socket's path has at most 107 bytes, and Ray and HAProxy add up to 81.
     with _directory() as directory, _lock_ports() as first_port:
         path = _write_launcher(directory)
         chosen = _chosen_binary(environ)
         _check(path, directory, {**environ, **chosen})
-        yield PrivateHAProxy(path, chosen | _paths(directory) | _ports(first_port, environ))
+        own = chosen | _paths(directory) | _ports(first_port, environ)
+        yield PrivateHAProxy(path, own | {"RAY_SERVE_HAPROXY_NBTHREAD": str(threads)})
 
 
-def _max_connections(environ: Mapping[str, str]) -> int:
-    given = environ.get("RAY_SERVE_HAPROXY_MAXCONN", str(_MAXCONN))
+def _whole_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    given = environ.get(f"RAY_SERVE_HAPROXY_{name}", str(default))
     if not (given.isascii() and given.isdecimal() and int(given)):
-        raise HAProxyMisconfigured(f"RAY_SERVE_HAPROXY_MAXCONN must be a whole number above 0, but it is {given!r}.")
+        raise HAProxyMisconfigured(f"RAY_SERVE_HAPROXY_{name} must be a whole number above 0, but it is {given!r}.")
     return int(given)
 
 
@@ -109,15 +117,15 @@ def _chosen_binary(environ: Mapping[str, str]) -> dict[str, str]:
     return {} if Path(chosen).name in ("", launcher.NAME) else {launcher.BINARY: chosen}
 
 
-def open_files(max_connections: int = _MAXCONN) -> int:
-    """Return how many files HAProxy wants to open at its start: two for each connection, two for each pipe, and some.
-    Ray switches splicing on, for which there is a pipe for every fourth connection."""
-    return 2 * max_connections + 2 * (max_connections // 4) + _SPARE_FILES
+def open_files(max_connections: int = _MAXCONN, threads: int = 1) -> int:
+    """Return how many files HAProxy wants to open at its start: two for each connection, two for each pipe, three for
+    each thread, and some. Ray switches splicing on, for which there is a pipe for every fourth connection."""
+    return 2 * max_connections + 2 * (max_connections // 4) + _FILES_PER_THREAD * threads + _SPARE_FILES
 
 
-def _check_open_files(max_connections: int) -> None:
+def _check_open_files(max_connections: int, threads: int) -> None:
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = open_files(max_connections)
+    needed = open_files(max_connections, threads)
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise HAProxyUnusable(f"it needs {needed} open files, the limit is {limit} (ulimit -Hn)")
 

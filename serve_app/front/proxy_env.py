@@ -4,7 +4,6 @@ Never overrides what the user has set, and never changes anything for a cluster 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,10 +27,6 @@ _DRAIN_MARGIN_S = 60
 _DEREGISTER_S = 2
 """How long an ingress replica that is ending still accepts connections. HAProxy stops using it after 0.2 s (measured on
 two idle cores), and takes a refused connection to another replica."""
-
-_CORES_PER_THREAD = 4
-"""More threads of HAProxy cost time by waking each other; one passes on 50,000 tokens a second (measured: 15 to 20 us
-each)."""
 
 _ONE_LOOP = {
     # Runs the request's path in one event loop instead of three: there are fewer hops between threads per token, and a
@@ -186,7 +181,6 @@ def _put_haproxy_in_front(served: _Served, environ: MutableMapping[str, str], he
         return
     hard_stop_s = max(_LONGEST_STREAM_S, int(served.drain_timeout_s) + _DRAIN_MARGIN_S)
     environ.setdefault(ENABLE, "1")
-    environ.setdefault("RAY_SERVE_HAPROXY_NBTHREAD", str(max(1, (os.cpu_count() or 1) // _CORES_PER_THREAD)))
     # Ray's default is an hour, during which a client could hold a connection without sending its body or reading.
     environ.setdefault("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", str(math.ceil(served.client_stall_timeout_s)))
     environ.setdefault("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", str(hard_stop_s))

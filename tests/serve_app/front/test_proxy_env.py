@@ -262,7 +262,7 @@ def test_a_page_whose_port_the_user_chose_stays_on_it(tmp_path: Path) -> None:
     assert f"bind unix@{tmp_path}/prometheus.sock" in kept
 
 
-@pytest.mark.parametrize("setting", [PER_SOURCE, "RAY_SERVE_HAPROXY_MAXCONN"])
+@pytest.mark.parametrize("setting", [PER_SOURCE, "RAY_SERVE_HAPROXY_MAXCONN", "RAY_SERVE_HAPROXY_NBTHREAD"])
 def test_a_wrong_setting_of_haproxy_ends_the_command_and_does_not_put_another_proxy_in_front(
     tmp_path: Path, setting: str
 ) -> None:
