@@ -29,6 +29,8 @@ _MAXCONN = 4096  # Ray's default
 _CORES_PER_THREAD = 4
 """More threads of HAProxy cost time by waking each other; one passes on 50,000 tokens a second (measured: 15 to 20 us
 each)."""
+_MAX_THREADS = 64
+"""HAProxy refuses more unless they are in groups, which Ray's configuration does not have."""
 _FILES_PER_THREAD = 3
 _SPARE_FILES = 64
 """Its own sockets and logs are 24. The others are for the health checks of ingress replicas: HAProxy starts again with
@@ -84,7 +86,7 @@ def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
         HAProxyUnusable: there is no binary, or it does not run, or it may not open enough files.
     """
     maxconn = _whole_number(environ, "MAXCONN", _MAXCONN)
-    threads = _whole_number(environ, "NBTHREAD", max(1, (os.cpu_count() or 1) // _CORES_PER_THREAD))
+    threads = _whole_number(environ, "NBTHREAD", _default_threads())
     _check_settings(environ, maxconn)
     _check_open_files(maxconn, threads)
     # The path must be short: a Unix socket's path has at most 107 bytes, and Ray and HAProxy add up to 81.
@@ -94,6 +96,10 @@ def private_haproxy(environ: Mapping[str, str]) -> Iterator[PrivateHAProxy]:
         _check(path, directory, {**environ, **chosen})
         own = chosen | _paths(directory) | _ports(first_port, environ)
         yield PrivateHAProxy(path, own | {"RAY_SERVE_HAPROXY_NBTHREAD": str(threads)})
+
+
+def _default_threads() -> int:
+    return min(max(1, (os.cpu_count() or 1) // _CORES_PER_THREAD), _MAX_THREADS)
 
 
 def _whole_number(environ: Mapping[str, str], name: str, default: int) -> int:

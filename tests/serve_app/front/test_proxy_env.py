@@ -150,8 +150,8 @@ def test_haproxy_gives_up_a_client_that_stands_still_when_the_ingress_does(tmp_p
     assert environment(written(tmp_path, OURS, patient))["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "91"
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (16, "4")])
-def test_haproxy_has_a_thread_for_every_four_cores(
+@pytest.mark.parametrize(("cores", "threads"), [(1, "1"), (2, "1"), (16, "4"), (384, "64")])
+def test_haproxy_has_a_thread_for_every_four_cores_and_no_more_than_it_takes(
     cores: int, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: cores)
