@@ -195,24 +195,25 @@ class HandleClient:
         answers = await self._ask_engines("adapters") if versions.has_own(deployment) else []
         return [adapter for name, known in answers if versions.is_own(name, deployment) for adapter in known]
 
-    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
         if self._has_no_engine():
             await self._wake()
-        # Also engines of earlier settings get it back.
+        # Engines get back what one of them knows, also those of earlier settings. After a restart, they may know less
+        # than ingress replicas.
         answers = sorted(
             await self._ask_engines("adapters"), key=lambda one: not versions.is_own(one[0], self._deployment)
         )
-        before = next((known for _, adapters in answers for known in adapters if known.name == name), None)
+        in_engines = next((known for _, adapters in answers for known in adapters if known.name == name), None)
         try:
             loaded = await _broadcast(self._engine, "load_adapter", name, path, timeout_s=LOAD_TIMEOUT_S)
             adapter = same_adapter(dict(loaded))
         except EngineError:
-            await self._restore_engines(name, before)
+            await self._restore_engines(name, in_engines)
             raise
         try:
             await _broadcast(self._ingress, "set_adapter", name, adapter, *self._which)
         except EngineError:  # some may have been told, and would refuse to load it once more
-            await self._restore_engines(name, before)
+            await self._restore_engines(name, in_engines)
             with suppress(EngineError):
                 await _broadcast(self._ingress, "set_adapter", name, before, *self._which)
             raise

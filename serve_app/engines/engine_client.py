@@ -110,8 +110,10 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
         """Load an adapter on every engine, or on none, and tell every other ingress replica its name.
+
+        `before`: what the name means in the ingress replicas, which return to it if the load fails.
 
         Raises:
             EngineError: an engine refuses it, or a replica did not answer.

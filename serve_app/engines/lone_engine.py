@@ -43,7 +43,7 @@ class LoneEngine(ABC):
     async def drain_all(self, draining: bool) -> None:
         return
 
-    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
         raise NotImplementedError("this engine has no adapters")
 
     async def unload_adapter(self, name: str) -> None:

@@ -50,7 +50,7 @@ class MeasuredEngine(OwnEngine):
         engine = self._recorder.activity(name, self._engine.load(), after.get(name))
         return FleetActivity((engine,), (IngressActivity.of(name, self._gate.snapshot()),))
 
-    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
         return await self._adapters.load(name, path)
 
     async def unload_adapter(self, name: str) -> None:

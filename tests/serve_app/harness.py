@@ -161,7 +161,7 @@ class ScriptedClient:
     async def drain_all(self, draining: bool) -> None:
         self.drains.append(draining)
 
-    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
         return AdapterRef(name, path, "0f")
 
     async def unload_adapter(self, name: str) -> None:
@@ -213,7 +213,7 @@ class LocalClient:
     async def drain_all(self, draining: bool) -> None:
         return
 
-    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
         return await self._adapters.load(name, path)
 
     async def unload_adapter(self, name: str) -> None:

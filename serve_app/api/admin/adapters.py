@@ -61,10 +61,11 @@ class AdapterRoutes:
                 if other is not lane and other.names.get(name) is not None:
                     text = f"The adapter '{name}' has already been loaded for the model {other.model.id}."
                     raise ApiError(400, text, param="lora_name", code="invalid_value")
-            if lane.names.get(name) is not None and not asked.load_inplace:
+            before = lane.names.get(name)
+            if before is not None and not asked.load_inplace:
                 text = f"The adapter '{name}' has already been loaded: set load_inplace to replace it."
                 raise ApiError(400, text, param="lora_name", code="invalid_value")
-            lane.names.put(await lane.client.load_adapter(name, asked.lora_path))
+            lane.names.put(await lane.client.load_adapter(name, asked.lora_path, before))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:

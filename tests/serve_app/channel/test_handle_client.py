@@ -329,7 +329,7 @@ async def test_a_load_that_is_refused_gives_engines_of_earlier_settings_their_ad
     versions.want(EngineVersion("m", "2"))
     versions.tell("old", EngineVersion("m", "1"))
     with pytest.raises(EngineError):
-        await client.load_adapter("a", "/a")
+        await client.load_adapter("a", "/a", None)
     assert restored == [before]
 
 
@@ -351,7 +351,7 @@ async def test_a_load_of_which_an_ingress_replica_was_not_told_is_undone_everywh
     none: Any = None
     client = HandleClient(engine=handle, ingress=handle, receiver=none, migration=none)
     with pytest.raises(EngineError, match="A replica does not answer"):
-        await client.load_adapter("a", "/a")
+        await client.load_adapter("a", "/a", before)
     assert told[2:] == [("set_adapter", loaded), ("restore_adapter", before), ("set_adapter", before)]
 
 
@@ -685,7 +685,7 @@ class Unavailable:
         lambda client: client.abort("x"),
         lambda client: client.load(),
         lambda client: client.reset_prefix_cache(),
-        lambda client: client.load_adapter("a", "/x"),
+        lambda client: client.load_adapter("a", "/x", None),
         lambda client: client.unload_adapter("a"),
         lambda client: client.check_health(),
         lambda client: client._wake(),

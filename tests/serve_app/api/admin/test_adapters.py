@@ -302,6 +302,20 @@ async def test_an_adapter_that_is_unloaded_while_it_is_loaded_stays_so(
     assert (named.known, engine.adapters.loaded) == ([], ())
 
 
+async def test_a_load_says_what_the_name_means_so_that_it_can_be_undone() -> None:
+    befores: list[AdapterRef | None] = []
+
+    class Recording(ScriptedClient):
+        async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
+            befores.append(before)
+            return AdapterRef(name, path, path)
+
+    app = create_app(Recording(), Tokenizer.byte_level(), MODEL, keys=KEYS, allow_lora_updates=True)
+    for path in ("/a", "/b"):
+        assert (await load(app, "a", path, load_inplace=True)).status == 200
+    assert befores == [None, AdapterRef("a", "/a", "/a")]
+
+
 @pytest.mark.parametrize("reaches_here", [False, True])
 async def test_an_unload_that_failed_can_be_repeated(reaches_here: bool) -> None:
     """The name was forgotten before the other replicas were told, and then a repetition was a 404 that told nobody."""

@@ -55,9 +55,9 @@ class Client(ScriptedClient):
         assert self.recorder is not None
         return Scrape([], [ReplicaSamples("ingress-1", self.recorder.samples())], {"engine": len(self.name)})
 
-    async def load_adapter(self, name: str, path: str) -> AdapterRef:
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
         self.loaded.append(name)
-        return await super().load_adapter(name, path)
+        return await super().load_adapter(name, path, before)
 
 
 def other_tokenizer(directory: Path) -> Tokenizer:
