@@ -3,11 +3,20 @@ Never decides who may change them, and never informs another replica."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from engine.async_engine import AsyncEngine
 from engine.protocol import AdapterRef, ErrorCode, RequestRejected
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load that is under way."""
+
+    name: str
+    path: str
+    is_withdrawn: bool = False
 
 
 class NamedAdapters:
@@ -17,7 +26,7 @@ class NamedAdapters:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._known: dict[str, AdapterRef] = {}
-        self._withdrawals: Counter[str] = Counter()  # of a name, also while it is loaded
+        self._loads: list[_Load] = []
 
     @property
     def known(self) -> list[AdapterRef]:
@@ -42,9 +51,13 @@ class NamedAdapters:
             RequestRejected: the adapter cannot be used, or the name was withdrawn meanwhile; it keeps its previous
                 meaning.
         """
-        withdrawals = self._withdrawals[name]
-        loaded = AdapterRef(name, path, await self._engine.adapters.load(path))
-        if self._withdrawals[name] != withdrawals:
+        this = _Load(name, path)
+        self._loads.append(this)
+        try:
+            loaded = AdapterRef(name, path, await self._engine.adapters.load(path))
+        finally:
+            self._loads.remove(this)
+        if this.is_withdrawn:
             self._drop(loaded)
             text = f"The adapter {name} was unloaded, or its load was undone, while it was loaded."
             raise RequestRejected(ErrorCode.ADAPTER_UNAVAILABLE, text, "lora_name")
@@ -55,18 +68,27 @@ class NamedAdapters:
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Running requests keep it until they end. Idempotent."""
-        self._withdrawals[name] += 1
+        for load in self._loads:
+            load.is_withdrawn |= load.name == name
         if (known := self._known.pop(name, None)) is not None:
             self._drop(known)
 
-    def restore(self, name: str, before: AdapterRef | None) -> None:
-        """Undo a load that another replica refused, or that takes too long here."""
-        self._withdrawals[name] += 1
-        loaded = self._known.pop(name, None)
-        if before is not None:
+    def restore(self, name: str, path: str, before: AdapterRef | None) -> None:
+        """Undo a load that failed at another replica, or that takes too long here. A name that has been unloaded since,
+        or means another adapter, stays so.
+
+        `path`: the directory that was loaded. `before`: what the name meant.
+        """
+        for load in self._loads:
+            load.is_withdrawn |= (load.name, load.path) == (name, path)
+        loaded = self._known.get(name)
+        if loaded is None or loaded.path != path:
+            return
+        if before is None:
+            del self._known[name]
+        else:
             self._known[name] = before  # a request that needs its weights will have them read again
-        if loaded is not None:
-            self._drop(loaded)
+        self._drop(loaded)
 
     def _drop(self, adapter: AdapterRef) -> None:
         if all(other.digest != adapter.digest for other in self._known.values()):

@@ -70,6 +70,16 @@ class AdapterNames:
         """Let the adapter's name mean this adapter from now on. Idempotent."""
         self._known[adapter.name] = adapter
 
+    def restore(self, loaded: AdapterRef, before: AdapterRef | None) -> None:
+        """Undo a `put` of `loaded`: let its name mean what it meant `before`. A name that has been removed since, or
+        means another adapter, stays so."""
+        if self._known.get(loaded.name) != loaded:
+            return
+        if before is None:
+            self.remove(loaded.name)
+        else:
+            self.put(before)
+
     def remove(self, name: str) -> None:
         """Forget an adapter. Idempotent."""
         self._known.pop(name, None)

@@ -208,20 +208,20 @@ class HandleClient:
             loaded = await _broadcast(self._engine, "load_adapter", name, path, timeout_s=LOAD_TIMEOUT_S)
             adapter = same_adapter(dict(loaded))
         except EngineError:
-            await self._restore_engines(name, in_engines)
+            await self._restore_engines(name, path, in_engines)
             raise
         try:
             await _broadcast(self._ingress, "set_adapter", name, adapter, *self._which)
         except EngineError:  # some may have been told, and would refuse to load it once more
-            await self._restore_engines(name, in_engines)
+            await self._restore_engines(name, path, in_engines)
             with suppress(EngineError):
-                await _broadcast(self._ingress, "set_adapter", name, before, *self._which)
+                await _broadcast(self._ingress, "restore_adapter", adapter, before, *self._which)
             raise
         return adapter
 
-    async def _restore_engines(self, name: str, before: AdapterRef | None) -> None:
+    async def _restore_engines(self, name: str, path: str, before: AdapterRef | None) -> None:
         with suppress(EngineError):  # a replica that does not answer now loads what its requests need
-            await _broadcast(self._engine, "restore_adapter", name, before)
+            await _broadcast(self._engine, "restore_adapter", name, path, before)
 
     async def unload_adapter(self, name: str) -> None:
         await _broadcast(self._ingress, "set_adapter", name, None, *self._which)

@@ -162,9 +162,9 @@ class EngineReplica:
         except EngineError as error:
             return self._replica_id, error
 
-    async def restore_adapter(self, name: str, before: AdapterRef | None) -> None:
-        """Undo a load that another engine replica refused."""
-        self._adapters.restore(name, before)
+    async def restore_adapter(self, name: str, path: str, before: AdapterRef | None) -> None:
+        """Undo a load that failed at another replica; broadcast to every engine replica."""
+        self._adapters.restore(name, path, before)
 
     async def unload_adapter(self, name: str) -> None:
         """See EngineClient.unload_adapter; broadcast to every engine replica."""
@@ -311,6 +311,10 @@ class IngressReplica:
             self._model(model).names.remove(name)
         else:
             self._model(model).names.put(adapter)
+
+    async def restore_adapter(self, loaded: AdapterRef, before: AdapterRef | None, model: str | None = None) -> None:
+        """Undo a load of which another replica was not told; broadcast to every ingress replica."""
+        self._model(model).names.restore(loaded, before)
 
     async def set_draining(self, draining: bool) -> None:
         """See EngineClient.drain_all; broadcast to every ingress replica."""

@@ -318,7 +318,7 @@ async def test_a_load_that_is_refused_gives_engines_of_earlier_settings_their_ad
         async def results_async() -> list[Any]:
             if method == "load_adapter":
                 raise EngineError(ErrorCode.ENGINE_DEAD, "no answer")
-            restored.extend(arguments[1:])
+            restored.extend(arguments[2:])
             return [("old", [before])]
 
         return SimpleNamespace(results_async=results_async)
@@ -352,7 +352,7 @@ async def test_a_load_of_which_an_ingress_replica_was_not_told_is_undone_everywh
     client = HandleClient(engine=handle, ingress=handle, receiver=none, migration=none)
     with pytest.raises(EngineError, match="A replica does not answer"):
         await client.load_adapter("a", "/a", before)
-    assert told[2:] == [("set_adapter", loaded), ("restore_adapter", before), ("set_adapter", before)]
+    assert told[2:] == [("set_adapter", loaded), ("restore_adapter", before), ("restore_adapter", before)]
 
 
 async def test_a_new_request_is_refused_while_all_engines_have_another_model_and_a_running_one_looks_on() -> None:

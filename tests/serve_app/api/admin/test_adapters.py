@@ -273,16 +273,18 @@ async def test_a_load_that_another_engine_refused_is_undone(engine: AsyncEngine,
     first = await named.load("a", write(tmp_path, "first", "one"))
     second = await named.load("a", write(tmp_path, "second", "two"))
     assert engine.adapters.loaded == (second.digest,)
-    named.restore("a", first)
+    named.restore("a", second.path, first)
     assert named.known == [first]
     assert engine.adapters.loaded == ()
-    named.restore("b", None)  # this replica's engine has refused it itself
+    named.restore("b", "/b", None)  # this replica's engine has refused it itself
     assert named.known == [first]
 
 
-@pytest.mark.parametrize("end", [lambda named: named.unload("a"), lambda named: named.restore("a", None)])
+@pytest.mark.parametrize(
+    "end", [lambda named, _: named.unload("a"), lambda named, path: named.restore("a", path, None)]
+)
 async def test_an_adapter_that_is_unloaded_while_it_is_loaded_stays_so(
-    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[NamedAdapters], None]
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[NamedAdapters, str], None]
 ) -> None:
     """Regression: a replica that took too long to load it had it in the end, and told it to later ingress replicas."""
     named, path, load, may = NamedAdapters(engine), write(tmp_path, "a", "one"), engine.adapters.load, asyncio.Event()
@@ -295,7 +297,7 @@ async def test_an_adapter_that_is_unloaded_while_it_is_loaded_stays_so(
     monkeypatch.setattr(engine.adapters, "load", slowly)
     loading = asyncio.create_task(named.load("a", path))
     await until(lambda: engine.adapters.loaded)
-    end(named)
+    end(named, path)
     may.set()
     with pytest.raises(RequestRejected, match="a was unloaded, or its load was undone, while it was loaded"):
         await loading
