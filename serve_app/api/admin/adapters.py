@@ -4,7 +4,12 @@ Never decides who may use them: they need the admin key, see serve_app.auth."""
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from pydantic import Field
 from starlette.middleware import Middleware
@@ -21,6 +26,8 @@ from serve_app.api.requests.strict_model import StrictModel
 from serve_app.auth.keys import Keys, NeedsAdminKey
 from serve_app.errors.api_error import ApiError
 from serve_app.settings.adapter_name import AdapterName
+
+logger = logging.getLogger(__name__)
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -46,6 +53,8 @@ class UnloadAdapterRequest(StrictModel):
 class AdapterRoutes:
     lanes: Lanes
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    """The change that is being made, kept here because an event loop does not keep its tasks alive."""
 
     async def load(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
@@ -56,31 +65,54 @@ class AdapterRoutes:
                 text = f"lora_name is {name}, which is the model's own name."
                 raise ApiError(400, text, param="lora_name", code="invalid_value")
         await lane.awake()  # before the lock: a model that takes long to wake holds up no other model's adapters
-        async with self._one_at_a_time:
-            for other in self.lanes:
-                if other is not lane and other.names.get(name) is not None:
-                    text = f"The adapter '{name}' has already been loaded for the model {other.model.id}."
-                    raise ApiError(400, text, param="lora_name", code="invalid_value")
-            before = lane.names.get(name)
-            if before is not None and not asked.load_inplace:
-                text = f"The adapter '{name}' has already been loaded: set load_inplace to replace it."
-                raise ApiError(400, text, param="lora_name", code="invalid_value")
-            lane.names.put(await lane.client.load_adapter(name, asked.lora_path, before))
+        await self._complete(partial(self._load, lane, asked))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _load(self, lane: Lane, asked: LoadAdapterRequest) -> None:
+        name = asked.lora_name
+        for other in self.lanes:
+            if other is not lane and other.names.get(name) is not None:
+                text = f"The adapter '{name}' has already been loaded for the model {other.model.id}."
+                raise ApiError(400, text, param="lora_name", code="invalid_value")
+        before = lane.names.get(name)
+        if before is not None and not asked.load_inplace:
+            text = f"The adapter '{name}' has already been loaded: set load_inplace to replace it."
+            raise ApiError(400, text, param="lora_name", code="invalid_value")
+        lane.names.put(await lane.client.load_adapter(name, asked.lora_path, before))
 
     async def unload(self, request: Request) -> Response:
         body = await read_json_body(request.scope, request.receive, MAX_BODY_BYTES)
         asked = parse_request(UnloadAdapterRequest, body)
         lane, name = self._lane(asked.model), asked.lora_name
-        async with self._one_at_a_time:
-            # An unload that failed may have reached some replicas, this one among them: a further one tells them all.
-            is_known = lane.names.get(name) is not None
-            await lane.client.unload_adapter(name)
-            lane.names.remove(name)
-            if not is_known:
-                text = f"The adapter '{name}' cannot be found: it is not loaded."
-                raise ApiError(404, text, param="lora_name", code="model_not_found")
+        await self._complete(partial(self._unload, lane, name))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _unload(self, lane: Lane, name: str) -> None:
+        # An unload that failed may have reached some replicas, this one among them: a further one tells them all.
+        is_known = lane.names.get(name) is not None
+        await lane.client.unload_adapter(name)
+        lane.names.remove(name)
+        if not is_known:
+            text = f"The adapter '{name}' cannot be found: it is not loaded."
+            raise ApiError(404, text, param="lora_name", code="model_not_found")
+
+    async def _complete(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Make a change when it is its turn. Once begun, it goes on if the client leaves: half of it would leave
+        replicas with different adapters."""
+        await self._one_at_a_time.acquire()
+        # Not in the request's context: Serve cancels the calls that were made there when the client leaves.
+        task = asyncio.create_task(change(), context=Context())
+        self._running.add(task)
+        task.add_done_callback(self._end)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)
+            raise
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._one_at_a_time.release()
 
     def _lane(self, asked: str | None) -> Lane:
         """Find the model that is meant, and check that its adapters may change.
@@ -102,3 +134,8 @@ class AdapterRoutes:
         guard = [Middleware(NeedsAdminKey, keys=keys)]
         handlers = {LOAD: self.load, UNLOAD: self.unload}
         return [Route(path, handler, methods=["POST"], middleware=guard) for path, handler in handlers.items()]
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("a change of adapters failed after its client had left", exc_info=error)

@@ -1,5 +1,5 @@
-"""Owns the contract of adapters over HTTP: the names they answer under, who may change them,
-and what a change leaves alone.
+"""Owns the contract of adapters over HTTP: their names, who may change them, what a change leaves alone. Long: each of
+them, with several engines, too, and with clients that leave.
 Never needs weights: the fake executor's rows differ with each adapter."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,81 @@ async def test_an_unload_that_failed_can_be_repeated(reaches_here: bool) -> None
     assert (await send(app, UNLOAD, {"lora_name": "a"})).status == 503
     assert (await send(app, UNLOAD, {"lora_name": "a"})).status == (404 if reaches_here else 200)
     assert (told, names.get("a")) == (["a", "a"], None)
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+
+OF_A_REQUEST: ContextVar[str | None] = ContextVar("of_a_request", default=None)
+
+
+class SlowClient(ScriptedClient):
+    """Changes the adapter `a` only when `may_end` is set."""
+
+    def __init__(self, error: EngineError | None = None) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+        self.calls: list[str] = []
+        self.contexts: list[str | None] = []
+        self._error = error
+
+    async def load_adapter(self, name: str, path: str, before: AdapterRef | None) -> AdapterRef:
+        await self._change(f"load {name}", name)
+        return await super().load_adapter(name, path, before)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._change(f"unload {name}", name)
+
+    async def _change(self, call: str, name: str) -> None:
+        self.calls.append(call)
+        self.contexts.append(OF_A_REQUEST.get())
+        if name == "a":
+            await self.may_end.wait()
+            self.calls.append(f"{call} ends")
+            if self._error is not None:
+                raise self._error
+
+
+async def leave(client: SlowClient, app: ASGIApp, path: str) -> None:
+    """Send a change of the adapter `a` whose client leaves once it has begun."""
+    OF_A_REQUEST.set("Serve's")
+    body = {"lora_name": "a"} | ({"lora_path": "/a"} if path == LOAD else {})
+    task = asyncio.ensure_future(send(app, path, body))
+    await until(lambda: client.calls)
+    await cancel(task)
+
+
+async def cancel(task: asyncio.Future[Answer]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("path", [LOAD, UNLOAD])
+async def test_a_change_that_has_begun_is_completed_without_its_client_and_before_the_next(path: str) -> None:
+    """Regression: some replicas had the adapter then and others not. Serve also cancels the calls that were made in a
+    request's context."""
+    client, names = SlowClient(), AdapterNames(MODEL, [AdapterRef("a", "/a", "0f")] if path == UNLOAD else [])
+    app = create_app(client, Tokenizer.byte_level(), MODEL, keys=KEYS, allow_lora_updates=True, adapters=names)
+    await leave(client, app, path)
+    following = asyncio.ensure_future(load(app, "b", "/b"))
+    impatient = asyncio.ensure_future(load(app, "c", "/c"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await cancel(impatient)
+    client.may_end.set()
+    assert (await following).status == 200
+    change = "load a" if path == LOAD else "unload a"
+    assert client.calls == [change, f"{change} ends", "load b"]
+    assert (names.get("a") is not None) == (path == LOAD)
+    assert client.contexts == [None, None]
+
+
+async def test_a_change_that_fails_without_its_client_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    client = SlowClient(EngineError(ErrorCode.ENGINE_DEAD, "A replica does not answer."))
+    app = create_app(client, Tokenizer.byte_level(), MODEL, keys=KEYS, allow_lora_updates=True)
+    await leave(client, app, LOAD)
+    client.may_end.set()
+    assert (await load(app, "b", "/b")).status == 200
+    (record,) = [record for record in caplog.records if "client" in record.message]
+    assert record.exc_info is not None
+    assert "A replica does not answer." in str(record.exc_info[1])
