@@ -25,6 +25,11 @@ ENTRIES: dict[str, Entry] = {
         "The LoRA adapter cannot be read: its files changed or are gone, no engine has it, or `max_loras` are in use.",
         "Try again later. Load the adapter again if its files changed; raise `max_loras` if adapters take turns.",
     ),
+    "adapter_withdrawn": Entry(
+        (409,),
+        "The LoRA adapter was unloaded, or its load was undone, while this request loaded it.",
+        "Load it again if it is still wanted.",
+    ),
     "admin_disabled": Entry(
         (403,), "An admin route, and the server has no admin key.", "Set `auth.admin_sha256`; see API keys."
     ),

@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     PREPARATION_FAILED = "preparation_failed"
     ADAPTER_UNAVAILABLE = "adapter_unavailable"
+    ADAPTER_WITHDRAWN = "adapter_withdrawn"
     GRAMMAR_LIMIT_EXCEEDED = "grammar_limit_exceeded"
     STEP_FAILED = "step_failed"
     ENGINE_DEAD = "engine_dead"

@@ -60,7 +60,7 @@ class NamedAdapters:
         if this.is_withdrawn:
             self._drop(loaded)
             text = f"The adapter {name} was unloaded, or its load was undone, while it was loaded."
-            raise RequestRejected(ErrorCode.ADAPTER_UNAVAILABLE, text, "lora_name")
+            raise RequestRejected(ErrorCode.ADAPTER_WITHDRAWN, text, "lora_name")
         before, self._known[name] = self._known.get(name), loaded
         if before is not None:
             self._drop(before)

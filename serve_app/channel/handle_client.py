@@ -386,6 +386,8 @@ def same_adapter(answers: Mapping[str, AdapterRef | EngineError]) -> AdapterRef:
         first = next(iter(refused.values()))
         if len(refused) == len(answers):
             raise first
+        if withdrawn := [answer for answer in refused.values() if answer.code is ErrorCode.ADAPTER_WITHDRAWN]:
+            raise withdrawn[0]  # other replicas had loaded it before that
         text = f"The engine replicas {', '.join(refused)} of {len(answers)} refuse it, so it was not loaded: {first}"
         raise RequestRejected(ErrorCode.INVALID_PARAMETER, text, "lora_path")
     loaded = [answer for answer in answers.values() if isinstance(answer, AdapterRef)]

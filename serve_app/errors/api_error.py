@@ -94,6 +94,8 @@ ENGINE_RULES: dict[ErrorCode, _Rule] = {
         500, "server_error", "preparation_failed", None, "The server failed to prepare the prompt."
     ),
     ErrorCode.ADAPTER_UNAVAILABLE: _Rule(503, "server_error", "adapter_unavailable", retry=True),
+    # Clients retry a 409, too, and would load again what has just been unloaded.
+    ErrorCode.ADAPTER_WITHDRAWN: _Rule(409, INVALID_REQUEST, "adapter_withdrawn", {"x-should-retry": "false"}),
     ErrorCode.GRAMMAR_LIMIT_EXCEEDED: _Rule(400, INVALID_REQUEST, "grammar_limit_exceeded"),
     ErrorCode.STEP_FAILED: _Rule(500, "server_error", "step_failed", None, "The engine failed to compute a step."),
     ErrorCode.ENGINE_DEAD: _Rule(503, "server_error", "engine_dead", None, "The engine is not running.", retry=True),

@@ -22,6 +22,7 @@ _ERRORS = {
     403: "The key is not an admin key, the server has no admin key, or the config does not allow the operation.",
     404: "No model, live request or kept response has that name.",
     408: "The body did not arrive.",
+    409: "The adapter was unloaded while it was loaded.",
     413: "The body is too large.",
     415: "The body is not JSON, or has a content encoding.",
     429: "A limit of this key is reached.",

@@ -155,8 +155,8 @@ def _admin(name: str, summary: str, answer: type[BaseModel]) -> Operation:
     )
 
 
-def _adapters(verb: str, summary: str, body: type[BaseModel]) -> Operation:
-    errors = (*_BODY, 403, 404, 503)
+def _adapters(verb: str, summary: str, body: type[BaseModel], *more_errors: int) -> Operation:
+    errors = (*_BODY, 403, 404, *more_errors, 503)
     path = f"/v1/{verb}_lora_adapter"
     return Operation(
         method="post", path=path, summary=summary, body=body, errors=errors, needs="admin key", media_type="text/plain"
@@ -297,7 +297,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=answers.Aborted,
         errors=(*_BODY, 404, 503),
     ),
-    _adapters("load", "Load an adapter on every engine.", LoadAdapterRequest),
+    _adapters("load", "Load an adapter on every engine.", LoadAdapterRequest, 409),
     _adapters("unload", "Unload an adapter; running requests keep it.", UnloadAdapterRequest),
     _admin("drain", "Finish running requests, and refuse new ones.", answers.Draining),
     _admin("resume", "Accept new requests again.", answers.Draining),

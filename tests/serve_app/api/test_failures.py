@@ -39,6 +39,7 @@ EXPECTED = {
     ErrorCode.DEADLINE_EXCEEDED: (504, "timeout", "deadline_exceeded"),
     ErrorCode.PREPARATION_FAILED: (500, "server_error", "preparation_failed"),
     ErrorCode.ADAPTER_UNAVAILABLE: (503, "server_error", "adapter_unavailable"),
+    ErrorCode.ADAPTER_WITHDRAWN: (409, "invalid_request_error", "adapter_withdrawn"),
     ErrorCode.GRAMMAR_LIMIT_EXCEEDED: (400, "invalid_request_error", "grammar_limit_exceeded"),
     ErrorCode.STEP_FAILED: (500, "server_error", "step_failed"),
     ErrorCode.ENGINE_DEAD: (503, "server_error", "engine_dead"),
@@ -56,7 +57,8 @@ async def test_a_refusal_by_the_engine_is_a_real_status_streamed_or_not(code: Er
     answer = await chat(ScriptedClient(rejection), stream=stream)
     assert (answer.status, answer.error["type"], answer.error["code"]) == EXPECTED[code]
     assert ("retry-after" in answer.headers) == (answer.status == 503)
-    assert (answer.headers.get("x-should-retry") == "false") == (code is ErrorCode.DEADLINE_EXCEEDED)
+    futile = code in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.ADAPTER_WITHDRAWN)
+    assert (answer.headers.get("x-should-retry") == "false") == futile
     assert len(answer.error["message"]) <= 1000
     if code in (ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.KV_CAPACITY_EXCEEDED):
         assert "maximum context length" in answer.error["message"]

@@ -232,6 +232,24 @@ def test_engines_that_all_have_it_agree() -> None:
     assert same_adapter({"e1": HERE, "e2": HERE}) == HERE
 
 
+def test_engines_of_which_some_had_loaded_it_before_it_was_withdrawn_say_so() -> None:
+    withdrawn = RequestRejected(ErrorCode.ADAPTER_WITHDRAWN, "a was unloaded", "lora_name")
+    with pytest.raises(RequestRejected) as refused:
+        same_adapter({"e1": HERE, "e2": withdrawn, "e3": REFUSED})
+    assert refused.value is withdrawn
+
+
+async def test_a_load_that_was_withdrawn_is_a_409_that_is_not_to_be_repeated() -> None:
+    """Regression: it was a 503 with Retry-After, so that clients loaded again what had just been unloaded."""
+    withdrawn = RequestRejected(ErrorCode.ADAPTER_WITHDRAWN, "a was unloaded", "lora_name")
+    client = SlowClient(withdrawn)
+    client.may_end.set()
+    app = create_app(client, Tokenizer.byte_level(), MODEL, keys=KEYS, allow_lora_updates=True)
+    answer = await load(app, "a", "/a")
+    assert (answer.status, answer.error["code"]) == (409, "adapter_withdrawn")
+    assert (answer.headers["x-should-retry"], answer.headers.get("retry-after")) == ("false", None)
+
+
 @pytest.mark.parametrize(
     ("answers", "says"),
     [
@@ -300,8 +318,9 @@ async def test_an_adapter_that_is_unloaded_while_it_is_loaded_stays_so(
     await until(lambda: engine.adapters.loaded)
     end(named, path)
     may.set()
-    with pytest.raises(RequestRejected, match="a was unloaded, or its load was undone, while it was loaded"):
+    with pytest.raises(RequestRejected, match="a was unloaded, or its load was undone, while it was loaded") as refused:
         await loading
+    assert refused.value.code is ErrorCode.ADAPTER_WITHDRAWN
     assert (named.known, engine.adapters.loaded) == ([], ())
 
 

@@ -18,6 +18,7 @@ from jsonschema import Draft202012Validator
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from engine.protocol import ErrorCode
 from serve_app.api.generation.completion import Piece
 from serve_app.api.http.hint_header import HEADER as HINTS_HEADER
 from serve_app.api.http.hint_header import TellsHints
@@ -142,10 +143,14 @@ def test_closed_admin_routes_are_declared_as_the_403_that_they_are() -> None:
         assert one.needs == "admin key" or not one.path.startswith("/admin/")
 
 
-def test_every_status_of_the_engines_errors_is_declared_for_generation() -> None:
+def test_every_status_of_the_engines_errors_is_declared_where_it_occurs() -> None:
+    of_a_load = ErrorCode.ADAPTER_WITHDRAWN
+    of_answers = {rule.status for code, rule in ENGINE_RULES.items() if code is not of_a_load}
     for path in ("/v1/chat/completions", "/v1/completions"):
         declared = {int(status) for status in DOCUMENT["paths"][path]["post"]["responses"]}
-        assert {rule.status for rule in ENGINE_RULES.values()} <= declared
+        assert of_answers <= declared
+    (load,) = [one for one in OPERATIONS if one.path == "/v1/load_lora_adapter"]
+    assert ENGINE_RULES[of_a_load].status in load.errors
 
 
 def test_every_answer_of_a_route_that_takes_hints_declares_their_header_and_no_other() -> None:
