@@ -93,14 +93,14 @@ def _head_dim(gguf: GGUFFile, arch: str, default: int) -> int:
 
 def _rope_scaling(gguf: GGUFFile, arch: str) -> dict[str, Any] | None:
     """Hugging Face's rope_scaling; None for plain rope. As in llama.cpp, a factor without a type means linear scaling,
-    and old files have another name for it."""
+    old files have another name for it, and of YaRN `yarn_attn_factor`, `yarn_ext_factor` and `yarn_log_multiplier` are
+    ignored. The limits of YaRN are followed as in transformers, though llama.cpp ignores them."""
     scaling = f"{arch}.rope.scaling"
     factor = gguf.get(f"{scaling}.factor", float) or gguf.get(f"{arch}.rope.scale_linear", float) or 1.0
     kind = gguf.get(f"{scaling}.type", str, "none" if factor == 1.0 else "linear")
     original = gguf.get(f"{scaling}.original_context_length", int)
-    for name, expected in _EXPECTED_SCALING.items():
-        if (found := gguf.get(f"{scaling}.{name}", float, expected)) != expected:
-            raise ModelError(f"{gguf.path}: metadata {arch}.rope.scaling.{name} is {found:g}; expected {expected:g}.")
+    if (found := gguf.get(f"{scaling}.attn_factor", float, 1.0)) != 1.0:
+        raise ModelError(f"{gguf.path}: metadata {arch}.rope.scaling.attn_factor is {found:g}; expected 1.")
     if ROPE_FACTORS in gguf.tensors:
         return _llama3_scaling(gguf, arch, original or 8192)
     if kind == "none":
@@ -115,10 +115,6 @@ def _rope_scaling(gguf: GGUFFile, arch: str) -> dict[str, Any] | None:
         f"{gguf.path}: metadata {arch}.rope.scaling.type is {kind!r} with original context {original}; "
         "expected none, linear, or yarn with an original context."
     )
-
-
-_EXPECTED_SCALING = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-"""Settings that change what RoPE multiplies, and are known at the values that change nothing alone."""
 
 
 def _llama3_scaling(gguf: GGUFFile, arch: str, original: int) -> dict[str, Any] | None:
