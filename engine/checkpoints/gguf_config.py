@@ -101,7 +101,13 @@ def _rope_scaling(gguf: GGUFFile, arch: str) -> dict[str, Any] | None:
     original = gguf.get(f"{scaling}.original_context_length", int)
     if (found := gguf.get(f"{scaling}.attn_factor", float, 1.0)) != 1.0:
         raise ModelError(f"{gguf.path}: metadata {arch}.rope.scaling.attn_factor is {found:g}; expected 1.")
-    if ROPE_FACTORS in gguf.tensors:
+    if ROPE_FACTORS in gguf.tensors and bool((gguf.values(ROPE_FACTORS) != 1.0).any()):
+        # llama.cpp applies divisors and factor together; Hugging Face has no scaling that does.
+        if kind != "none" and factor != 1.0:
+            raise ModelError(
+                f"{gguf.path}: metadata {arch}.rope.scaling is {kind!r} with factor {factor:g} beside tensor "
+                f"{ROPE_FACTORS}; expected none, or factor 1."
+            )
         return _llama3_scaling(gguf, arch, original or 8192)
     if kind == "none":
         return None
@@ -117,13 +123,11 @@ def _rope_scaling(gguf: GGUFFile, arch: str) -> dict[str, Any] | None:
     )
 
 
-def _llama3_scaling(gguf: GGUFFile, arch: str, original: int) -> dict[str, Any] | None:
+def _llama3_scaling(gguf: GGUFFile, arch: str, original: int) -> dict[str, Any]:
     """The llama3 setting that gives the divisors in rope_freqs.weight. The file has only the divisors: this tries the
     setting that Llama 3.1 and later were released with, and compares its divisors with those in the file."""
     divisors = gguf.values(ROPE_FACTORS)  # [head_dim // 2]
     factor = float(divisors.max())
-    if factor == 1.0:
-        return None
     low, high = 1.0, 4.0
     head_dim = 2 * divisors.size
     theta = gguf.get(f"{arch}.rope.freq_base", float, 10000.0) or 10000.0

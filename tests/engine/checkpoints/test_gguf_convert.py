@@ -284,8 +284,30 @@ def test_divisors_of_one_mean_plain_rope(tmp_path: Path) -> None:
     assert config_of(path)["rope_scaling"] is None
 
 
-def test_other_divisors_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "t.gguf", tensors=with_rope_factors(np.array([1.0, 7.0, 2.0, 5.0])))
+@pytest.mark.parametrize("scaling", [LINEAR, YARN], ids=["linear", "yarn"])
+def test_divisors_of_one_leave_the_metadata_s_scaling(scaling: dict[str, Any], tmp_path: Path) -> None:
+    """Regression: it was dropped. llama.cpp applies divisors and factor together."""
+    tensors = with_rope_factors(np.ones(SHAPE["head_dim"] // 2))
+    found = config_of(write_gguf(tmp_path / "t.gguf", tensors=tensors, **scaling))["rope_scaling"]
+    assert (found["rope_type"], found["factor"]) == (scaling["llama__rope__scaling__type"], 4.0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind"),
+    [(LINEAR, "linear"), (YARN, "yarn"), ({"llama__rope__scale_linear": 4.0}, "linear")],
+    ids=["linear", "yarn", "scale_linear"],
+)
+def test_a_factor_beside_divisors_is_refused(scaling: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    """Regression: it was dropped."""
+    path = write_gguf(tmp_path / "t.gguf", tensors=with_rope_factors(np.full(SHAPE["head_dim"] // 2, 8.0)), **scaling)
+    message = rf"rope\.scaling is '{kind}' with factor 4 beside tensor rope_freqs\.weight; expected none, or factor 1\."
+    with pytest.raises(ModelError, match=message):
+        convert(path)
+
+
+@pytest.mark.parametrize("divisors", [[1.0, 7.0, 2.0, 5.0], [1.0, 1.0, 0.5, 0.5]])
+def test_other_divisors_are_refused(divisors: list[float], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", tensors=with_rope_factors(np.array(divisors)))
     with pytest.raises(ModelError, match=r"rope_freqs\.weight is not llama3 scaling"):
         convert(path)
 
