@@ -640,13 +640,13 @@ class EngineConfig:
         "auto",
         "In how many bits weight matrices are held. `auto`: `stored` on a CPU where the native kernels compute with "
         "the checkpoint's bits and no matrix unit (AMX) multiplies bfloat16 faster, otherwise `none`; the log says "
-        "why. `none`: in the type of `dtype`; of a packed checkpoint, the native kernels still keep integers of 8 bits "
-        "with a scale for each output, and a GPU with Triton all that its kernels read. `stored`: in a checkpoint's "
-        "own 4 to 8 bits, without rounding, and only with the native kernels: a GGUF file's Q4_0, Q4_1, Q5_0, Q5_1, "
-        "Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers and FP8 of AWQ, GPTQ, "
-        "compressed-tensors and fp8 in groups of a multiple of 32 inputs, experts included. `int8`: rounded to one "
-        "byte for each weight and a scale for each output, so that a token reads half as much memory; with the native "
-        "kernels, or on a GPU with Triton, where packed weights that stay packed are left so. "
+        "why. `none`: in the type of `dtype`; of a packed checkpoint, the native kernels still keep integers of 8 "
+        "bits with a scale and no zero point for each output, and a GPU with Triton all that its kernels read. "
+        "`stored`: in a checkpoint's own 4 to 8 bits, without rounding, and only with the native kernels: a GGUF "
+        "file's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K, embedding and LM head included, and integers and "
+        "FP8 of AWQ, GPTQ, compressed-tensors and fp8 in groups of a multiple of 32 inputs, experts included. `int8`: "
+        "rounded to one byte for each weight and a scale for each output, so that a token reads half as much memory; "
+        "with the native kernels, or on a GPU with Triton, where packed weights that stay packed are left so. "
         "For the loss of accuracy see docs/how-to/quantised-models.md.",
     )
     activations: Literal["auto", "int8", "fp8"] = setting(
