@@ -78,7 +78,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             try:
                 self.parser.feed_data(part)
             except httptools.HttpParserError:
-                self.send_400_response("")
+                text = "Invalid HTTP request received."
+                self.logger.warning(text)
+                self.send_400_response(text)
                 return
             except httptools.HttpParserUpgrade as met:
                 if not self._is_offer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -134,6 +135,16 @@ async def first_answer(port: int, data: bytes) -> bytes:
     finally:
         writer.transport.abort()
     return answer
+
+
+@pytest.mark.parametrize("sent", [b"no request\r\n\r\n", GET + b"x-a: b\r\n" * (MAX_HEADERS + 1) + b"\r\n"])
+async def test_a_request_that_is_refused_unread_is_logged(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The app never sees it. Regression: our parsing dropped uvicorn's warning, the only trace of it in the log."""
+    told: list[str] = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "warning", told.append)
+    async with serving() as port:
+        assert (await first_answer(port, sent)).startswith(b"HTTP/1.1 4")
+    assert told == ["Invalid HTTP request received."]
 
 
 async def test_headers_at_the_limits_are_taken() -> None:
