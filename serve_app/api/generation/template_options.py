@@ -56,9 +56,9 @@ def _known_kwargs(kwargs: Mapping[str, Any], known: Collection[str], model: Serv
     way it does anyway.
 
     Raises:
-        ApiError: a switch is not a boolean: the text `"false"` would switch a template on.
+        ApiError: an option that is on or off is not a boolean: the text `"false"` would switch a template on.
     """
-    for name in SWITCHES:
+    for name in (*SWITCHES, *KEEPING):
         if not isinstance(kwargs.get(name), bool | None):
             field = f"chat_template_kwargs.{name}"
             raise ApiError(400, f"{field}: should be true or false", param=field, code="invalid_value")

@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
-from serve_app.api.requests.effort import EFFORTS, SWITCHES
+from serve_app.api.requests.effort import EFFORTS, KEEPING, SWITCHES
 from serve_app.api.text.chat_template import ChatTemplate
 from serve_app.api.text.tokenizer import Tokenizer
 from tests.serve_app.api.generation.test_tools import prompt_of, saying
@@ -192,7 +192,7 @@ async def test_if_fields_disagree_the_one_without_effect_is_named(
     assert (answer.status, given, answer.headers.get(HEADER)) == (200, told, ignored)
 
 
-@pytest.mark.parametrize("name", ["preserve_thinking", "clear_thinking"])
+@pytest.mark.parametrize("name", KEEPING)
 async def test_whether_to_keep_thoughts_is_a_hint_for_a_template_that_decides_it(name: str) -> None:
     """Regression: pi asks any server of a Qwen model for `preserve_thinking`, which Qwen3's own template does not have:
     each of its requests was refused."""
@@ -203,6 +203,15 @@ async def test_whether_to_keep_thoughts_is_a_hint_for_a_template_that_decides_it
     ):
         answer, given = await ask(source, chat, {"chat_template_kwargs": kwargs})
         assert (answer.status, given, answer.headers.get(HEADER)) == (200, told, ignored), answer.json
+
+
+@pytest.mark.parametrize("value", ["false", "true", "", 0, 1, [], {}], ids=repr)
+@pytest.mark.parametrize("name", KEEPING)
+async def test_whether_to_keep_thoughts_is_true_or_false(name: str, value: Any) -> None:
+    """Regression: templates ask whether it is true, so the text `"false"` kept them."""
+    for source in (SWITCH, f"{SWITCH}{{{{ {name} }}}}"):
+        answer, _ = await ask(source, "/v1/chat/completions", {"chat_template_kwargs": {name: value}})
+        assert (answer.status, answer.error["param"]) == (400, f"chat_template_kwargs.{name}")
 
 
 async def test_a_prompts_tokens_are_those_of_the_chat_with_that_budget() -> None:
