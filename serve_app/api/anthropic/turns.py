@@ -11,6 +11,7 @@ from serve_app.api.anthropic.blocks import ImageBlock, TextBlock, ThinkingBlock,
 from serve_app.api.anthropic.message import SIGNATURE
 from serve_app.api.anthropic.message_schema import AnthropicMessage, ToolResultBlock
 from serve_app.api.generation.sealing import Seal
+from serve_app.api.requests.content_parts import IMAGE_PLACE
 from serve_app.api.requests.hints import ignore_or_refuse
 from serve_app.parsing.call_arguments import UNREADABLE
 
@@ -101,7 +102,7 @@ def _part(shown: _Shown) -> Json:
 
 def _result(block: ToolResultBlock) -> Json:
     parts = [block.content or ""] if not isinstance(block.content, list) else [_shown(part) for part in block.content]
-    content = "\n".join("[image]" if isinstance(part, ImageBlock) else part for part in parts if part)
+    content = "\n".join(IMAGE_PLACE if isinstance(part, ImageBlock) else part for part in parts if part)
     return {
         "role": "tool",
         "tool_call_id": block.tool_use_id,

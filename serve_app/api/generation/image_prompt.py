@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.multimodal_inputs import InputKind, SpanInput
 from serve_app.api.http.offload import run_decoder, run_sized
-from serve_app.api.requests.content_parts import IMAGE, ImageUrl
+from serve_app.api.requests.content_parts import IMAGE, IMAGE_PLACE, ImageUrl
 from serve_app.api.requests.messages import Message
 from serve_app.api.requests.strict_model import UNSUPPORTED
 from serve_app.engines.engine_client import ServedModel
@@ -60,7 +60,7 @@ def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
         turn = message.for_template()
         if message.role == "tool" and message.images:
             seen += len(message.images)
-            turn["content"] = "\n".join(part["text"] for part in turn["content"] if part != IMAGE)
+            turn["content"] = "\n".join(IMAGE_PLACE if part == IMAGE else part["text"] for part in turn["content"])
         shown.append(turn)
     return [*shown, _user_shows(seen)] if seen else shown
 

@@ -115,3 +115,5 @@ def num_chars(content: str | Sequence[AnyPart] | None) -> int:
 
 IMAGE = {"type": "image"}
 """An image part in the form that templates of models with images know; they never get the pixels."""
+IMAGE_PLACE = "[image]"
+"""Stands for an image in a tool's result, which is otherwise text: the image follows all results."""

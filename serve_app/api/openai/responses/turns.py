@@ -24,6 +24,7 @@ from serve_app.api.openai.responses.items import (
 from serve_app.api.openai.responses.passing import pass_over
 from serve_app.api.openai.responses.replays import Answered, Called, Replay
 from serve_app.api.openai.responses.toolbox import Toolbox
+from serve_app.api.requests.content_parts import IMAGE_PLACE
 from serve_app.api.requests.messages import MAX_TOOLS
 
 Json = dict[str, Any]
@@ -39,7 +40,7 @@ class Turns:
         self._has_just_spoken = False
         """Whether the last item was an assistant's message."""
         self._shown: list[Json] = []
-        """Images of outputs. They become the user's, after all outputs, because a tool's message cannot have any."""
+        """Images of outputs. They become the user's, after all outputs, as in `image_prompt.turns`."""
         self.images: list[str] = []
         """The places of the messages' images, in order."""
 
@@ -157,4 +158,4 @@ class Turns:
 def _text(content: str | Sequence[ItemPart]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content if not isinstance(part, ItemImage))
+    return "\n".join(IMAGE_PLACE if isinstance(part, ItemImage) else part.text for part in content)

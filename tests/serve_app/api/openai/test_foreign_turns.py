@@ -55,10 +55,43 @@ async def test_images_of_results_are_shown_after_all_of_them_as_the_users() -> N
     assert answer.status == 200, answer.json
     marks = "<|image|>" * sum(one.num_tokens for one in inputs)
     _, _, after = prompt.partition("</tool_call><eos>")
-    assert after == f"<|tool|>seen<eos><|tool|>seen<eos><|user|>{marks}<eos><|user|>Look.<eos><|assistant|>"
-    as_users = [TWO_CALLS, result("a", text), result("b", text), {"role": "user", "content": [picture(1), picture(2)]}]
-    _, same, pixels = await sent(USER, *as_users, USER)
+    results = "<|tool|>seen\n[image]<eos><|tool|>[image]\nseen<eos>"
+    assert after == f"{results}<|user|>{marks}<eos><|user|>Look.<eos><|assistant|>"
+    place = {"type": "text", "text": "[image]"}
+    as_users = [
+        result("a", text, place),
+        result("b", place, text),
+        {"role": "user", "content": [picture(1), picture(2)]},
+    ]
+    _, same, pixels = await sent(USER, TWO_CALLS, *as_users, USER)
     assert (same, pixels) == (prompt, inputs)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_result_says_where_an_image_stood_whatever_the_api(path: str) -> None:
+    """Regression: by chat and by responses, the result of a tool that returns only a picture was empty."""
+    url = data_url(make_image(1, 32, 32))
+    names = ("a", "b")
+    seen = {"type": "input_image", "image_url": url}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}}
+    use, used = {"type": "tool_use", "name": "look", "input": {}}, {"type": "tool_result", "content": [block]}
+    call = {"type": "function_call", "name": "look", "arguments": "{}"}
+    uses, used_all = [use | {"id": name} for name in names], [used | {"tool_use_id": name} for name in names]
+    outputs = [{"type": "function_call_output", "call_id": name, "output": [seen]} for name in names]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [USER, TWO_CALLS, *(result(name, picture(1)) for name in names)]},
+        "/v1/responses": {"input": [USER, *(call | {"call_id": name} for name in names), *outputs]},
+        "/v1/messages": {
+            "messages": [USER, {"role": "assistant", "content": uses}, {"role": "user", "content": used_all}],
+            "max_tokens": 8,
+        },
+    }
+    client, tokenizer = ScriptedClient([finished()]), Tokenizer.byte_level(images=True)
+    answer = await post(create_app(client, tokenizer, SEEING), path, {"model": MODEL.id} | bodies[path])
+    assert answer.status == 200, answer.json
+    _, _, after = tokenizer.decode(client.submissions[0].prompt_token_ids).partition("</tool_call><eos>")
+    marks = "<|image|>" * sum(one.num_tokens for one in client.submissions[0].inputs)
+    assert after == f"<|tool|>[image]<eos><|tool|>[image]<eos><|user|>{marks}<eos><|assistant|>"
 
 
 async def test_a_refused_image_of_a_result_is_named_by_its_place() -> None:

@@ -372,7 +372,13 @@ def test_images_of_outputs_are_shown_after_all_of_them_as_the_users() -> None:
     turns = Turns(Toolbox(), None)
     told = [(turn["role"], turn["content"]) for turn in turns.messages(whole_input(request, NOTHING))]
     shown = {"type": "image_url", "image_url": {"url": IMAGE["image_url"], "detail": None}}
-    assert told == [("tool", "a"), ("tool", ""), ("tool", "b"), ("user", [shown, shown]), ("user", "hi")]
+    assert told == [
+        ("tool", "a\n[image]"),
+        ("tool", "[image]"),
+        ("tool", "b"),
+        ("user", [shown, shown]),
+        ("user", "hi"),
+    ]
     assert turns.images == ["input.0.output.1.image_url", "input.1.output.0.image_url"]
 
 
