@@ -47,8 +47,8 @@ class TextPart(StrictModel):
 
     @property
     def copied(self) -> str | None:
-        """The name of a field of an answer's message that the part repeats."""
-        return next((name for name in COPIED if getattr(self, name) is not None), None)
+        """The name of a field of an answer's message that the part repeats. An empty one says nothing."""
+        return next((name for name in COPIED if getattr(self, name)), None)
 
 
 class RefusalPart(StrictModel):

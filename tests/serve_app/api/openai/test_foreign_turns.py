@@ -131,3 +131,16 @@ async def test_an_answer_may_repeat_its_message_in_its_text(copies: dict[str, An
 async def test_only_an_answer_repeats_its_message() -> None:
     answer, _, _ = await sent({"role": "user", "content": [{"type": "text", "text": "Look.", "reasoning": "Hm."}]})
     assert (answer.status, answer.error["param"]) == (400, "messages.0.content.0.reasoning")
+    answer, _, _ = await sent({"role": "user", "content": [{"type": "text", "text": "Look.", "role": "assistant"}]})
+    assert (answer.status, answer.error["param"]) == (400, "messages.0.content.0.role")
+
+
+@pytest.mark.parametrize(
+    "empty", [{"annotations": []}, {"reasoning": ""}, {"reasoning_content": ""}, {"tool_calls": []}]
+)
+async def test_an_empty_copy_is_none_whoever_speaks(empty: dict[str, Any]) -> None:
+    """Regression: a user's message may have these fields, but its text was refused for them."""
+    answer, prompt, _ = await sent(USER | empty)
+    assert (answer.status, answer.headers.get(HEADER)) == (200, None), answer.json
+    answer, same, _ = await sent({"role": "user", "content": [{"type": "text", "text": "Look.", **empty}]})
+    assert (answer.status, answer.headers.get(HEADER), same) == (200, None, prompt), answer.json
