@@ -18,18 +18,43 @@ BREAKPOINT: Unsupported = {"prompt_cache_breakpoint": _NEVER}
 """OpenAI's mark of the same."""
 _MARKS: Unsupported = {**CACHE_MARK, **BREAKPOINT}
 
+OF_LITELLM: Unsupported = {"provider_specific_fields": _NEVER}
+"""LiteLLM adds it to answers and their calls, with what only the provider that answered can read."""
+# VS Code's Copilot keeps them on messages: a prefix's mark, what a turn refers to, and thoughts in another API's form.
+_COPILOT: Unsupported = {
+    "copilot_cache_control": _NEVER,
+    **dict.fromkeys(("copilot_references", "copilot_confirmations"), ([],)),
+    **dict.fromkeys(("cot_id", "cot_summary"), _NEVER),
+}
+MESSAGE_UNSUPPORTED: Unsupported = {
+    **dict.fromkeys(("function_call", "audio"), _NEVER),
+    "images": ([],),  # drawn by another provider's model: without them, this one would not know what is spoken of
+}
+"""What a message cannot have, nor a text part that repeats one."""
+MESSAGE_HINTS: Unsupported = {
+    **CACHE_MARK,
+    **OF_LITELLM,
+    # OpenRouter's and LiteLLM's: thoughts of other providers' models, some of them encrypted. Plain ones also come
+    # as `reasoning_content`.
+    **dict.fromkeys(("reasoning_details", "thinking_blocks", "reasoning_items"), ([],)),
+    **_COPILOT,
+}
+"""The hints of a message, and of a text part that repeats one."""
+
 Detail = Literal["auto", "low", "high", "original"]
 """The resolution of an image. All values but `low` mean as much as the model and the limits allow."""
 
-
-COPIED = ("role", "annotations", "reasoning", "reasoning_content", "tool_calls")
+COPIED = ("role", "annotations", "reasoning", "reasoning_content", "tool_calls", "parsed")
 
 
 class TextPart(StrictModel):
-    unsupported: ClassVar[Unsupported] = dict.fromkeys(
-        ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal"), _NEVER
-    )
-    hints: ClassVar[Unsupported] = _MARKS
+    unsupported: ClassVar[Unsupported] = {
+        **dict.fromkeys(("image_url", "input_audio", "file", "video_url", "audio_url"), _NEVER),
+        **MESSAGE_UNSUPPORTED,
+        **dict.fromkeys(("name", "tool_call_id"), _NEVER),
+        "refusal": ("",),
+    }
+    hints: ClassVar[Unsupported] = {**MESSAGE_HINTS, **BREAKPOINT}
     hint_path: ClassVar[str] = "messages.content."
     type: Literal["text"]
     text: str
@@ -43,7 +68,8 @@ class TextPart(StrictModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    """A copy of the message's field of this name, as are the four above. Not read."""
+    parsed: Any = None
+    """A copy of the message's field of this name, as are the five above. Not read."""
 
     @property
     def copied(self) -> str | None:

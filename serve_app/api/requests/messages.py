@@ -8,7 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from serve_app.api.requests.content_parts import CACHE_MARK, Content, ImagePart, RefusalPart, TextPart, num_chars, shown
+from serve_app.api.requests.content_parts import (
+    CACHE_MARK,
+    MESSAGE_HINTS,
+    MESSAGE_UNSUPPORTED,
+    OF_LITELLM,
+    Content,
+    ImagePart,
+    RefusalPart,
+    TextPart,
+    num_chars,
+    shown,
+)
 from serve_app.api.requests.strict_model import StrictModel, Unsupported
 from serve_app.api.requests.unions import of_types
 from serve_app.grammars.lark_rules import Lark
@@ -21,12 +32,8 @@ FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 """The length limit is that of Anthropic's API and of MCP; OpenAI's is half of it."""
 
 
-_OF_LITELLM: Unsupported = {"provider_specific_fields": _NEVER}
-"""LiteLLM adds it to answers and their calls, with what only the provider that answered can read."""
-
-
 class FunctionCall(StrictModel):
-    hints: ClassVar[Unsupported] = _OF_LITELLM
+    hints: ClassVar[Unsupported] = OF_LITELLM
     hint_path: ClassVar[str] = "messages.tool_calls.function."
     name: str
     arguments: str
@@ -38,7 +45,7 @@ class FunctionCall(StrictModel):
 class MessageToolCall(StrictModel):
     """A call that the assistant made."""
 
-    hints: ClassVar[Unsupported] = {**_OF_LITELLM, "extra_content": _NEVER}  # Gemini's signatures of thoughts
+    hints: ClassVar[Unsupported] = {**OF_LITELLM, "extra_content": _NEVER}  # Gemini's signatures of thoughts
     hint_path: ClassVar[str] = "messages.tool_calls."
     id: str | None = None
     type: Literal["function"] = "function"
@@ -54,27 +61,9 @@ class MessageToolCall(StrictModel):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-# VS Code's Copilot keeps them on messages: a prefix's mark, what a turn refers to, and thoughts in another API's form.
-_COPILOT: Unsupported = {
-    "copilot_cache_control": _NEVER,
-    **dict.fromkeys(("copilot_references", "copilot_confirmations"), ([],)),
-    **dict.fromkeys(("cot_id", "cot_summary"), _NEVER),
-}
-
-
 class Message(StrictModel):
-    unsupported: ClassVar[Unsupported] = {
-        **dict.fromkeys(("function_call", "audio"), _NEVER),
-        "images": ([],),  # drawn by another provider's model: without them, this one would not know what is spoken of
-    }
-    hints: ClassVar[Unsupported] = {
-        **CACHE_MARK,
-        **_OF_LITELLM,
-        # OpenRouter's and LiteLLM's: thoughts of other providers' models, some of them encrypted. Plain ones also come
-        # as `reasoning_content`.
-        **dict.fromkeys(("reasoning_details", "thinking_blocks", "reasoning_items"), ([],)),
-        **_COPILOT,
-    }
+    unsupported: ClassVar[Unsupported] = MESSAGE_UNSUPPORTED
+    hints: ClassVar[Unsupported] = MESSAGE_HINTS
     hint_path: ClassVar[str] = "messages."
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None

@@ -11,6 +11,8 @@ import pytest
 from engine.build.engine import FAKE_IMAGES
 from serve_app.api.http.hint_header import HEADER
 from serve_app.api.ingress import create_app
+from serve_app.api.requests.content_parts import MESSAGE_HINTS, MESSAGE_UNSUPPORTED
+from serve_app.api.requests.messages import Message
 from serve_app.api.text.tokenizer import Tokenizer
 from serve_app.images.intake import ImageIntake
 from serve_app.settings.images import ImageSettings
@@ -126,6 +128,28 @@ async def test_an_answer_may_repeat_its_message_in_its_text(copies: dict[str, An
     answer, prompt, _ = await sent(USER, answered | {"content": [part]}, told)
     assert (answer.status, answer.headers.get(HEADER)) == (200, None), answer.json
     assert prompt == (await sent(USER, answered, told))[1]
+
+
+OF_MESSAGES = [
+    *((name, None) for name in (*Message.model_fields, *MESSAGE_UNSUPPORTED, *MESSAGE_HINTS) if name != "content"),
+    *((name, value) for of in (MESSAGE_UNSUPPORTED, MESSAGE_HINTS) for name, values in of.items() for value in values),
+    *((name, {"as": "another server wrote it"}) for name in (*MESSAGE_HINTS, "parsed")),
+    ("refusal", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OF_MESSAGES, ids=repr)
+async def test_a_text_takes_what_its_message_takes(name: str, value: Any) -> None:
+    """Regression: it took five of the fields, while other servers' answers have more, most of them null."""
+    answered = {"role": "assistant", "content": "Let me see."}
+    field = {name: value} if name != "role" else {}
+    answer, prompt, _ = await sent(USER, answered | field, USER)
+    named = answer.headers.get(HEADER)
+    assert (answer.status, named) == (200, f"messages.{name}" if value and name != "parsed" else None), answer.json
+    part = {"type": "text", "text": "Let me see.", name: value}
+    answer, same, _ = await sent(USER, answered | {"content": [part]}, USER)
+    of_part = named and named.replace("messages.", "messages.content.")
+    assert (answer.status, answer.headers.get(HEADER), same) == (200, of_part, prompt), answer.json
 
 
 async def test_only_an_answer_repeats_its_message() -> None:
