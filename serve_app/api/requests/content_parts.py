@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.strict_model import USED_IF_POSSIBLE, StrictModel, Unsupported
 from serve_app.api.requests.unions import by_type, of_types, text_or_list_of
 
 _NEVER: tuple[Any, ...] = ()
@@ -65,11 +65,12 @@ class TextPart(StrictModel):
     # OpenAI's agents for JavaScript copy the rest of an answer into its text. The message has them, too.
     role: Literal["assistant"] | None = None
     annotations: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     parsed: Any = None
-    """A copy of the message's field of this name, as are the five above. Not read."""
+    """A copy of the message's field of this name, as are the two above. Not read."""
+    reasoning: Annotated[str | None, USED_IF_POSSIBLE] = None
+    reasoning_content: Annotated[str | None, USED_IF_POSSIBLE] = None
+    tool_calls: Annotated[list[dict[str, Any]] | None, Field(fail_fast=True), USED_IF_POSSIBLE] = None
+    """The same, as are the two above. Without effect if the message has no such field of its own."""
 
     @property
     def copied(self) -> str | None:

@@ -20,7 +20,8 @@ from serve_app.api.requests.content_parts import (
     num_chars,
     shown,
 )
-from serve_app.api.requests.strict_model import StrictModel, Unsupported
+from serve_app.api.requests.hints import hints
+from serve_app.api.requests.strict_model import UNSUPPORTED, StrictModel, Unsupported
 from serve_app.api.requests.unions import of_types
 from serve_app.grammars.lark_rules import Lark
 from serve_app.parsing.call_arguments import read_arguments
@@ -104,6 +105,20 @@ class Message(StrictModel):
         if self.images and self.role not in ("user", "tool"):
             text = f"image parts are only allowed in a user's message or a tool's, but the role is {self.role}"
             raise PydanticCustomError("role", "{text}", {"text": text, "field": "content"})
+        return self
+
+    @model_validator(mode="after")
+    def _copies_have_an_original(self) -> Message:
+        thoughts = self.reasoning_content or self.reasoning
+        own = {"reasoning": thoughts, "reasoning_content": thoughts, "tool_calls": self.tool_calls}
+        for place, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            lost = [name for name in own if isinstance(part, TextPart) and getattr(part, name) and not own[name]]
+            for name in lost:
+                if hints().strict:
+                    told = {"field": f"content.{place}.{name}", "code": UNSUPPORTED}
+                    text = f"only read in the message, as messages.{name}: here it has no effect"
+                    raise PydanticCustomError(UNSUPPORTED, "{text}", {"text": text, **told})
+                hints().ignore(f"messages.content.{name}")
         return self
 
     @property

@@ -130,6 +130,40 @@ async def test_an_answer_may_repeat_its_message_in_its_text(copies: dict[str, An
     assert prompt == (await sent(USER, answered, told))[1]
 
 
+@pytest.mark.parametrize(
+    ("copies", "lost"),
+    [
+        ({"tool_calls": CALLS}, ["tool_calls"]),
+        ({"reasoning": "Hm.", "tool_calls": CALLS}, ["reasoning", "tool_calls"]),
+        ({"reasoning_content": "Hm."}, ["reasoning_content"]),
+        ({"reasoning": "", "reasoning_content": None, "tool_calls": [], "annotations": [{}], "parsed": 1}, []),
+    ],
+    ids=["calls", "both", "thoughts", "nothing"],
+)
+async def test_a_copy_of_what_the_message_does_not_have_is_named(copies: dict[str, Any], lost: list[str]) -> None:
+    """Regression: an answer's calls and thoughts that stand in its text alone were left out without a word."""
+    part = {"type": "text", "text": "Let me see.", **copies}
+    turns = [USER, {"role": "assistant", "content": [part]}, USER]
+    answer, prompt, _ = await sent(*turns)
+    named = ", ".join(f"messages.content.{name}" for name in lost)
+    assert (answer.status, answer.headers.get(HEADER, "")) == (200, named), answer.json
+    assert prompt == (await sent(USER, {"role": "assistant", "content": "Let me see."}, USER))[1]
+    app = create_app(ScriptedClient([finished()]), Tokenizer.byte_level(images=True), SEEING, strict=True)
+    strict = await post(app, "/v1/chat/completions", CHAT | {"messages": turns})
+    assert strict.status == (400 if lost else 200)
+    if lost:
+        told = (strict.error["param"], strict.error["code"])
+        assert told == (f"messages.1.content.0.{lost[0]}", "unsupported_parameter")
+
+
+@pytest.mark.parametrize("own", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("copy", ["reasoning", "reasoning_content"])
+async def test_a_copy_of_thoughts_is_one_by_either_name(own: str, copy: str) -> None:
+    part = {"type": "text", "text": "Let me see.", copy: "Hm."}
+    answer, _, _ = await sent(USER, {"role": "assistant", "content": [part], own: "Hm."}, USER)
+    assert (answer.status, answer.headers.get(HEADER)) == (200, None), answer.json
+
+
 OF_MESSAGES = [
     *((name, None) for name in (*Message.model_fields, *MESSAGE_UNSUPPORTED, *MESSAGE_HINTS) if name != "content"),
     *((name, value) for of in (MESSAGE_UNSUPPORTED, MESSAGE_HINTS) for name, values in of.items() for value in values),
