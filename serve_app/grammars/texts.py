@@ -30,9 +30,10 @@ MAX_LARK_DEPTH = 1024
 llguidance recurses from rule to rule, and a stack overflow ends the process."""
 
 _OF_CONVERTER = "%llguidance {}\n"
-_MARKED_START = re.compile(r"^[ \t]*[?!]+start[ \t]*:(?!:=)", re.MULTILINE)
-"""The first rule with marks for a parser's tree, as in Lark's own examples and in Outlines'. llguidance's test of what
-is Lark does not know them; its reader does."""
+_STARTS_LARK = re.compile(r"^[ \t]*[?!]*start[ \t]*(?:\.-?\d+|\{[^}\n]*\}|\[[^\]\n]*\])?[ \t]*:(?!:=)", re.MULTILINE)
+"""The first rule with marks for a parser's tree, as in Lark's own examples and in Outlines', or with a priority,
+parameters or attributes. llguidance's test of what is Lark knows none of them; its reader does, and names what it
+lacks."""
 _LARK_RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][^\n]*?:", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[\s\S])")
@@ -56,7 +57,7 @@ def grammar(text: str) -> Grammar:
         GrammarRefused: it is too long, or neither.
     """
     check_size(text)
-    if not (is_lark_syntax(text) or _MARKED_START.search(text)):
+    if not (is_lark_syntax(text) or _STARTS_LARK.search(text)):
         return _of_characters(with_kept_schemas(_lark_of(text)))
     if _TEMPERATURE.search(text):
         raise GrammarRefused("a rule's temperature is not supported")

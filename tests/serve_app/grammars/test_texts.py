@@ -133,6 +133,21 @@ def test_a_first_rule_with_marks_for_a_tree_is_larks(marks: str) -> None:
     assert not WALKER.admits(grammar, "1+")
 
 
+@pytest.mark.parametrize("rule", ["start[capture]", "?start[capture]", "!start [ capture ] "])
+def test_a_first_rule_with_attributes_is_larks(rule: str) -> None:
+    """Regression: it was taken for GBNF, and refused as neither."""
+    grammar = texts.grammar(f'{rule}: "a" word\nword: /[a-z]+/\n').text()
+    assert WALKER.admits(grammar, "abc")
+    assert not WALKER.admits(grammar, "ab1")
+
+
+@pytest.mark.parametrize(
+    ("rule", "lacks"), [("start.2", "priority"), ("?start.-1", "priority"), ("start{x}", "params")]
+)
+def test_what_a_first_rule_cannot_have_is_refused_as_larks(rule: str, lacks: str) -> None:
+    assert lacks in find_fault(texts.grammar(f'{rule}: "a"').text())
+
+
 def test_the_engines_own_notation_in_json_is_no_grammar() -> None:
     with pytest.raises(GrammarRefused, match="should be a grammar in Lark"):
         texts.grammar('{"grammars": [{"lark_grammar": "root: x"}]}')
