@@ -11,8 +11,8 @@ class Landing(Protocol):
     """A copy that may be under way."""
 
     def wait(self) -> float:
-        """Return when the copy is done, and for how many seconds the call has waited for steps before it. Any
-        thread."""
+        """Return when the copy is done, and for how many seconds the call has waited for steps and copies before it.
+        Any thread."""
         ...
 
     def hold(self) -> None:

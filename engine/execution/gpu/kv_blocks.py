@@ -42,7 +42,7 @@ class _Landing:
     """A copy that the device does beside the steps."""
 
     def __init__(self, queue: SideQueue, after: Mark, mark: Mark, landed: Callable[[], None] | None = None) -> None:
-        """after: the point of the steps that the copy comes after. landed: called once the copy is done."""
+        """after: the point that the copy comes after. landed: called once the copy is done."""
         self._queue, self._after, self._mark, self._landed = queue, after, mark, landed
 
     def wait(self) -> float:
@@ -106,11 +106,13 @@ class DeviceBlockCopier:
         buffer = self._coming.get()
         landed = partial(self._coming.put, buffer)
         try:
+            # Stores are in the same queue, and may wait for later steps than `after`.
+            start = self._queue.run(lambda: None, after)
             mark = self._queue.run(partial(self._to_device, block_ids, rows, buffer), after)
         except BaseException:
             landed()
             raise
-        return _Landing(self._queue, after, mark, landed)
+        return _Landing(self._queue, start, mark, landed)
 
     def close(self) -> None:
         for mark, _ in self._leaving:

@@ -43,13 +43,14 @@ class LateQueue:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._work: list[Callable[[], None]] = []
+        self._work: list[tuple[LateMark, Callable[[], None]]] = []
+        """Each with the point of the steps that it comes after."""
         self.num_done = 0
         self.steps_marks: list[LateMark] = []
         self.arrival = Gate()
         """Holds who waits for the queue, but not the steps."""
         self.steps_take: Callable[[], None] = lambda: None
-        """Called by who waits for the steps."""
+        """Called once for each mark of the steps that is made from now on, by who waits for it first."""
 
     def mark_steps(self) -> LateMark:
         self.steps_marks.append(LateMark(self, 0, self.steps_take))
@@ -58,17 +59,19 @@ class LateQueue:
     def run(self, work: Callable[[], None], after: Any) -> LateMark:
         assert after in self.steps_marks, "it would not wait for the steps"
         with self._lock:
-            self._work.append(work)
+            self._work.append((after, work))
             return LateMark(self, len(self._work))
 
     def hold_steps(self, mark: LateMark) -> None:
         self.do(mark.end)
 
     def do(self, end: int) -> None:
-        """Do the work before the mark `end`."""
+        """Do the work before the mark `end`, in order: one that waits for steps holds what is behind it."""
         with self._lock:
             while self.num_done < end:
-                self._work[self.num_done]()
+                after, work = self._work[self.num_done]
+                after.reach()
+                work()
                 self.num_done += 1
 
 
@@ -82,8 +85,12 @@ class LateMark:
 
     def wait(self) -> None:
         self._queue.arrival.pass_through()
-        self._take()
+        self.reach()
         self._queue.do(self.end)
+
+    def reach(self) -> None:
+        take, self._take = self._take, lambda: None
+        take()
 
 
 class LateDevice(FakeDevice):
@@ -232,9 +239,13 @@ def test_a_load_waits_for_the_steps_that_were_launched(rig: Rig) -> None:
     assert rig.ends.errors(loaded) == [""]
 
 
-def test_the_time_of_a_load_has_no_wait_for_the_steps_before_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("store_beside", [False, True])
+def test_the_time_of_a_load_has_no_wait_for_the_steps_before_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, store_beside: bool
+) -> None:
     """Else a load beside long steps, of a block or two, would seem to take longer than computing them, and no further
-    one would be made for minutes."""
+    one would be made for minutes. A store that was queued meanwhile waits for later steps, and the load behind it does,
+    too."""
     clock, copy = [0.0], rig.copier._blocks.index_copy_
 
     def take(seconds: float, work: Callable[..., object] = lambda: None) -> Callable[..., None]:
@@ -246,15 +257,18 @@ def test_the_time_of_a_load_has_no_wait_for_the_steps_before_it(rig: Rig, monkey
 
     for module in ("engine.tiers.loads", "engine.execution.gpu.kv_blocks"):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    rig.files.files[A] = rig.bytes_of(3).numpy().tobytes()
     rig.device.queue.steps_take = take(5.0)
-    stored = store(Tier.HOST, A, 3)
-    rig.mover.begin([stored])
-    rig.ends.of(stored)
-    monkeypatch.setattr(rig.copier, "_blocks", SimpleNamespace(index_copy_=take(0.25, copy)))
-    loaded = load(Tier.HOST, A, 5)
+    rig.files.reading.close()
+    loaded = load(Tier.DISK, A, 5)
     rig.mover.begin([loaded])
-    (result,) = rig.ends.of(loaded)
-    assert (result.error, clock) == ("", [5.25])
+    rig.files.reading.wait_for_caller()
+    later = [store(Tier.HOST, B, 4)] if store_beside else []
+    rig.mover.begin(later)
+    monkeypatch.setattr(rig.copier, "_blocks", SimpleNamespace(index_copy_=take(0.25, copy)))
+    rig.files.reading.open()
+    result = rig.ends.of(loaded)[-1]
+    assert (result.error, clock) == ("", [10.25 if store_beside else 5.25])
     assert result.seconds == 0.25
     assert torch.equal(rig.bytes_of(5), rig.bytes_of(3))
 
