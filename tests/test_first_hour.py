@@ -8,6 +8,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -305,6 +306,15 @@ def test_every_part_has_a_name_of_its_own_and_a_limit_within_its_phase() -> None
     on_a_card = [part for phase in phases(CUDA) for part in phase.parts]
     assert not any("TRITON_INTERPRET" in part.environment for part in on_a_card)
     assert not any(STAND_IN in part.command or "tests.support.gpu_stand_in" in part.command for part in on_a_card)
+
+
+def test_a_command_of_the_page_gives_its_minutes_to_one_phase() -> None:
+    """Phases share them, and what one leaves is not another's: an engine's tests had the time of a part of another."""
+    page = (ROOT / "docs/how-to/first-hour-on-a-gpu.md").read_text()
+    commands = [shlex.split(line)[2:] for line in page.splitlines() if line.startswith("python3 tests/gpu/first_hour")]
+    chosen = [found for found in map(hour._options, commands) if found.minutes is not None]
+    assert chosen
+    assert [found.phases for found in chosen if len(found.phases) != 1] == []
 
 
 def test_every_test_for_a_gpu_is_in_a_part_but_those_that_need_two() -> None:

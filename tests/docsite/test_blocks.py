@@ -79,7 +79,8 @@ NOT_RUN = {
             " --phases aims",
             " --phases aims --parts steps loop --minutes 5",
             " --phases right --parts machine kernels engine --minutes 6",
-            " --phases right aims --parts precompile tiers engine owner-by-graphs batch-invariant --minutes 9",
+            " --phases right --parts precompile tiers engine --minutes 7",
+            " --phases aims --parts owner-by-graphs batch-invariant --minutes 4",
             " --phases where --parts operations-ahead operations --minutes 3",
             ' --phases rest --again steps --prediction "64 rows: 8.1 to 6.9 ms"',
         )
