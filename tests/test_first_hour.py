@@ -22,6 +22,7 @@ import pytest
 
 from benchmarks.engine.gpu import BATCH_INVARIANT, BLOCK_SIZE
 from tests.gpu.hour import main as hour
+from tests.gpu.hour.compiling import EXPERTS
 from tests.gpu.hour.phases import CUDA, LARGE, MOST_SHARDS, SANITIZED, SMALL, STAND_IN, Phase, phases
 from tests.gpu.hour.running import ROOT, Outcome, Part, run_part
 from tests.gpu.hour.store import Store
@@ -450,3 +451,20 @@ def test_what_an_engine_launches_on_a_card_is_compiled_without_one(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     compiled = {path.stem for path in tmp_path.rglob("*.cubin")}
     assert {"attend", "few_rows", "few_rows_gated", "sample_row", "_norm"} <= compiled
+
+
+@pytest.mark.slow
+def test_what_is_compiled_without_a_card_is_of_all_shapes_that_the_hour_starts(tmp_path: Path) -> None:
+    """In a process of its own: the module changes torch. Nothing is compiled, because no engine starts."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this machine")
+    code = (
+        "import contextlib\n"
+        "from tests.gpu.hour import ahead\n"
+        "ahead.started = lambda device, shape, **settings: contextlib.nullcontext()\n"
+        "ahead.main([])"
+    )
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [LARGE, SMALL, EXPERTS]

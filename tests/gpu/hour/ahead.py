@@ -16,6 +16,7 @@ os.environ["STAND_IN_TRITON"] = "1"
 import torch
 from triton.runtime import driver
 
+from tests.gpu.hour.compiling import EXPERTS
 from tests.gpu.hour.engines import started
 from tests.gpu.hour.phases import CUDA, LARGE, SMALL
 from tests.kernels.triton import compiled
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"minutes. {CAPABILITY}=8.0 compiles for another GPU. Carry the folder to a machine with the same wheel of "
         "Triton. Triton finds a kernel there only if TRITON_CACHE_DIR has the same value as here.",
     )
-    parser.add_argument("--shapes", nargs="+", default=[LARGE, SMALL], help="shapes of models (%(default)s)")
+    parser.add_argument("--shapes", nargs="+", default=[LARGE, SMALL, EXPERTS], help="shapes of models (%(default)s)")
     parser.add_argument("--batch-invariant", action="store_true", help="such engines, too")
     options = parser.parse_args(arguments)
     if not os.environ.get("TRITON_CACHE_DIR"):
