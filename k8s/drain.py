@@ -4,6 +4,7 @@ it. Never ends a process. At the end of the grace period, the kubelet kills what
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -15,6 +16,10 @@ from threading import Event, Thread
 POLL_S = 1.0
 RETRY_S = 10.0
 """The pause before the end is announced again. A head on another node takes minutes to come."""
+FIRST_ATTEMPT_S = 30.0
+"""How long the first announcement may delay the watch on the pod. While no head answers, Ray's client waits for it."""
+_RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_RECONNECT_MARGIN_S = 60
 _now_s = time.monotonic
 _SERVE_TITLES = ("ray::ServeReplica", "ray::HAProxyManager", "ray::ProxyActor")
 """Titles of the processes that carry requests. Serve ends a proxy when its last connection is over, so a stream that
@@ -43,10 +48,11 @@ def serving(proc: Path = Path("/proc")) -> list[str]:
 
 def announce(address: str, node_ip: str, deadline_s: float) -> str:
     """Tell the GCS at `address` (host:port) that the node with this IP goes away in `deadline_s` seconds, and return
-    the node's id. Serve then starts replacements elsewhere, and ends this node's replicas when they are idle.
+    the node's id. Serve then starts replacements elsewhere, and ends this node's replicas when they are idle. While
+    nothing listens at the address, this waits, without a limit of its own.
 
     Raises:
-        DrainError: the GCS does not answer, does not know the node, or refuses.
+        DrainError: the GCS breaks off, does not know the node, or refuses.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # imported here, since it takes a second that --help need not
     from ray.core.generated import autoscaler_pb2
@@ -119,10 +125,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--address and --node-ip are needed: neither RAY_ADDRESS with POD_IP nor the options say them")
     if options.deadline_s <= 0:
         parser.error(f"--deadline-s must be > 0, but it is {options.deadline_s:g}")
-    end_s, ended = _now_s() + options.deadline_s, Event()
-    if not _announced(options, end_s):
-        # The head may be gone, for now or for good. Streams here can still finish, so the pod is held all the same.
-        Thread(target=_announce_again, args=(options, end_s, ended), daemon=True).start()
+    end_s, tried, ended = _now_s() + options.deadline_s, Event(), Event()
+    # After this time without a head, Ray's client ends the whole process. Ray reads it when it is imported.
+    os.environ[_RECONNECT] = str(math.ceil(options.deadline_s) + _RECONNECT_MARGIN_S)
+    # The head may be gone, for now or for good. Streams here can still finish, so the pod is held all the same.
+    Thread(target=_keep_announcing, args=(options, end_s, tried, ended), daemon=True).start()
+    if not tried.wait(min(FIRST_ATTEMPT_S, options.deadline_s)):
+        _say(options.log, f"the end of this node is not announced yet: {options.address} has not answered")
     left = hold(max(0.0, end_s - _now_s()))
     ended.set()
     _say(options.log, f"left at the deadline: {', '.join(left)}" if left else "nothing of Serve is left here")
@@ -138,10 +147,14 @@ def _announced(options: argparse.Namespace, end_s: float) -> bool:
     return True
 
 
-def _announce_again(options: argparse.Namespace, end_s: float, ended: Event) -> None:
-    """Until Serve knows, it sends requests here, and starts nothing elsewhere."""
-    while not ended.wait(RETRY_S) and not _announced(options, end_s):
-        pass
+def _keep_announcing(options: argparse.Namespace, end_s: float, tried: Event, ended: Event) -> None:
+    """Announce the end until the GCS accepts it. Until Serve knows, it sends requests here, and starts nothing
+    elsewhere."""
+    while not _announced(options, end_s):
+        tried.set()
+        if ended.wait(RETRY_S):
+            return
+    tried.set()
 
 
 def _say(log: Path | None, what: str) -> None:

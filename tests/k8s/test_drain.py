@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from k8s import drain
 from k8s.validate.manifests import ROOT
-from loadtest.server import ended
+from loadtest.server import ended, free_port
 
 pytestmark = pytest.mark.server
 
@@ -41,6 +42,12 @@ class Clock:
 
     def hold(self, deadline_s: float) -> list[str]:
         return drain.hold(deadline_s, look=self.look, clock=lambda: self.now_s, sleep=self.sleep)
+
+
+@pytest.fixture(autouse=True)
+def _ray_ends_a_client_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own default is 60 s. A container may have less."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
 
 
 def process(proc: Path, pid: int, *arguments: str) -> None:
@@ -119,6 +126,47 @@ def test_without_a_head_the_pod_is_held_all_the_same(
     assert held == [960.0]
     assert "could not be announced: head:6379: no answer" in log.read_text()
     assert log.read_text() == capsys.readouterr().err
+
+
+def test_where_nothing_listens_the_hook_holds_the_pod_until_its_deadline() -> None:
+    """Ray's client does not raise there: it blocks, and then ends the process."""
+    with subprocess.Popen([REPLICA, "-c", "input()"], executable=sys.executable, stdin=subprocess.PIPE) as replica:
+        hook = [sys.executable, "-m", "k8s.drain", "--deadline-s", "0.2", "--node-ip", "127.0.0.1"]
+        hook += ["--address", f"127.0.0.1:{free_port()}"]
+        done = subprocess.run(hook, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        replica.kill()
+    assert done.returncode == 1
+    assert "drain: left at the deadline: " in done.stderr
+    assert REPLICA in done.stderr
+
+
+def test_a_head_that_does_not_answer_delays_the_watch_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def blocked(address: str, node_ip: str, deadline_s: float) -> str:
+        over.wait(30)
+        return "n1"
+
+    over, held = Event(), list[float]()
+    monkeypatch.setattr(drain, "announce", blocked)
+    monkeypatch.setattr(drain, "FIRST_ATTEMPT_S", 0)
+    monkeypatch.setattr(drain, "_now_s", lambda: 0.0)
+    monkeypatch.setattr(drain, "hold", lambda deadline_s: held.append(deadline_s) or [])
+    assert drain.main(["--deadline-s", "960", "--address", "head:6379", "--node-ip", "10.0.0.1"]) == 0
+    over.set()
+    for thread in threading.enumerate():
+        if "_keep_announcing" in thread.name:
+            thread.join()
+    assert held == [960.0]
+    assert "not announced yet: head:6379 has not answered" in capsys.readouterr().err
+
+
+def test_rays_client_does_not_end_the_hook_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[str] = []
+    monkeypatch.setattr(drain, "announce", lambda *_: limits.append(os.environ[drain._RECONNECT]) or "n1")
+    monkeypatch.setattr(drain, "hold", lambda deadline_s: [])
+    assert drain.main(["--deadline-s", "959.5", "--address", "head:6379", "--node-ip", "10.0.0.1"]) == 0
+    assert limits == ["1020"]
 
 
 def test_a_head_that_comes_back_is_told_while_the_pod_is_held(
