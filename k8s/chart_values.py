@@ -1,5 +1,5 @@
 """Owns the form of the Helm chart's values: names, types and limits. k8s/chart/values.schema.json is written from it.
-Never holds a default: those are in k8s/chart/values.yaml."""
+Never holds a default but "" for a value that earlier versions lacked: defaults are in k8s/chart/values.yaml."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class ModelCache(_Strict):
     storageClassName: NameOrNone = Field(description="Empty: the cluster's default class.")
     fillMemory: Bytes = Field(description="Memory of the Job that downloads and converts the model.")
     hubTokenSecretName: NameOrNone = Field(
-        description="A Secret with a token of the Hugging Face Hub under `token`, for the Job. Empty: none."
+        default="",  # --reuse-values of an earlier version's release
+        description="A Secret with a token of the Hugging Face Hub under `token`, for the Job. Empty: none.",
     )
 
 
@@ -142,7 +143,8 @@ class Switch(_Strict):
 class Monitoring(_Strict):
     enabled: bool
     target: Annotated[str, Field(pattern=r"^([^/:\s]+:[0-9]+)?$")] = Field(
-        description="Address, host:port, at which /metrics is scraped. Empty: the Service."
+        default="",  # as ModelCache.hubTokenSecretName
+        description="Address, host:port, at which /metrics is scraped. Empty: the Service.",
     )
     labels: Strings = Field(description="By which the Prometheus operator selects monitors and rules.")
 

@@ -233,6 +233,15 @@ def test_a_wrong_value_is_refused_with_a_line_that_names_it(setting: str, messag
 
 
 @needs_helm
+def test_a_value_that_an_earlier_version_lacked_may_be_missing() -> None:
+    """`helm upgrade --reuse-values` gives the chart the values of the release, without what the chart has since got."""
+    new = ("modelCache.hubTokenSecretName", "monitoring.target")
+    given = ("--set", "monitoring.enabled=true")
+    without = [option for name in new for option in ("--set", f"{name}=null")]
+    assert chart.template(*given, *without) == chart.template(*given)
+
+
+@needs_helm
 def test_a_part_of_a_second_of_the_drain_counts() -> None:
     limit = r"streams.drainDeadlineSeconds must be >= args.drain_timeout_s \+ 15 \(151\), but it is 150"
     with pytest.raises(chart.ChartError, match=limit):
