@@ -195,15 +195,16 @@ def text() -> str:
 def _make_removable(part: dict[str, Any]) -> None:
     """Let settings be null, which leaves out what an earlier file of values says: Helm itself only leaves out what the
     chart's own values have. Without a value, a setting has its default, which is what null means wherever it means
-    something."""
+    something. A setting that is required has none."""
     if isinstance(part.get("type"), str):
         part["type"] = [part["type"], "null"]
     if "const" in part:
         part["enum"] = [part.pop("const")]
     if "enum" in part:
         part["enum"] = [*part["enum"], None]
-    named = [*part.get("properties", {}).values(), *part.get("patternProperties", {}).values()]
-    for inner in (*named, part.get("additionalProperties")):
+    required = part.get("required", ())
+    optional = [inner for name, inner in part.get("properties", {}).items() if name not in required]
+    for inner in (*optional, *part.get("patternProperties", {}).values(), part.get("additionalProperties")):
         if isinstance(inner, dict):
             _make_removable(inner)
 

@@ -71,6 +71,14 @@ def test_the_args_of_a_config_are_valid_values(config: str) -> None:
     jsonschema.validate({**VALUES, "args": {"model": "m", **args}}, chart_values.schema())
 
 
+def test_null_is_no_value_of_a_setting_that_has_no_default() -> None:
+    """Without its value, the application would not start."""
+    parts = chart_values.schema()["$defs"].values()
+    required = [part["properties"][name] for part in parts for name in part.get("required", [])]
+    assert required
+    assert [one for one in required if "null" in one.get("type", "")] == []
+
+
 @pytest.mark.parametrize("text", ["16Gi", "1.5Gi", "512M", "1073741824"])
 def test_a_quantity_of_the_schema_is_one_of_kubernetes(text: str) -> None:
     assert quantity(text) > 0
@@ -117,6 +125,10 @@ REFUSED = {
     "an optional setting of a wrong type": (
         "args.engine.kv_cache_memory_gib=all",
         "/args/engine/kv_cache_memory_gib': got string, want null or number",
+    ),
+    "null for what a setting cannot be without": (
+        "args.autoscaling.max_replicas=null",
+        "/args/autoscaling/max_replicas': got null, want integer",
     ),
     "an unknown setting": ("args.drain_timeout=3", "/args': additional properties 'drain_timeout' not allowed"),
     "a drain that ends before the longest stream": (
