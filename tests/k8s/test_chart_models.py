@@ -87,6 +87,36 @@ def test_a_gguf_file_is_there_in_the_form_that_engines_ask_for(setting: str, bot
 
 
 @needs_helm
+def test_a_model_that_has_one_form_is_prepared_as_ever() -> None:
+    """Another command of the Job or of the pods is a new cluster, with twice the GPUs."""
+    asked = ("--set", "args.engine.quantize=none", "--set", "args.engine.batch_invariant=true")
+    for made in (
+        chart.template_with(chart.values_of("gpu"), *asked),
+        chart.template("--set", "args.model=a/b", *asked),
+    ):
+        assert "--quantize" not in json.dumps([at(doc, "spec") for doc in made if doc["kind"] in ("Job", "RayService")])
+
+
+@needs_helm
+def test_of_several_models_the_gguf_files_that_engines_ask_a_form_of_are_there_in_both(tmp_path: Path) -> None:
+    values = tmp_path / "models.yaml"
+    asking = {"quantize": "none"}
+    entries = [
+        {"model": "/models/a.gguf", "engine": asking},
+        {"model": "/models/b.gguf"},
+        {"model": "org/c", "engine": {**asking, "speculative": {"method": "draft_model", "model": "/models/d.gguf"}}},
+        {"model": "smollm2-135m-instruct", "engine": asking},
+    ]
+    values.write_text(yaml.safe_dump({"args": {"models": entries}}))
+    made = chart.template_with([values])
+    (service,), (job,) = of_kind(made, "RayService"), of_kind(made, "Job")
+    asked = {"/models/a.gguf", "/models/d.gguf", "smollm2-135m-instruct"}
+    for containers in (at(job, "spec.template.spec.containers"), groups(service)[1].pod["initContainers"]):
+        assert len(containers) == 5
+        assert {one["command"][-1] for one in containers if "--quantize both" in " ".join(one["command"])} == asked
+
+
+@needs_helm
 def test_a_token_of_the_hub_is_for_the_job_alone() -> None:
     """It alone asks the Hub; without a token, no model that needs one could be served."""
     made = chart.template("--set", "modelCache.hubTokenSecretName=hub", "--set", "args.models[0].model=a/b")

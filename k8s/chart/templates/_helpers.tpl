@@ -85,13 +85,19 @@ capabilities: {drop: [ALL]}
 {{- end }}
 
 {{/*
-Whether models are prepared in both forms that a GGUF file has: where engines take only one, and it need not be the one that
+The models that are prepared in both forms that a GGUF file has: where engines take only one, and it need not be the one that
 the Job's processor would choose. Other models have one form.
 */}}
 {{- define "chunkserve.bothForms" -}}
+{{- $both := list }}
 {{- range .Values.args.models | default (list .Values.args) }}
-{{- if or (ne (dig "engine" "quantize" "auto" .) "auto") (dig "engine" "batch_invariant" false .) }}yes{{ end }}
+{{- if or (ne (dig "engine" "quantize" "auto" .) "auto") (dig "engine" "batch_invariant" false .) }}
+{{- range list (.model | default "smollm2-135m-instruct") (dig "engine" "speculative" "model" "" .) }}
+{{- if or (eq . "smollm2-135m-instruct") (hasSuffix ".gguf" .) }}{{ $both = append $both . }}{{ end }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{- $both | toJson }}
 {{- end }}
 
 {{/* The Serve config. As in every cluster of ours, an engine on a spot node is used only for its work. */}}

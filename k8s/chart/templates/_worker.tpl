@@ -68,7 +68,7 @@ template:
         command:
           - bash
           - -c
-          - until python -m engine.checkpoints.prepare{{ if include "chunkserve.bothForms" $.root }} --quantize both{{ end }} "$0" >/dev/null; do sleep 5; done
+          - until python -m engine.checkpoints.prepare{{ if include "chunkserve.bothForms" $.root | fromJsonArray | has $model }} --quantize both{{ end }} "$0" >/dev/null; do sleep 5; done
           - {{ $model | quote }}
         env:
           {{- include "chunkserve.cacheEnv" $.root | nindent 10 }}
