@@ -128,7 +128,7 @@ def _find_server() -> None:
     # There is a note for each application, and applications of the same Ray share a dashboard.
     servers = {server.dashboard: server for server in running_servers()}.values()
     if len(servers) > 1:
-        listed = ", ".join(f"{server.dashboard} ({server.url})" for server in servers)
+        listed = ", ".join(f"{server.dashboard} ({server.url or 'no address'})" for server in servers)
         raise ConfigRefused(f"{len(servers)} servers run here; choose one with --address: {listed}")
     for server in servers:
         os.environ["RAY_DASHBOARD_ADDRESS"] = server.dashboard

@@ -150,7 +150,7 @@ def _report(launch: Launch, console: Console, held: ExitStack, began: float) -> 
 
     wait_until_running(launch.names, serve.status, console.say)
     for application in launch.applications:
-        url = url_of(launch.config, application.route_prefix or "/")
+        url = _address(launch, application)
         unreachable = _why_unreachable(launch, application, url)
         for line in _lines_or_warning(application):
             console.say(line)
@@ -159,6 +159,13 @@ def _report(launch: Launch, console: Console, held: ExitStack, began: float) -> 
         else:
             console.say(f"application {application.name} is running; {unreachable}")
         held.enter_context(noted(_running(url)))
+
+
+def _address(launch: Launch, application: Application) -> str:
+    """Return the application's URL; "" if only its handle reaches it."""
+    if application.route_prefix is None or not has_proxies(launch.config):
+        return ""
+    return url_of(launch.config, application.route_prefix)
 
 
 def _why_unreachable(launch: Launch, application: Application, url: str) -> str | None:

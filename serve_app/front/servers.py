@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """The address of a server, and that of its Ray dashboard, which `serve status` asks."""
+    """The address of a server, and that of its Ray dashboard, which `serve status` asks. A server that only its handle
+    reaches has the address ""."""
 
     url: str
     dashboard: str

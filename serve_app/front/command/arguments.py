@@ -56,7 +56,7 @@ def chosen_server(parser: argparse.ArgumentParser, given: str | None) -> Api:
         parser.error(f"{KEY}: expected printable ASCII characters without spaces or line ends")
     if given is not None:
         return Api(given)
-    found = sorted({server.url for server in running_servers()})
+    found = sorted({server.url for server in running_servers() if server.url})
     if len(found) > 1:
         parser.error(f"{len(found)} servers run here; choose one with --url: {', '.join(found)}")
     return Api(found[0] if found else DEFAULT_URL)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -143,6 +144,25 @@ def test_without_a_route_nobody_is_asked(tmp_path: Path, cluster: Cluster, monke
     lines = said_by(launch(tmp_path, own_cluster=True, prefix=None))
     assert lines[-1] == "application ours is running; route_prefix is null, so only its handle reaches it"
     assert cluster.done == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "location", "url"),
+    [
+        ("/a", "EveryNode", "http://127.0.0.1:8000/a"),
+        (None, "EveryNode", ""),
+        ("/a", "Disabled", ""),
+    ],
+    ids=["a route", "no route", "no proxy"],
+)
+def test_the_note_of_a_server_has_the_address_at_which_it_is_reached(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, prefix: str | None, location: str, url: str
+) -> None:
+    """`chunkserve chat` took the address of another application for that of one that only its handle reaches."""
+    found: list[str] = []
+    monkeypatch.setattr(running, "noted", lambda server: nullcontext(found.append(server.url)))
+    said_by(launch(tmp_path, True, prefix, proxy_location=location))
+    assert found == [url]
 
 
 def test_a_failed_start_leaves_the_others_of_a_joined_cluster(tmp_path: Path, cluster: Cluster) -> None:

@@ -81,6 +81,12 @@ def test_two_applications_are_one_server() -> None:
     assert os.environ["RAY_DASHBOARD_ADDRESS"] == FIRST.dashboard
 
 
+def test_a_server_that_only_its_handle_reaches_is_listed_as_one() -> None:
+    with noted(FIRST), noted(replace(SECOND, url="")), pytest.raises(ConfigRefused) as refused:
+        cli._find_server()
+    assert f"{SECOND.dashboard} (no address)" in str(refused.value)
+
+
 def test_with_several_servers_none_is_guessed() -> None:
     with (
         noted(FIRST),
