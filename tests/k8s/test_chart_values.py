@@ -177,11 +177,19 @@ REFUSED = {
     ),
     "more engines than the workers ever hold": (
         "args.engine_replicas=9,args.engine_num_cpus=1,engines.maxReplicas=4",
-        "args.engine_replicas is 9, but engines.maxReplicas (4) workers hold 8 engines: the start would not end",
+        "args.engine_replicas is 9, but 4 workers at most hold 8 engines: the start would not end",
+    ),
+    "more engines than all workers hold, spot nodes' included": (
+        "args.engine_replicas=11,args.engine_num_cpus=2,engines.maxReplicas=4,spot.enabled=true,spot.maxReplicas=6",
+        "args.engine_replicas is 11, but 10 workers at most hold 10 engines: the start would not end",
+    ),
+    "a first number of engines that the workers never hold": (
+        "args.autoscaling.max_replicas=8,args.engine_replicas=8,args.engine_num_cpus=2,engines.maxReplicas=2",
+        "args.engine_replicas is 8, but 2 workers at most hold 2 engines",
     ),
     "a least number of engines that the workers never hold": (
         "args.autoscaling.min_replicas=3,args.autoscaling.max_replicas=3,args.engine_num_cpus=2,engines.maxReplicas=2",
-        "args.autoscaling.min_replicas is 3, but engines.maxReplicas (2) workers hold 2 engines",
+        "args.autoscaling.min_replicas is 3, but 2 workers at most hold 2 engines",
     ),
     "GPUs that no engine asks for": (
         "engines.gpus=1",

@@ -197,10 +197,11 @@ the Job's processor would choose. Other models have one form.
 {{- if gt $asked 0.0 }}{{ $parts = min $parts (divf (index $of 1) $asked | floor | int) }}{{ end }}
 {{- end }}
 {{- $most := div (mul $workers $parts) $ranks }}
-{{- $setting := ternary "autoscaling.min_replicas" "engine_replicas" (hasKey $model "autoscaling") }}
-{{- $few := ternary (dig "autoscaling" "min_replicas" 1 $model) (dig "engine_replicas" 1 $model) (hasKey $model "autoscaling") }}
+{{- $given := or (hasKey $model "engine_replicas") (not (hasKey $model "autoscaling")) }}
+{{- $setting := ternary "engine_replicas" "autoscaling.min_replicas" $given }}
+{{- $few := ternary (dig "engine_replicas" 1 $model) (dig "autoscaling" "min_replicas" 1 $model) $given }}
 {{- if gt (int $few) (int $most) }}
-{{- fail (printf "%s.%s is %v, but engines.maxReplicas (%v) workers hold %d engines: the start would not end" $place $setting $few $workers $most) }}
+{{- fail (printf "%s.%s is %v, but %d workers at most hold %d engines: the start would not end" $place $setting $few $workers $most) }}
 {{- end }}
 {{- end }}
 {{- if and .Values.engines.gpus (not (without $reserved 0.0)) }}
