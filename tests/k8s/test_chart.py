@@ -269,6 +269,8 @@ def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go(
     assert "service/chunkserve-serve-svc 8000:8000" in demo
     assert "args.auth has no keys" in demo
     assert "Secret" not in demo
+    assert "Hub" not in demo
+    assert "set modelCache.hubTokenSecretName, and delete job/model-cache-fill first" in notes("gpu")
     production = notes("gpu", "spot", "gcs-fault-tolerance", "inference-gateway")
     assert "Then 2 to 10 workers start" in production
     assert "Secret chunkserve-api-keys with" in production
@@ -284,9 +286,32 @@ def test_the_notes_of_an_install_name_what_is_made_by_hand_and_where_clients_go(
 # --- its page ---------------------------------------------------------------------------------------------------------
 
 
+IN_THE_JOB = {
+    "image": "image.tag=other",
+    "imagePullSecrets": "imagePullSecrets[0].name=registry",
+    "model": "args.model=org/name",
+    "quantize": "args.engine.quantize=none",
+    "batch_invariant": "args.engine.batch_invariant=true",
+    "modelCache.hubTokenSecretName": "modelCache.hubTokenSecretName=hub",
+    "modelCache.fillMemory": "modelCache.fillMemory=9Gi",
+}
+"""What the Job model-cache-fill is made of, and how to change it."""
+
+
 def test_the_page_names_every_value() -> None:
     named = set(re.findall(r"`(\w+)`", README))
     assert set(VALUES) <= named
+
+
+@needs_helm
+@pytest.mark.parametrize("value", IN_THE_JOB)
+def test_the_page_names_what_changes_the_job(value: str) -> None:
+    """Kubernetes refuses another template of a Job, and the upgrade with it."""
+    (line,) = re.findall(r"- A Job cannot be changed.*?\n(?=- )", README, re.DOTALL)
+    assert f"`{value}`" in line
+    jobs = (*of_kind(chart.template(), "Job"), *of_kind(chart.template("--set", IN_THE_JOB[value]), "Job"))
+    before, after = (at(job, "spec.template") for job in jobs)
+    assert before != after
 
 
 @needs_helm
