@@ -15,7 +15,7 @@ MODEL = "smollm2-135m-instruct"
 PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "from-vllm-or-sglang.md"
 ROWS = re.findall(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|$", PAGE.read_text(), re.MULTILINE)
 OPTIONS = [
-    (option, set(re.findall(r"`([a-z_.]+)", ours)))
+    (option, re.findall(r"`([a-z_.]+)", ours))
     for theirs, others, ours in ROWS
     for option in re.findall(r"--[a-z][a-z-]+", theirs + others)
     if option not in serve_parser("").option_strings()
@@ -62,7 +62,7 @@ def test_an_option_that_there_is_not_is_answered_by_the_option_or_the_setting_of
 
 @pytest.mark.parametrize(("option", "settings"), OPTIONS, ids=str)
 def test_no_answer_contradicts_the_page_of_other_servers_options(
-    option: str, settings: set[str], capsys: pytest.CaptureFixture[str]
+    option: str, settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = answer_to(f"{option} 1", capsys)
     assert not answer.startswith(SETTING) or answer.removeprefix(SETTING) in settings
