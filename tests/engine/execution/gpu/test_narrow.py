@@ -44,7 +44,7 @@ OTHERWISE = {"fp8_blocks": "groups of 20 inputs are no multiple of 16"}
 KEPT = {
     **dict.fromkeys(("gptq_4", "gptq_4_v2", "awq", "packed_4", "packed_4_zeros", "packed_4_weight"), "4 bits"),
     **dict.fromkeys(("gptq_8", "gptq_8_by_output", "int_by_output", "int_groups", "packed_8"), "8 bits"),
-    **dict.fromkeys(("float_tensor", "float_channel", "fp8_blocks_16"), "fp8"),
+    **dict.fromkeys(("float_tensor", "float_channel", "fp8_tensor", "fp8_blocks_16"), "fp8"),
     **dict.fromkeys(("gptq_4_ordered", "packed_4_ordered"), "4 bits, in the order of the inputs' groups"),
 }
 

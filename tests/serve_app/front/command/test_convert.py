@@ -74,6 +74,7 @@ def test_each_form_of_the_file_becomes_the_same_settings(
         "model": "smollm2-135m-instruct",
         "served_model_name": "small",
         "reasoning_parser": "none",
+        "default_sampling": {"source": "model"},
         "autoscaling": {"min_replicas": 1, "max_replicas": 2},
         "engine": {"max_model_len": 2048, "targets": {"tpot_ms": 75, "ttft_ms": 2000}},
     }
