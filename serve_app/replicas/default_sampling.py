@@ -8,27 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from engine.checkpoints.prepare import ModelError
 from serve_app.engines.engine_client import SamplingDefaults
-from serve_app.settings.sampling import MinP, RepetitionPenalty, SamplingSettings, Temperature, TopK, TopP
+from serve_app.settings.sampling import SamplingSettings
 
 _FILE = "generation_config.json"
 _OTHERWISE = "A value in default_sampling stands over the file's, and `source: openai` does not use the file."
 
 
-class _Values(BaseModel):
-    """What counts: the file's values with the settings' over them. `do_sample` does not count, as in vLLM: it is false
-    by default, and many files that have a temperature do not set it."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+# `do_sample` does not count, as in vLLM: it is false by default, and many files that have a temperature do not set it.
+_NAMES = tuple(spec.name for spec in dataclasses.fields(SamplingDefaults))
 
 
 def default_sampling(settings: SamplingSettings, model_dir: Path | None) -> SamplingDefaults:
@@ -41,12 +32,13 @@ def default_sampling(settings: SamplingSettings, model_dir: Path | None) -> Samp
     if settings.source == "model" and model_dir is not None and (model_dir / _FILE).exists():
         path = model_dir / _FILE
         found = _read(path)
+    values = {name: found.get(name) for name in _NAMES} | settings.model_dump(exclude_none=True)
     try:
-        values = _Values.model_validate(found | settings.model_dump(exclude={"source"}, exclude_none=True))
+        checked = SamplingSettings.model_validate(values)
     except ValidationError as error:
         reasons = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
         raise ModelError(f"{path}: {reasons}. {_OTHERWISE}") from None
-    chosen = values.model_dump(exclude_none=True)
+    chosen = checked.model_dump(include=set(_NAMES), exclude_none=True)
     if "top_k" in chosen:
         chosen["top_k"] = max(chosen["top_k"], 0)
     return SamplingDefaults(**chosen)
